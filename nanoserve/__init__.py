@@ -1,20 +1,20 @@
-"""nanoserve: an LLM inference engine that a person can read in an evening.
+"""nanoserve: an LLM inference engine small enough to be read in an evening.
 
     from nanoserve import LLM, SamplingParams
     question = [{"role": "user", "content": "What is a block table?"}]
     outputs = LLM("tiny-qwen3").chat(question, SamplingParams(max_tokens=64))
 
-Names are resolved on first use (PEP 562), so that `import nanoserve.engine` stays free of torch.
+Names are resolved on first use (PEP 562), so that `import nanoserve.engine` does not import torch.
 """
 
 import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# Threads that wait for each other spin, and if one of them has no core just then, the others spin
-# until the system's next tick: 8 ms for a product of 0.1. Those that sleep at once take 60 us to
-# wake. So they spin for about 120 us, a little more than what lies between two products. It is said
-# here, before torch is imported, because OpenMP reads it once.
+# OpenMP threads spin while they wait for each other. If one of them has no core at that moment, the
+# others spin until the system's next tick: 8 ms for a matrix product of 0.1 ms. Threads that sleep
+# at once need 60 us to wake up. So they spin for about 120 us, slightly longer than the time
+# between two products. This is set before torch is imported, because OpenMP reads it only once.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "5000")
 
@@ -78,7 +78,7 @@ _HOME = {
 }
 
 
-if not TYPE_CHECKING:  # or every name would be a good one to a type checker
+if not TYPE_CHECKING:  # otherwise a type checker would accept every attribute name
 
     def __getattr__(name: str) -> Any:
         if name not in _HOME:

@@ -1,8 +1,8 @@
-"""One page that builds an engine: what goes into it is made from top to bottom, each thing once.
+"""Builds an engine: each of its parts is created once, in this order.
 
-    name and options -> checkpoint -> what it says of its model -> tokenizer -> executor -> engine
+    name and options -> checkpoint -> model configuration -> tokenizer -> executor -> engine
 
-vLLM's names for options are translated before: see `nanoserve.compat.options.engine_config`.
+vLLM's option names are translated before: see `nanoserve.compat.options.engine_config`.
 """
 
 import logging
@@ -23,13 +23,13 @@ from nanoserve.worker.startup_summary import announce
 
 logger = logging.getLogger(__name__)
 
-# Raises `ValueError` for what a feature cannot do with this model, before any weight is read, and
-# returns what adds the feature to an engine. That may have a method `memory`, which returns what a
-# second model takes of the same GPU.
+# Raises `ValueError` if a feature does not support this model, before any weight is read, and
+# returns a callable that adds the feature to an engine. The callable may have a method `memory`,
+# which returns the GPU memory that a second model needs.
 PrepareFeature = Callable[[EngineConfig, ModelConfig], Callable[[GuardedEngine], None]]
 
-# Features by the option that switches them on. Extensions are called in this order: a pipeline
-# decides which sequences are in a step, then those get draft tokens, and then it is published.
+# Features by the option that enables them. Extensions are called in this order: a pipeline decides
+# which sequences are in a step, then these get draft tokens, then KV events are published.
 FEATURES: Registry[PrepareFeature] = Registry(
     "feature",
     {
@@ -41,26 +41,30 @@ FEATURES: Registry[PrepareFeature] = Registry(
 
 
 def build_engine(config: EngineConfig) -> GuardedEngine:
-    """Load the model that `config` names, ready to take requests.
+    """Load the model that `config` names, and return an engine that accepts requests.
 
-    The weights come last: whatever can be refused is refused, with a `ValueError`, before they are
-    fetched or read. See `nanoserve.llm.LLM` for what that is.
+    The weights are fetched and read last: everything that can be rejected is rejected before, with
+    a `ValueError`. See `nanoserve.llm.LLM` for the cases.
     """
     config = config.for_device(device_kind(config.device))
-    load_scheduler_class(config.scheduler_cls)  # raises if it is none
+    load_scheduler_class(config.scheduler_cls)  # raises for an invalid class
     checkpoint = Checkpoint.open(config.model, config, config.revision)
     model_config = checkpoint.model_config(config, supported_architectures())
-    SamplingParams(**model_config.default_sampling)  # raises if the makers recommend nonsense
+    SamplingParams(**model_config.default_sampling)  # raises if recommended values are invalid
     tokenizer = load_tokenizer(config, checkpoint)
     if tokenizer is not None and tokenizer.backend.get_vocab_size() > model_config.vocab_size:
-        logger.warning("the tokenizer of %s has more tokens than the model", config.model)
+        logger.warning(
+            "the tokenizer of %s has more tokens than the model; prompts with the extra tokens are "
+            "rejected",
+            config.model,
+        )
     switched_on = config.changed_options()
     features = [
         FEATURES.get(name)(config, model_config) for name in FEATURES.names() if name in switched_on
     ]
     if config.load_format != "dummy":
         checkpoint.fetch_weights()
-    # What a feature brings along, such as a draft model, has to fit beside the model's KV cache.
+    # A feature's own memory, such as that of a draft model, has to fit next to the KV cache.
     beside = [feature.memory for feature in features if hasattr(feature, "memory")]
     make = partial(make_executor, model_config=model_config, path=checkpoint.folder, beside=beside)
     engine = GuardedEngine(config, model_config, make(config), tokenizer, make_executor=make)
@@ -71,7 +75,10 @@ def build_engine(config: EngineConfig) -> GuardedEngine:
 
 
 def load_tokenizer(config: EngineConfig, checkpoint: Checkpoint) -> Tokenizer | None:
-    """Return the checkpoint's own, or that of the option `tokenizer`; None if none is wanted."""
+    """Return the tokenizer of the checkpoint, or of the option `tokenizer`.
+
+    Returns None if `skip_tokenizer_init` is set.
+    """
     if config.skip_tokenizer_init:
         return None
     from nanoserve.text.tokenizer import Tokenizer  # transformers takes seconds to import

@@ -1,4 +1,4 @@
-"""What the user chose: `EngineConfig`. What the checkpoint says is in `ModelConfig`."""
+"""Engine options chosen by the user: `EngineConfig`. `ModelConfig` has those of the checkpoint."""
 
 import logging
 import os
@@ -30,8 +30,8 @@ _SMALLEST = {
     "tensor_parallel_size": 1,
     "pipeline_parallel_size": 1,
     "distributed_timeout_seconds": 1,
-    "worker_timeout_seconds": 4,  # a few beats of nanoserve.features.parallel.heartbeat
-    "max_model_len": 2,  # a sequence is at least a token of prompt and one of output
+    "worker_timeout_seconds": 4,  # several intervals of nanoserve.features.parallel.heartbeat
+    "max_model_len": 2,  # at least one prompt token and one output token
     "priority_aging": 1,
     "num_kv_blocks": 1,
     "num_threads": 1,
@@ -49,8 +49,8 @@ _CHOICES = {
     "kv_cache_dtype": ("auto", "int8", "fp8", "fp8_e4m3"),
     "distributed_executor_backend": ("mp", "ray"),
 }
-# Tokens of a step. nano-vllm's workload takes an H100 8.9 s with 2048 and 7.2 s with 8192. A CPU
-# computes 2048 for seconds, and whoever decodes waits for their end.
+# Default token budget of a step. nano-vllm's workload takes an H100 8.9 s with 2048 and 7.2 s with
+# 8192. A CPU needs seconds for 2048 tokens, during which all decoding sequences wait.
 _BUDGETS = {"cpu": 2048, "cuda": 8192}
 
 
@@ -58,94 +58,98 @@ _BUDGETS = {"cpu": 2048, "cuda": 8192}
 class EngineConfig:
     """Options of one engine, under vLLM's names. Every field is checked on construction.
 
-    None is "not given". What then depends on the device is chosen by `for_device`; an engine gets
-    what that returns.
+    None means "not given". `for_device` returns a copy in which the options that depend on the
+    device are set; an engine gets that copy.
 
-    Raises `ValueError` with the offending value and its limit. What `LLM` takes besides, such as
-    vLLM's names, is translated before: see `nanoserve.compat.options.engine_config`.
+    Raises `ValueError` with the offending value and its limit. Other options of `LLM`, such as
+    vLLM's names, are translated before: see `nanoserve.compat.options.engine_config`.
     """
 
     model: str
-    tokenizer: str | None = None  # a folder, a GGUF file or a name, as `model` is
+    tokenizer: str | None = None  # a folder, a GGUF file or a name, in the form of `model`
     skip_tokenizer_init: bool = False  # token ids in, token ids out
-    chat_template: str | Path | None = None  # a file, or the text, in the place of the checkpoint's
-    revision: str | None = None  # of a model from the hub: branch, tag or commit
-    download_dir: str | None = None  # of the hub's files; None is the hub's own cache
-    trust_remote_code: bool = False  # a tokenizer may be code of the checkpoint; models never are
+    chat_template: str | Path | None = None  # a file or text that replaces the checkpoint's
+    revision: str | None = None  # branch, tag or commit of a model from the hub
+    download_dir: str | None = None  # folder of the hub's files; None is the hub's own cache
+    trust_remote_code: bool = False  # run the checkpoint's tokenizer code, never its model code
     dtype: str = "auto"  # "auto" is the checkpoint's own
     load_format: str = "auto"  # "auto" | "safetensors" | "dummy" (random weights, for benchmarks)
-    # Bits of the weights: None is what the checkpoint has; "int8", "int4" and, on a GPU, "fp8" are
-    # made of plain ones. On a GPU a checkpoint's own format, too, has to be asked for.
+    # Quantization of the weights: None keeps the checkpoint's format; "int8", "int4" and, on a GPU,
+    # "fp8" quantize plain weights. On a GPU a quantized checkpoint's own format must be named, too.
     quantization: str | None = None
     quantization_group_size: int | None = None  # weights of int4 that share a scale: 32, 64 or 128
-    # What quantised weights are multiplied with: "int8" rounds activations to 8 bits in groups,
-    # "none" leaves them floats. None: a CPU with numba, "int8"; a GPU, "none", but e4m3 for "fp8".
+    # Activations for quantised weights: "int8" rounds them to 8 bits in groups, "none" keeps them
+    # as floats. None is "int8" on a CPU with numba and "none" on a GPU, but e4m3 for "fp8".
     quantization_activations: str | None = None
-    seed: int = 0  # seeds the requests that bring no seed of their own
-    # Sampling parameters of requests that bring none: "auto" takes those of the checkpoint's
-    # generation_config.json, "vllm" does not; then come these.
+    seed: int = 0  # seeds the requests that have no seed of their own
+    # Default sampling parameters: "auto" takes those of the checkpoint's generation_config.json,
+    # "vllm" does not; override_generation_config is applied after them.
     generation_config: str = "auto"
     override_generation_config: dict[str, Any] | None = None
-    hf_overrides: dict[str, Any] | None = None  # entries to take in the place of config.json's
+    hf_overrides: dict[str, Any] | None = None  # entries that replace those of config.json
 
     max_model_len: int | None = None  # tokens, prompt and output together
-    max_num_seqs: int = 256  # bound of the running set, not of one step
+    max_num_seqs: int = 256  # maximum number of running sequences, not of rows in a step
     # Token budget of one step. None: 2048 on a CPU and 8192 on a GPU, or max_num_seqs if more.
     max_num_batched_tokens: int | None = None
     long_prefill_token_threshold: int = 0  # tokens per step for one sequence; 0 is no threshold
     scheduling_policy: str = "fcfs"  # "fcfs" | "priority" (lower value first)
-    # A subclass of `Scheduler`, or its "module.Class"; it stays in force whatever features are on.
+    # A subclass of `Scheduler`, or its "module.Class"; it works with every feature.
     scheduler_cls: Any = None
-    # Under "priority": so many later arrivals outweigh one level of it. None: none ever do, and a
-    # stream of urgent requests starves all others.
+    # Under "priority": the number of later arrivals that outweighs one priority level. None: no
+    # number does, and a stream of urgent requests starves all other requests.
     priority_aging: int | None = None
-    # Plan and launch a step while the one before it runs. None: on a GPU, but not with a `trace`.
-    # A CPU computes a step in this very process, and gains nothing.
+    # Plan and launch a step while the previous one runs. None: True on a GPU without a `trace`.
+    # A CPU computes the step in the same process and gains nothing.
     async_scheduling: bool | None = None
 
     block_size: int = 16  # tokens per KV block
-    num_kv_blocks: int | None = None  # fixes the pool
-    kv_cache_memory_bytes: int | None = None  # or: the memory that the pool may take
+    num_kv_blocks: int | None = None  # size of the block pool
+    kv_cache_memory_bytes: int | None = None  # or the memory that the block pool may take
     kv_cache_dtype: str = "auto"  # "auto" (the model's) | "int8" | "fp8", which is "fp8_e4m3"
     enable_prefix_caching: bool = True
-    # True: layers with a sliding window keep the K and V of all tokens, as all other layers do.
-    # None: so they do on a GPU, where groups of layers have not run yet.
+    # True: layers with a sliding window keep the K and V of all tokens, like all other layers.
+    # None: True on a GPU, where layer groups have not been tested yet.
     disable_hybrid_kv_cache_manager: bool | None = None
-    prefix_cache_seed: int | None = None  # None is a random one: hashes then differ per engine
-    # Tell each request how much of its prompt was cached, which tells it what others have asked.
+    prefix_cache_seed: int | None = None  # None is random: hashes then differ between engines
+    # Report to each request how much of its prompt was cached. This reveals which prompts other
+    # requests have had.
     enable_prompt_tokens_details: bool = True
 
-    # Guess tokens and verify several in a step: a dictionary, see nanoserve.features.speculative.config.
+    # Speculative decoding: verify several draft tokens in a step. A dictionary, see
+    # nanoserve.features.speculative.config.
     speculative_config: Any = None
-    # How grammars of requests are computed: a dictionary, see nanoserve.features.structured.config.
+    # Computation of the grammars of requests: a dictionary, see nanoserve.features.structured.config.
     structured_outputs_config: Any = None
     logits_processors: tuple[Any, ...] = ()  # see nanoserve.sampling.processors
-    max_logprobs: int = 20  # most that a request may ask for; -1: the whole vocabulary
+    max_logprobs: int = 20  # maximum that a request may have; -1: the whole vocabulary
     trace: str | Path | None = (
-        None  # a file that gets a record of every step; see nanoserve.features.trace
+        None  # a file for the record of every step; see nanoserve.features.trace
     )
-    disable_log_stats: bool = True  # False counts what `LLM.get_metrics` tells
-    # Publish what the prefix cache gains and loses: a dictionary, see nanoserve.features.kv_events.config.
+    disable_log_stats: bool = True  # False collects the metrics of `LLM.get_metrics`
+    # Publish blocks that enter or leave the prefix cache: a dictionary, see
+    # nanoserve.features.kv_events.config.
     kv_events_config: Any = None
 
-    num_threads: int | None = None  # of a CPU. None: all of torch's, or one for a small model
+    num_threads: int | None = None  # CPU threads. None: all of torch's, or one for a small model
     device: str = "auto"  # "auto" (an NVIDIA GPU if there is one) | "cpu" | "cuda"
     attention_backend: str = "auto"  # "auto" | "torch" | "numba" | "triton" | "flash_attn"
-    # Read by GPU executors only; accepted and checked everywhere, so that scripts stay portable.
+    # No CUDA graphs. Used on a GPU only; checked on all devices, so that scripts are portable.
     enforce_eager: bool = False
-    # LM head and sampling of plain decode steps in graphs too. Off: an H100 gains nothing by it.
+    # Capture LM head and sampling of decode steps in CUDA graphs, too. On an H100 it gains nothing.
     capture_sampling: bool = False
-    # Steps in which prompts are computed in graphs too, at padded numbers of tokens. None: where it
-    # has run: on one GPU, with Triton's attention, without draft tokens and quantised weights.
+    # Capture steps with prompts in CUDA graphs, too, at padded numbers of tokens. None: only where
+    # it was tested: one GPU, Triton attention, no draft tokens and no quantised weights.
     capture_mixed_steps: bool | None = None
     gpu_memory_utilization: float = 0.9
     tensor_parallel_size: int = 1  # ranks that share the model: GPUs, or processes on a CPU
-    # Stages of some layers each, of so many ranks each. On a GPU they run without CUDA graphs.
+    # Pipeline stages, each with some of the layers and tensor_parallel_size ranks. On a GPU stages
+    # run without CUDA graphs.
     pipeline_parallel_size: int = 1
-    # Who starts the ranks: "mp" this machine, "ray" a Ray cluster. None: "mp".
+    # Where the ranks are started: "mp" on this machine, "ray" on a Ray cluster. None: "mp".
     distributed_executor_backend: str | None = None
-    distributed_timeout_seconds: int = 300  # that a rank waits for another within a step
-    worker_timeout_seconds: int = 8  # that a process may show no sign of life: a busy one does
+    distributed_timeout_seconds: int = 300  # limit on the wait of one rank for another in a step
+    worker_timeout_seconds: int = 8  # limit on the time without a heartbeat, which busy ranks send
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -169,8 +173,8 @@ class EngineConfig:
         if self.structured_outputs_config is not None:
             from nanoserve.features.structured.config import StructuredOutputsConfig
 
-            guiding = StructuredOutputsConfig.of(self.structured_outputs_config)
-            self.structured_outputs_config = guiding
+            structured = StructuredOutputsConfig.of(self.structured_outputs_config)
+            self.structured_outputs_config = structured
         if self.kv_events_config is not None:
             from nanoserve.features.kv_events.config import KVEventsConfig
 
@@ -179,7 +183,7 @@ class EngineConfig:
         self._check_pairs()
 
     def _check_names(self) -> None:
-        """Of folders, of a version, of a file."""
+        """Check options that are dictionaries, folders, a revision or files."""
         for name in ("override_generation_config", "hf_overrides"):
             value = getattr(self, name)
             is_mapping = value is None or isinstance(value, dict)
@@ -199,12 +203,12 @@ class EngineConfig:
             _check_trace(self.trace, self.async_scheduling)
 
     def _check_pairs(self) -> None:
-        """What two options must agree on."""
+        """Check that the options agree with each other."""
         budget = self.max_num_batched_tokens
         require(
             budget is None or budget >= self.max_num_seqs,
             f"max_num_batched_tokens={budget} is less than "
-            f"max_num_seqs={self.max_num_seqs}: decoding all of them takes a token each",
+            f"max_num_seqs={self.max_num_seqs}: a decode step needs one token per sequence",
         )
         require(
             self.priority_aging is None or self.scheduling_policy == "priority",
@@ -217,30 +221,32 @@ class EngineConfig:
         require(
             self.num_kv_blocks is None or self.kv_cache_memory_bytes is None,
             f"num_kv_blocks={self.num_kv_blocks} and "
-            f"kv_cache_memory_bytes={self.kv_cache_memory_bytes} both fix the pool: give one",
+            f"kv_cache_memory_bytes={self.kv_cache_memory_bytes} both set the size of the block "
+            f"pool: give only one of them",
         )
         require(
             self.enable_prefix_caching or not self._publishes_kv_events,
             "kv_events_config with enable_kv_cache_events=True needs enable_prefix_caching=True: "
-            "the events are those of the prefix cache",
+            "the events report changes of the prefix cache",
         )
         if self.pipeline_parallel_size > 1 or self.distributed_executor_backend is not None:
             _check_parallel(self)
         require(
             not (self.capture_sampling and (self.enforce_eager or self.tensor_parallel_size > 1)),
-            f"capture_sampling=True is for the CUDA graphs of one GPU; enforce_eager="
-            f"{self.enforce_eager} records none, and of tensor_parallel_size="
-            f"{self.tensor_parallel_size} ranks only the first knows which steps a graph can "
-            f"sample, while all take part in its logits",
+            f"capture_sampling=True is for the CUDA graphs of one GPU: it needs "
+            f"enforce_eager=False and tensor_parallel_size=1, not "
+            f"enforce_eager={self.enforce_eager} and "
+            f"tensor_parallel_size={self.tensor_parallel_size} (only the first rank knows which "
+            f"steps a graph can sample, and all ranks compute the logits)",
         )
         require(
             not (self.capture_mixed_steps and self.enforce_eager),
-            "capture_mixed_steps=True records CUDA graphs, and enforce_eager=True none: leave one "
-            "of them out",
+            "capture_mixed_steps=True records CUDA graphs, and enforce_eager=True records none: "
+            "leave out one of them",
         )
 
     def for_device(self, kind: str) -> "EngineConfig":
-        """For a "cpu" or a "cuda", with what was not given as it is best there."""
+        """Return a copy for "cpu" or "cuda", with the device's defaults for options not given."""
         budget = self.max_num_batched_tokens or max(_BUDGETS[kind], self.max_num_seqs)
         ahead_by_itself = kind == "cuda" and self.trace is None
         ahead = ahead_by_itself if self.async_scheduling is None else self.async_scheduling
@@ -271,25 +277,29 @@ class EngineConfig:
 
     @property
     def num_steps_ahead(self) -> int:
-        """Steps that are under way when another is launched: each stage of a pipeline has one."""
+        """Number of steps under way when another is launched.
+
+        This is the number of pipeline stages minus one, or 1 with async scheduling, or 0.
+        """
         return self.pipeline_parallel_size - 1 or int(bool(self.async_scheduling))
 
     def resolve_max_model_len(
         self, model_limit: int, num_kv_blocks: int, pool_limit: int | None = None
     ) -> int:
-        """Return how long a sequence may be, by what the model was made for and the pool can hold.
+        """Return the maximum length of a sequence, limited by the model and the block pool.
 
-        `pool_limit`: how many tokens of one sequence the pool holds, where layers have sliding
-        windows (`nanoserve.engine.kv_groups.SequenceRoom`); by default, as many as fit into it.
-        A length that nobody asked for is lowered and logged; an explicit one that does not fit
-        raises, because a request near it could never finish.
+        `pool_limit`: the number of tokens of one sequence that the pool holds if layers have
+        sliding windows (`nanoserve.engine.kv_groups.SequenceRoom`); None means the number of slots
+        in the pool. Without the option `max_model_len`, the limit is lowered to what fits, and
+        logged; an explicit value that does not fit raises `ValueError`, because a request near it
+        could never finish.
         """
         num_slots = num_kv_blocks * self.block_size
         pool_limit = num_slots if pool_limit is None else pool_limit
         pool = f"{num_kv_blocks} KV blocks of {self.block_size} hold {pool_limit} tokens"
         require(
             pool_limit >= 2 and num_slots < 2**31 - self.block_size,
-            f"{pool}; it takes at least 2, and fewer than 2^31: slots are numbered in 32 bits",
+            f"{pool}; there must be at least 2, and fewer than 2^31 because slots are int32",
         )
         if self.max_model_len is None:
             if pool_limit < model_limit:
@@ -302,13 +312,13 @@ class EngineConfig:
         )
         require(
             self.max_model_len <= pool_limit,
-            f"max_model_len={self.max_model_len} does not fit into the KV pool: {pool}",
+            f"max_model_len={self.max_model_len} does not fit into the block pool: {pool}",
         )
         return self.max_model_len
 
 
 def _registered_choices(name: str) -> list[str]:
-    """Return the values of an option, of which users may have registered some."""
+    """Return the values of an option to which users may have registered their own."""
     if name == "quantization":
         from nanoserve.checkpoint.formats.registry import quantization_names
 
@@ -319,43 +329,45 @@ def _registered_choices(name: str) -> list[str]:
 
 
 def _check_trace(trace: Any, is_ahead: bool | None) -> None:
-    """Check that the file `trace` can be written, or replaced; it is not touched.
+    """Check that the file `trace` can be created or replaced, without touching it.
 
-    is_ahead: what was chosen for `async_scheduling`, if anything was.
+    is_ahead: the value of `async_scheduling`, if it was given.
     """
     require(isinstance(trace, (str, Path)), f"trace={shown(trace)} must be the name of a file")
-    path, told = Path(trace), f"trace={str(trace)!r}"
-    require(path.parent.is_dir(), f"{told}: there is no folder {path.parent}")
-    require(not path.is_dir(), f"{told} is a folder, not a file")
+    path, option = Path(trace), f"trace={str(trace)!r}"
+    require(path.parent.is_dir(), f"{option}: the folder {path.parent} does not exist")
+    require(not path.is_dir(), f"{option} is a folder and must be a file")
     is_writable = os.access(path if path.exists() else path.parent, os.W_OK)
-    require(is_writable, f"{told} cannot be written")
-    require(not is_ahead, f"{told} needs async_scheduling=False: it shows one step at a time")
+    require(is_writable, f"{option} cannot be written")
+    require(not is_ahead, f"{option} needs async_scheduling=False: it records one step at a time")
 
 
 def _check_parallel(config: EngineConfig) -> None:
-    """Raise `ValueError` for what a pipeline, or Ray, cannot be combined with."""
-    stages, asked = config.pipeline_parallel_size, config.speculative_config
+    """Raise `ValueError` for options that do not work with a pipeline, or with Ray."""
+    stages, speculative = config.pipeline_parallel_size, config.speculative_config
     num_ranks = config.tensor_parallel_size * stages
     require(
         config.distributed_executor_backend != "ray" or num_ranks > 1,
         "distributed_executor_backend='ray' places the ranks of tensor_parallel_size x "
-        f"pipeline_parallel_size, of which there is {num_ranks}",
+        f"pipeline_parallel_size, which is {num_ranks}: it must be at least 2",
     )
     if stages == 1:
         return
-    told = f"pipeline_parallel_size={stages}"
+    option = f"pipeline_parallel_size={stages}"
     require(
         not config.async_scheduling,
-        f"{told} has {stages} steps under way already: leave out async_scheduling=True",
+        f"{option} already has {stages} steps under way: leave out async_scheduling=True",
     )
     require(
-        not config.capture_sampling, f"{told} samples behind its last stage: no capture_sampling"
+        not config.capture_sampling,
+        f"{option} records no CUDA graphs of its sampling: leave out capture_sampling=True",
     )
     require(
-        not config.capture_mixed_steps, f"{told} records no CUDA graphs: no capture_mixed_steps"
+        not config.capture_mixed_steps,
+        f"{option} records no CUDA graphs: leave out capture_mixed_steps=True",
     )
     require(
-        asked is None or asked.method != "hidden_head",
-        f"{told} has no rank with the whole embedding, which method='hidden_head' needs: take "
-        "'ngram', 'suffix' or 'draft_model'",
+        speculative is None or speculative.method != "hidden_head",
+        f"{option} has no rank with the whole embedding, which method='hidden_head' of "
+        "speculative_config needs: use 'ngram', 'suffix' or 'draft_model'",
     )

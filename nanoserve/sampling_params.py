@@ -1,4 +1,4 @@
-"""What one request asks for, under vLLM's names and with its defaults."""
+"""Sampling parameters of a request, under vLLM's names and with its defaults."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -18,10 +18,10 @@ T = TypeVar("T")
 
 
 def with_foreign_names(cls: type[T]) -> type[T]:
-    """Decorate a dataclass: keywords that are none of its fields are explained.
+    """Decorate a dataclass so that it handles keywords that are not its fields.
 
-    vLLM's others, at values that ask for nothing, are left out, so that its scripts run. Raises
-    `ValueError` for the rest, with what to use instead.
+    Other keywords of vLLM are ignored at values that change nothing, so that scripts for vLLM run.
+    Raises `ValueError` for the rest, with the replacement to use.
     """
     init: Any = cls.__init__
     fields = frozenset(vars(cls)["__dataclass_fields__"])
@@ -41,60 +41,61 @@ def with_foreign_names(cls: type[T]) -> type[T]:
 @with_foreign_names
 @dataclass
 class SamplingParams:
-    """How to choose a request's tokens and when to stop.
+    """Parameters that control how a request's tokens are sampled and when it stops.
 
     temperature: 0 (and all below 1e-5) is greedy; otherwise logits are divided by it.
     top_k: only the k most likely tokens; 0 and -1 both mean all of them.
     top_p: only the smallest set of most likely tokens whose probability reaches top_p. The token
         that crosses the border belongs to it (Holtzman et al. 2020, nucleus sampling).
     min_p: only tokens at least min_p times as likely as the most likely one.
-    n: how many completions of the prompt; each has its own random stream.
-    presence_penalty, frequency_penalty: in [-2, 2], subtracted from the logits of tokens that were
-        generated, once or for each time.
+    n: number of completions of the prompt; each has its own random stream.
+    presence_penalty, frequency_penalty: in [-2, 2], subtracted from the logits of generated tokens,
+        once per distinct token or once per occurrence.
     repetition_penalty: in (0, inf), divides the positive and multiplies the negative logits of all
         tokens in prompt and output; 1 is off.
     logit_bias: added to the logits of these token ids; each in [-100, 100].
-    allowed_token_ids: no other token can be chosen.
+    allowed_token_ids: only these tokens can be sampled.
     bad_words: texts that are never completed, after a space, a line end, a bracket or nothing; as
-        tokens of their own, so a token that goes on behind one is allowed, as in vLLM.
-    min_tokens: before so many tokens, neither EOS nor a stop token nor a stop string ends it.
+        separate tokens, so a token that continues such a word is allowed, as in vLLM.
+    min_tokens: EOS, stop tokens and stop strings cannot end the output before it has this many
+        tokens.
     logits_processors: callables (output_token_ids, logits [vocab_size]) -> logits, called in turn
-        for this request alone, after everything else that changes its logits. What they return
-        has the same shape and is floating-point; -inf forbids a token, NaN and +inf are errors.
+        for this request alone, after everything else that changes its logits. They return
+        floating-point logits of the same shape; -inf forbids a token, NaN and +inf are errors.
     seed: same seed, same tokens, whatever else runs (in float32; 16 bits, integer weights and an
-        8-bit KV cache may round otherwise in another batch). None or -1: the engine draws one.
-    max_tokens: at most this many tokens of output; None is up to `max_model_len`.
+        8-bit KV cache may round differently in another batch). None or -1: the engine draws one.
+    max_tokens: maximum number of output tokens; None is up to `max_model_len`.
     stop: end where one of these texts appears; the output ends before it.
-    stop_token_ids: end at one of these, besides the model's own EOS.
+    stop_token_ids: end at one of these tokens, besides the model's own EOS.
     include_stop_str_in_output: keep the stop text in the output.
-    ignore_eos: go on past the model's own EOS, as benchmarks do.
-    logprobs: log-probabilities of this many most likely tokens and of the chosen one, at each
-        token; of the model's own distribution, before anything above changes it. -1: of all.
-    logprob_token_ids: instead of the most likely ones, of these token ids, 128 at most.
+    ignore_eos: continue after the model's own EOS, as benchmarks do.
+    logprobs: log-probabilities of this many most likely tokens and of the sampled one, at each
+        token; of the model's own distribution, before the parameters above change it. -1: the whole
+        vocabulary.
+    logprob_token_ids: return log-probabilities of these token ids, at most 128, instead of the most
+        likely ones.
     prompt_logprobs: the same for the tokens of the prompt. Such a request reads nothing from the
-        prefix cache, because what is cached has no logits.
-    num_speculative_tokens: at most so many tokens are guessed per step, 0 for none; None leaves it
-        to the engine (`speculative_config`). What is generated does not depend on it.
+        prefix cache, because cached blocks have no logits.
+    num_speculative_tokens: maximum number of draft tokens per step, 0 for none; None leaves it to
+        the engine (`speculative_config`). The generated tokens do not depend on it.
     structured_outputs: a grammar, a JSON schema, a regular expression or a choice that the output
         obeys; see `nanoserve.features.structured.params.StructuredOutputsParams`.
-    detokenize: make text of the tokens; without, `text` stays empty, and there are no stop strings.
+    detokenize: decode the tokens; with False, `text` stays empty, and there are no stop strings.
     skip_special_tokens: leave special tokens out of the text (they stay in `token_ids`).
-    spaces_between_special_tokens: when they are kept, leave it to the tokenizer to set spaces
-        around them, as most do not; False writes them as they are.
-    output_kind: what `LLMEngine.step` and `AsyncLLM` yield before the end.
-    extra_args: a dictionary for logits processors of your own, which nanoserve does not look into.
+    spaces_between_special_tokens: for special tokens that are kept, let the tokenizer write spaces
+        around them, which most do not; False writes no spaces.
+    output_kind: which outputs `LLMEngine.step` and `AsyncLLM` return before the end.
+    extra_args: a dictionary for custom logits processors, which nanoserve does not read.
 
     Order of operations, as in vLLM: allowed_token_ids, bad_words, min_tokens, logit_bias,
     penalties, logits_processors, structured_outputs; then, for requests that sample, temperature,
-    min_p, top_k, top_p.
-    Tokens tied with the last kept one are kept with it, so the result does not depend on how a
-    sort breaks ties.
+    min_p, top_k, top_p. Tokens tied with the last kept one are kept with it, so the result does not
+    depend on how a sort breaks ties.
 
-    Raises `ValueError` that names the value and the allowed range. Limits of lists, which nobody
-    needs to reach: 1,024 stop strings of 16,384 characters together, 4,096 bad words of 65,536,
-    and 524,288 token ids wherever ids are asked for. Lists and dictionaries are copied.
-    Constraints that together leave no token end the request when it comes to that: see
-    `RequestOutput.error`.
+    Raises `ValueError` that names the value and the allowed range. Lists have generous limits:
+    1,024 stop strings of 16,384 characters together, 4,096 bad words of 65,536, and 524,288 token
+    ids in each list of ids. Lists and dictionaries are copied. Constraints that together leave no
+    token end the request at that point: see `RequestOutput.error`.
     """
 
     n: int = 1
@@ -131,11 +132,11 @@ class SamplingParams:
         self.validate()
 
     def validate(self) -> None:
-        """Check all parameters.
+        """Check all parameters; raises `ValueError`.
 
-        Called on construction, and again when a request is made: fields can be assigned to.
-        Numbers are Python's afterwards, so that sums of them cannot overflow; lists and
-        dictionaries are this object's own.
+        Called on construction, and again when a request is made, because fields can be assigned to.
+        Afterwards numbers are Python's, so that sums of them cannot overflow, and lists and
+        dictionaries are this object's own copies.
         """
         for name, parameter in PARAMETERS.items():
             value = getattr(self, name)
@@ -145,16 +146,16 @@ class SamplingParams:
 
     @classmethod
     def from_optional(cls, **given: Any) -> "SamplingParams":
-        """The same, where None means "not given" for every parameter, as in vLLM."""
+        """Create parameters where None means "not given" for every keyword, as in vLLM."""
         return cls(**{name: value for name, value in given.items() if value is not None})
 
     def clone(self) -> "SamplingParams":
-        """A copy; lists and dictionaries are its own."""
+        """Return a copy with its own lists and dictionaries."""
         return replace(self)
 
     @property
     def is_greedy(self) -> bool:
-        """Dividing logits by less would overflow, and means the most likely token anyway."""
+        """True if the most likely token is taken; lower temperatures would overflow the logits."""
         return self.temperature < 1e-5
 
     @property
@@ -163,7 +164,7 @@ class SamplingParams:
 
     @property
     def sets_special_tokens_apart(self) -> bool:
-        """They are written as they are, whatever the tokenizer would set around them."""
+        """True if special tokens are written without the spaces that the tokenizer would add."""
         return not self.skip_special_tokens and not self.spaces_between_special_tokens
 
     @property
@@ -172,9 +173,9 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether anything but temperature and filters stands between the model and the choice."""
+        """True if logits are changed by more than temperature and filters before sampling."""
         if self.structured_outputs is not None and self.filters_logits:
-            return True  # what a grammar forbids is forbidden before anything is filtered
+            return True  # a grammar's token mask is applied before the filters
         return self.acts_in("mask", "bias", "penalty", "processor")
 
     @property
@@ -182,34 +183,36 @@ class SamplingParams:
         return not self.is_greedy and self.acts_in("filter")
 
     def acts_in(self, *stages: Stage) -> bool:
-        """Return whether a parameter of one of these stages of the sampler is set."""
+        """Return True if a parameter of one of these stages of the sampler is set."""
         return any(PARAMETERS[name].is_set(getattr(self, name)) for name in names_of(*stages))
 
     def _check_pairs(self) -> None:
-        """What two parameters must agree on."""
+        """Check that the parameters agree with each other."""
         require(
             self.max_tokens is None or self.min_tokens <= self.max_tokens,
             f"min_tokens={self.min_tokens} exceeds max_tokens={self.max_tokens}",
         )
         require(
             self.n == 1 or not self.is_greedy,
-            f"n={self.n} completions at temperature={self.temperature} would all be the same",
+            f"n={self.n} completions at temperature={self.temperature} would all be the same: set "
+            f"n=1 or a higher temperature",
         )
         require(
             self.detokenize or not self.stop,
-            "stop strings are found in text: with detokenize=False give stop_token_ids",
+            "stop needs detokenize=True, because stop strings are found in text: give "
+            "stop_token_ids instead",
         )
 
 
-if not TYPE_CHECKING:  # or every name would be a good one to a type checker
+if not TYPE_CHECKING:  # otherwise a type checker would accept every attribute name
 
     def __getattr__(name: str) -> Any:
-        """Find the names that vLLM's module of this name has, too (PEP 562)."""
-        if name.startswith("__"):  # as an import looks for __path__
+        """Return the other classes of vLLM's module of this name (PEP 562)."""
+        if name.startswith("__"):  # for example, an import looks up __path__
             raise AttributeError(name)
         import nanoserve
         from nanoserve.compat.missing import refuse
 
-        if name not in ("BeamSearchParams", "StructuredOutputsParams"):  # where vLLM has them
+        if name not in ("BeamSearchParams", "StructuredOutputsParams"):  # in vLLM's module, too
             refuse(__name__, name)
         return getattr(nanoserve, name)

@@ -1,14 +1,14 @@
-"""`nanoserve COMMAND ...` in a shell; `python -m nanoserve` is the same."""
+"""Command line: `nanoserve COMMAND ...`, or `python -m nanoserve COMMAND ...`."""
 
 import sys
 from collections.abc import Callable
 
 from nanoserve.utils.registry import Registry
 
-# Takes the arguments behind the command's name; returns the exit status, and None is 0.
+# Takes the arguments after the command's name; returns the exit status, where None means 0.
 Command = Callable[[list[str]], int | None]
 
-# Only the one that is called is imported.
+# A command's module is imported only when the command is called.
 COMMANDS: Registry[Command] = Registry(
     "command",
     {
@@ -21,23 +21,23 @@ COMMANDS: Registry[Command] = Registry(
     },
 )
 _PURPOSES = {
-    "serve": "answer OpenAI's clients, and a browser",
-    "batch": "answer a file of requests, in OpenAI's batch format",
-    "chat": "talk to a model in the terminal",
-    "bench": "measure engines on this machine, or a server over HTTP",
-    "info": "what a model is and takes, and whether it would run here",
-    "trace": "look at what LLM(..., trace=...) recorded",
+    "serve": "start an OpenAI-compatible server, with a chat page for browsers",
+    "batch": "run a file of requests in OpenAI's batch format",
+    "chat": "chat with a model in the terminal",
+    "bench": "benchmark engines on this machine, or a server over HTTP",
+    "info": "describe a model, its memory needs, and whether it runs on this machine",
+    "trace": "inspect a file that LLM(..., trace=...) has recorded",
 }
 
 
 def register_command(name: str, location: str, purpose: str) -> None:
-    """Add a command of your own, a function as "module:function"; `purpose` is for `--help`."""
+    """Register a command, a function as "module:function"; `purpose` is its line in `--help`."""
     COMMANDS.register(name, location)
     _PURPOSES[name] = purpose
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns its exit status. A wrong call is answered in one line."""
+    """Run one command and return its exit status. Errors of usage are printed in one line."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
         print(_usage())
@@ -48,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"nanoserve {__version__}")
         return 0
     if name not in COMMANDS.names():
-        print(f"nanoserve: there is no command {name!r}\n\n{_usage()}", file=sys.stderr)
+        print(f"nanoserve: unknown command {name!r}\n\n{_usage()}", file=sys.stderr)
         return 2
     try:
         return COMMANDS.get(name)(rest) or 0
@@ -56,9 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"nanoserve {name}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        return 130  # as a shell has it
+        return 130  # 128 + SIGINT, as in shells
 
 
 def _usage() -> str:
     rows = [f"  {name:<8}{purpose}" for name, purpose in _PURPOSES.items()]
-    return "\n".join(["usage: nanoserve COMMAND ... (each has a --help)", "", *rows])
+    return "\n".join(["usage: nanoserve COMMAND ... (every command has --help)", "", *rows])

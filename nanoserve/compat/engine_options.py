@@ -1,6 +1,6 @@
-"""The options of `LLM(...)` for type checkers and editors: what each means is in `EngineConfig`.
+"""Options of `LLM(...)` for type checkers and editors; `EngineConfig` explains them.
 
-Nothing imports this while a program runs. A test keeps it in step with `EngineConfig` and with
+This module is never imported at run time. A test keeps it consistent with `EngineConfig` and with
 `nanoserve.compat.options`.
 """
 
@@ -19,7 +19,7 @@ Dtype = Literal["auto", "float32", "bfloat16", "float16", "float", "half"]
 
 
 class VllmOptions(TypedDict, total=False):
-    """vLLM's, and nano-vllm's, which are accepted where they ask for what is done anyway."""
+    """Options of vLLM and nano-vllm, accepted at values that request what nanoserve does anyway."""
 
     kvcache_block_size: int | None
     num_gpu_blocks_override: int | None
@@ -280,7 +280,7 @@ class VllmOptions(TypedDict, total=False):
 
 
 class EngineOptions(VllmOptions, total=False):
-    """Ours. None is "not given"."""
+    """Options of nanoserve's `EngineConfig`. None means "not given"."""
 
     tokenizer: str | Path | None
     skip_tokenizer_init: bool | None

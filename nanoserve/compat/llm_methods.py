@@ -1,6 +1,6 @@
-"""What vLLM's `LLM` can do besides `generate`, which is in `nanoserve.llm`.
+"""Methods of vLLM's `LLM` besides `generate`, which is in `nanoserve.llm`.
 
-Each method is a door: what is behind it is loaded when somebody goes through.
+The implementation of each method is in another module; rare ones are imported on first use.
 """
 
 from collections.abc import Mapping
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class LLMMethods:
-    """The base of `LLM`, which has the rest."""
+    """Base class of `LLM` with the methods besides `generate` and `stream`."""
 
     engine: GuardedEngine
-    _sleeper: "Sleeper | None" = None  # made by the first sleep()
+    _sleeper: "Sleeper | None" = None  # created by the first sleep()
 
     if TYPE_CHECKING:
 
@@ -58,16 +58,17 @@ class LLMMethods:
         """Answer one conversation or several, each a list of `{"role": ..., "content": ...}`.
 
         A content is a text, or a list of `{"type": "text", "text": ...}`. `chat_options`, as in
-        vLLM: `chat_template_kwargs` are the template's own, such as `{"enable_thinking": False}`;
-        `chat_template`, a file or a text, takes the place of the checkpoint's; `tools` are told to
-        the template, and arguments of tool calls that are texts, as OpenAI's clients keep them, are
-        parsed for it; with `continue_final_message` (and `add_generation_prompt=False`) the answer
-        goes on where the last message ends. The other keywords are those of `generate`.
+        vLLM: `chat_template_kwargs` are the template's own variables, such as `{"enable_thinking":
+        False}`; `chat_template`, a file or a text, replaces the checkpoint's; `tools` are passed to
+        the template, for which tool call arguments in JSON text, as OpenAI's clients keep them, are
+        parsed; with `continue_final_message` (and `add_generation_prompt=False`) the output
+        continues the last message. The other keywords are those of `generate`.
 
-        What messages say is text: a special token that somebody typed, such as "<|im_end|>", is a
-        word like others, and control tokens are those that the template writes. vLLM, and
-        transformers by default, make control tokens of both, which `allow_special_tokens=True`
-        does here, too. `generate` does it with every text: there, the prompt is the template.
+        The contents of messages are text: a special token typed in a message, such as "<|im_end|>",
+        is encoded as ordinary text, and only those that the template writes become control tokens.
+        vLLM, and transformers by default, turn both into control tokens, as does
+        `allow_special_tokens=True` here. So does `generate` with every text: there, the prompt
+        stands for the rendered template.
         """
         own = {"priority": priority, "tokenization_kwargs": tokenization_kwargs}
         prompts = prompts_of(self.engine, messages, **chat_options)
@@ -81,30 +82,36 @@ class LLMMethods:
         use_tqdm: "UseTqdm" = False,
         concurrency_limit: int | None = None,
     ) -> "list[BeamSearchOutput]":
-        """The best `beam_width` continuations of every prompt; see `nanoserve.features.beam_search`.
+        """Return the best `beam_width` continuations of every prompt; see `nanoserve.features.beam_search`.
 
-        `concurrency_limit`: at most so many prompts are searched at once; None is all of them.
+        `concurrency_limit`: maximum number of prompts searched at once; None is all of them.
         """
 
         def complete(beams: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
-            """Complete beams. `max_logprobs` of the engine bounds clients, not a search."""
+            """Complete beams. The engine's `max_logprobs` limits clients, not a beam search."""
             size = len(beams)
             return self._complete(beams, [params] * size, [0] * size, False, params.logprobs)
 
-        self._refuse(lora_request)
+        self._reject(lora_request)
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params must be BeamSearchParams, not {type(params).__name__}")
         listed = as_prompt_list(prompts)
         return search_all(self.engine, complete, listed, params, use_tqdm, concurrency_limit)
 
     def get_tokenizer(self, lora_request: None = None) -> "PreTrainedTokenizerBase":
-        """The checkpoint's tokenizer, as transformers has it. `ValueError` if there is none."""
-        self._refuse(lora_request)
+        """Return the checkpoint's tokenizer as a transformers class.
+
+        Raises `ValueError` if there is none.
+        """
+        self._reject(lora_request)
         return hugging_face_tokenizer(self.engine.tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What requests without parameters get: the checkpoint's generation_config.json, and what
-        `override_generation_config` says."""
+        """Return the sampling parameters of requests that have none.
+
+        They are those of the checkpoint's generation_config.json, updated by
+        `override_generation_config`.
+        """
         return self.engine.input_processor.default_sampling_params()
 
     @property
@@ -114,37 +121,38 @@ class LLMMethods:
 
     @property
     def stats(self) -> EngineStats:
-        """What the engine has done so far."""
+        """Totals since the engine started."""
         return self.engine.stats
 
     def get_metrics(self) -> "list[Metric]":
-        """What /metrics of a server would tell, under vLLM's names, since the model was loaded.
+        """Return the metrics that a server has at /metrics, under vLLM's names.
 
-        Raises `ValueError` without `LLM(..., disable_log_stats=False)`: nobody has counted.
+        Counting starts when the model is loaded. Raises `ValueError` unless the engine was created
+        with `LLM(..., disable_log_stats=False)`.
         """
         return snapshot(self.engine)
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
-        """Forget all cached prefixes; see `GuardedEngine.reset_prefix_cache`."""
+        """Evict all cached prefixes; see `GuardedEngine.reset_prefix_cache`."""
         return self.engine.reset_prefix_cache(reset_running_requests, reset_connector)
 
     def sleep(self, level: int = 1) -> None:
-        """Give back memory until `wake_up`: that of the KV cache, and of the weights.
+        """Release the memory of the KV cache and of the weights until `wake_up`.
 
-        level 1 keeps the weights in the host's memory (on a CPU, where they are), 2 reads them
-        again from the checkpoint. Cached prefixes are forgotten. Raises `ValueError` while requests
-        are unfinished, and for level 1 of several ranks.
+        level 1 keeps the weights in the host's memory (on a CPU, where they are), level 2 reads
+        them again from the checkpoint. Cached prefixes are evicted. Raises `ValueError` while
+        requests are unfinished, and for level 1 with several ranks.
         """
         self._get_sleeper().sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Go on after `sleep`, with the same weights; what was asked before is answered the same.
+        """Resume after `sleep`, with the same weights: the same request gets the same output again.
 
         `tags` is a list of "weights" and "kv_cache", which can be woken one after the other in any
-        order; None is both. Requests are refused until both are there. Raises `ValueError` for
-        other tags, and for one alone of several ranks, which wake as a whole.
+        order; None is both. Requests are rejected until both are back. Raises `ValueError` for
+        other tags, and for a single tag with several ranks, which wake up as a whole.
         """
         self._get_sleeper().wake_up(tags)
 
@@ -155,7 +163,7 @@ class LLMMethods:
 
     @classmethod
     def from_engine_args(cls, engine_args: "EngineArgs") -> "Self":
-        """As scripts for vLLM make one."""
+        """Create an `LLM` from `nanoserve.EngineArgs`, as scripts for vLLM do."""
         make: Any = cls
         return make(engine_args.model, **engine_args.options())
 
@@ -166,7 +174,7 @@ class LLMMethods:
 
             raise attribute_error(self, name, METHODS)
 
-    def _refuse(
+    def _reject(
         self, lora_request: None, unknown: Mapping[str, Any] = MappingProxyType({})
     ) -> None:
         if lora_request is not None or unknown:
@@ -184,5 +192,7 @@ class LLMMethods:
 
 def hugging_face_tokenizer(tokenizer: Any) -> "PreTrainedTokenizerBase":
     if tokenizer is None:
-        raise ValueError("this engine has no tokenizer: skip_tokenizer_init=True")
+        raise ValueError(
+            "this engine has no tokenizer: it was created with skip_tokenizer_init=True"
+        )
     return tokenizer.hugging_face

@@ -1,1 +1,1 @@
-"""The brain: it decides with integers what runs next. Nothing in this package imports torch."""
+"""Scheduler side of the engine: it plans steps with plain integers and imports no torch."""

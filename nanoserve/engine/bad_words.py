@@ -1,15 +1,16 @@
-"""Bad words as tokens: every sequence of tokens that completes one, whatever stands before it."""
+"""Token sequences of bad words: every sequence that completes one, whatever precedes it."""
 
 from nanoserve.text.tokenizer_protocol import Tokenizer
 
-# Characters on the left of a word, in prose, code and Markdown; of a long one, the first alone.
+# Characters that may precede a word in prose, code and Markdown; only the first is tried for words
+# longer than _LONGEST_WORD.
 _BEFORE_A_WORD = "\n\t([{<\"'`*_-/.:#“"
 _LONGEST_WORD = 64  # characters
-_MOST_KEPT = 2**14  # words
+_MOST_KEPT = 2**14  # words in the cache
 
 
 class BadWords:
-    """The tokens of words, as one tokenizer cuts them; kept, for requests ask for the same ones."""
+    """Token sequences of words under one tokenizer, cached because requests repeat words."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -18,8 +19,8 @@ class BadWords:
     def sequences(self, words: list[str]) -> list[list[int]]:
         """Return the token sequences that complete one of `words`; none of them ends with another.
 
-        To a tokenizer, a word at the beginning of a text, after a space and after a bracket are
-        different tokens; the first one may hold the bracket, too.
+        A tokenizer encodes a word differently at the beginning of a text, after a space and after a
+        bracket; the first token may include the bracket.
         """
         found = {spelling: None for word in words for spelling in self._spellings(word)}
         return [

@@ -1,4 +1,4 @@
-"""The packed step: every integer that the device needs, in one flat buffer.
+"""Packed batch: every integer that the device needs for a step, in one flat buffer.
 
 Sequences of different lengths lie one after the other, without padding. Three rows: a and b decode,
 c is a prefill of four tokens. Blocks have 4 tokens; the block tables are a: [5, 2], b: [8], c: [3].
@@ -8,11 +8,11 @@ c is a prefill of four tokens. Blocks have 4 tokens; the block tables are a: [5,
     slot_mapping   [11 | 35 | 12 13 14 15]      a7 is token 3 of a's second block, 2: 2 x 4 + 3
     cu_seqlens_q   [0, 1, 2, 6]                 where each row's tokens begin and end
     context_lens   [8, 4, 4]                    tokens each row attends to, its own included
-    output_rows    [0, 1, 5]                    tokens whose hidden state is wanted
+    output_rows    [0, 1, 5]                    tokens whose hidden states are needed
 
-The buffer is memory that the executor hands in: plain, pinned, or shared with worker processes.
-So a step is handed over by one copy, nothing is pickled, and nothing can overflow: the capacities
-are those that the scheduler keeps to.
+The executor provides the memory of the buffer: plain, pinned, or shared with worker processes. So a
+step is transferred by one copy and nothing is pickled. The buffer cannot overflow, because its
+capacities are the limits that the scheduler keeps to.
 """
 
 import numpy as np
@@ -22,11 +22,11 @@ from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.sequence import Sequence
 
-PENDING = -1  # an input id that only the device knows: `last_token` of the row's slot
+PENDING = -1  # input id known only to the device: `last_token` of the row's slot
 
 
 class Batch:
-    """One step's integers, as numpy views of `memory` (uint8, `layout.num_bytes` long)."""
+    """Integers of one step, as numpy views of `memory` (uint8, `layout.num_bytes` long)."""
 
     input_ids: np.ndarray
     positions: np.ndarray
@@ -53,21 +53,21 @@ class Batch:
         return BatchHeader._make(self._header.tolist())
 
     def block_tables(self, num_rows: int, width: int) -> np.ndarray:
-        """[num_groups, num_rows, width]: as wide as the longest context of the step."""
+        """Return a view [num_groups, num_rows, width], as wide as the step's longest context."""
         groups = self.layout.num_groups
         return self._tables[: groups * num_rows * width].reshape(groups, num_rows, width)
 
     def num_bytes_used(self, header: BatchHeader) -> int:
-        """Return how much of the buffer a step needs."""
+        """Return how many bytes of the buffer a step uses."""
         tables = self.layout.num_groups * header.num_rows * header.table_width
         return self._before_tables + tables * 4
 
     def pack(self, plan: Plan, block_tables: np.ndarray, block_size: int) -> None:
         """Write `plan` into this buffer; `block_tables` are the scheduler's, by group and slot.
 
-        Per sequence a few list operations, per token none but numpy's.
+        Costs a few list operations per sequence; all work per token is done by numpy.
         """
-        # One pass over the sequences, in batch order; all that follows is arrays.
+        # One pass over the sequences, in batch order; everything after it works on arrays.
         sequences, starts, counts, num_outputs, num_sampled = zip(*plan.rows, strict=True)
         slots = np.array([seq.slot for seq in sequences], dtype=np.int32)
         start = np.array(starts, dtype=np.int32)
@@ -99,7 +99,7 @@ class Batch:
     def _pack_rows(
         self, slots: np.ndarray, n: np.ndarray, context_lens: np.ndarray, tables: np.ndarray
     ) -> None:
-        """Write what there is one of for each row; tables: [num_groups, num_rows, width]."""
+        """Write the fields that have one entry per row; tables: [num_groups, num_rows, width]."""
         _, rows, width = tables.shape
         self.cu_seqlens_q[0] = 0
         np.cumsum(n, out=self.cu_seqlens_q[1 : rows + 1])
@@ -115,9 +115,9 @@ class Batch:
         tables: np.ndarray,
         block_size: int,
     ) -> None:
-        """Write what there is one of for each token.
+        """Write the fields that have one entry per token.
 
-        Said slowly, token i of a row is at position start + i, and its slot in the KV cache is
+        Token i of a row is at position start + i, and its slot in the KV cache is
         block_table[position // block_size] * block_size + position % block_size.
         """
         rows, tokens = len(n), len(input_ids)
@@ -130,16 +130,16 @@ class Batch:
         self.slot_mapping[:, :tokens] = blocks * block_size + positions % block_size
 
     def _pack_outputs(self, slots: np.ndarray, num_sampled: np.ndarray, outputs: int) -> None:
-        """Write the sampler's outputs: the last tokens of the rows that catch up."""
+        """Write the outputs that are sampled from: the last tokens of the rows that catch up."""
         ends = self.cu_seqlens_q[1 : len(slots) + 1]
-        first = ends - np.cumsum(num_sampled)  # of a row's, less the outputs before it
+        first = ends - np.cumsum(num_sampled)  # a row's first output, less the outputs before it
         self.output_rows[:outputs] = np.repeat(first, num_sampled) + np.arange(outputs)
         self.output_slots[:outputs] = np.repeat(slots, num_sampled)
 
     def _pack_prompt_outputs(self, plan: Plan, first: int) -> None:
-        """Write, from output `first` on, outputs that are not sampled: a known token follows each.
+        """Write the outputs that are not sampled, from output `first` on, and the token after each.
 
-        Head by head (`nanoserve.worker.heads`), and within a head in batch order.
+        They are grouped by head (`nanoserve.worker.heads`), and within a head in batch order.
         """
         self.head_counts[:] = 0
         for head, name in enumerate(self.layout.heads):
@@ -154,7 +154,7 @@ class Batch:
                     first += count
 
     def prompt_outputs(self, header: BatchHeader) -> dict[str, slice]:
-        """Return, by head, which outputs it gets; the first ones are the sampler's."""
+        """Return, by head, the slice of its outputs; the sampler's outputs come before them all."""
         if header.num_outputs == header.num_sampled:
             return {}
         ends = header.num_sampled + np.cumsum(self.head_counts)
@@ -168,7 +168,7 @@ def _input_ids(
     counts: tuple[int, ...],
     draft_tokens: dict[Sequence, list[int]],
 ) -> list[int]:
-    """Return the tokens of all rows, one after the other."""
+    """Return the input tokens of all rows, concatenated."""
     input_ids: list[int] = []
     for seq, start, n in zip(sequences, starts, counts, strict=True):
         if n > 1:
@@ -176,6 +176,6 @@ def _input_ids(
             input_ids += draft_tokens.get(seq, ())
         elif start < len(seq.token_ids):
             input_ids.append(seq.token_ids[start])
-        else:  # a pending token is the only one of its row
+        else:  # a pending token is always the only token of its row
             input_ids.append(PENDING)
     return input_ids

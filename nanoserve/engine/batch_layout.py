@@ -1,9 +1,9 @@
-"""The layout of a packed step: the fields of a batch, and the header before them."""
+"""Layout of a packed batch: its header and its fields."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-_ALIGNMENT = 16  # bytes; what vector loads want
+_ALIGNMENT = 16  # bytes, for vector loads
 
 
 class BatchHeader(NamedTuple):
@@ -11,9 +11,9 @@ class BatchHeader(NamedTuple):
     num_tokens: int = 0
     num_rows: int = 0
     num_decode_rows: int = 0  # rows with one token; they come first
-    num_pending: int = 0  # of which so many take their token from the device
-    num_outputs: int = 0  # tokens whose hidden state is wanted
-    num_sampled: int = 0  # of which a next token is sampled; they come first
+    num_pending: int = 0  # decode rows that take their token from device memory
+    num_outputs: int = 0  # tokens whose hidden states are needed
+    num_sampled: int = 0  # outputs from which a next token is sampled; they come first
     max_query_len: int = 0
     max_context_len: int = 0
     table_width: int = 0  # blocks of the longest context
@@ -21,12 +21,12 @@ class BatchHeader(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """The place of each field of a batch. All fields are int32.
+    """Position of each field in a batch buffer. All fields are int32.
 
-    `block_tables` is last and only as wide as a step needs, so that a step copies the first
-    `Batch.num_bytes_used` bytes only. `heads` are the names of those that take outputs of a
-    prompt's tokens, in the order in which they get them. `num_groups` is how many groups of layers
-    have block tables of their own.
+    `block_tables` is last and only as wide as a step needs, so that a step copies only the first
+    `Batch.num_bytes_used` bytes. `heads` are the names of the heads that read outputs of prompt
+    tokens, in the order of these outputs. `num_groups` is the number of layer groups with block
+    tables of their own.
     """
 
     max_num_tokens: int
@@ -36,26 +36,26 @@ class BatchLayout:
     num_groups: int = 1
 
     def fields(self) -> dict[str, int]:
-        """Capacity of each field, in integers."""
+        """Return the capacity of each field, in integers."""
         tokens, rows = self.max_num_tokens, self.max_num_rows
         return {
             "header": len(BatchHeader._fields),
             "input_ids": tokens,
             "positions": tokens,
-            # By group: where in the KV cache each token's K and V go.
+            # By layer group: the KV cache slot of each token.
             "slot_mapping": self.num_groups * tokens,
             "cu_seqlens_q": rows + 1,
             "context_lens": rows,
-            "row_slots": rows,  # the slot of the sequence behind each row
-            "output_rows": tokens,  # index of each token whose hidden state is wanted
-            "output_slots": tokens,  # the slot of the sequence behind each output
-            "next_ids": tokens,  # for an output that is not sampled: the token that follows it
-            "head_counts": len(self.heads),  # outputs of each head, behind those of the sampler
+            "row_slots": rows,  # the slot of each row's sequence
+            "output_rows": tokens,  # index of each token whose hidden state is needed
+            "output_slots": tokens,  # the slot of each output's sequence
+            "next_ids": tokens,  # for an output that is not sampled: the token after it
+            "head_counts": len(self.heads),  # outputs of each head, after those of the sampler
             "block_tables": self.num_groups * rows * self.max_blocks_per_row,
         }
 
     def offsets(self) -> dict[str, int]:
-        """First byte of each field, and of the end as "end"."""
+        """Return the first byte of each field, and the end of the buffer as "end"."""
         offset, offsets = 0, {}
         for name, capacity in self.fields().items():
             offsets[name] = offset
@@ -67,9 +67,9 @@ class BatchLayout:
         return self.offsets()["end"]
 
     def views(self, memory: Any, integer: Any) -> dict[str, Any]:
-        """The fields as views of `memory`, bytes in an array or a tensor; `integer` is its int32.
+        """Return the fields as views of `memory`, bytes in an array or a tensor.
 
-        Each is as long as its capacity.
+        `integer` is the int32 dtype of its library. Each view is as long as its field's capacity.
         """
         first = self.offsets()
         return {

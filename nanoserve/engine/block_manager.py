@@ -1,17 +1,17 @@
-"""Manage the KV cache's blocks: which are free, who holds the others.
+"""Block manager: allocates the blocks of the KV cache and knows which sequences use them.
 
 PagedAttention (Kwon et al. 2023, section 4): the cache is a pool of blocks of `block_size` tokens,
 and a sequence's *block table* lists the blocks that hold its tokens. With block size 16 and block
-table [5, 2, 8, 12], position 35 is token 3 of logical block 2, which is physical block 8: slot
-8 x 16 + 3 = 131. At most the last block of a sequence is partly empty, so waste is bounded by
-`block_size - 1` tokens a sequence.
+table [5, 2, 8, 12], position 35 is token 3 of logical block 2, which is physical block 8: slot 8 x
+16 + 3 = 131. At most the last block of a sequence is partly empty, so at most `block_size - 1`
+slots per sequence are wasted.
 
-A model whose layers differ in what they read has a table for each group of equal layers
-(`nanoserve.engine.kv_groups`); all take their blocks from this one pool. A group with a sliding
-window gives back the blocks behind it.
+A model with several kinds of attention layers has one block table per layer group
+(`nanoserve.engine.kv_groups`); all groups take their blocks from this one pool. A group with a
+sliding window frees the blocks that have left the window.
 
-This module knows blocks, not tensors. Block 0 is never given out: it is the dummy block into which
-padding may write.
+This module handles block ids, not tensors. Block 0 is never allocated: it is the dummy block that
+padding may write to.
 """
 
 from collections import OrderedDict
@@ -27,18 +27,19 @@ from nanoserve.engine.sequence import BlockTable, Sequence
 
 Hits = AbstractSequence[
     tuple[int, ...]
-]  # for each block of tokens: by group, the KV block that holds it
+]  # for each block of tokens: by layer group, the KV block that holds it
 
 
 class BlockManager:
-    """Allocation by reference count, and a prefix cache over the blocks that are full.
+    """Block allocator with reference counts, and a prefix cache over the full blocks.
 
-    A freed block keeps its content and stays in the prefix cache until it is needed for something
-    else, so the free queue *is* the prefix cache's eviction order: least recently used first. Each
-    operation is O(1) per block, plus hashing each token once.
+    A freed block keeps its content and stays in the prefix cache until it is allocated again, so
+    the free queue *is* the prefix cache's eviction order: least recently used first. Each operation
+    is O(1) per block, plus hashing each token once.
 
-    `windows` are those of the groups of layers, None for full attention. `max_step_tokens` is how
-    many tokens a step may have; it bounds what a group with a window needs of a long prompt.
+    `windows` are the sliding windows of the layer groups, None for full attention.
+    `max_step_tokens` is the maximum number of tokens in a step; it bounds the blocks that a group
+    with a window needs for a long prompt.
     """
 
     def __init__(
@@ -55,11 +56,11 @@ class BlockManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.windows, self.max_step_tokens = tuple(windows), max_step_tokens
         self.has_windows = any(windows)
-        # A new token sees the `window - 1` before it. The last block is there in any case: the
-        # next one is cached behind it.
+        # A new token sees the `window - 1` tokens before it. The last block is needed in any case,
+        # because the next block is cached as its child.
         tails = [w and max(1, blocks_needed(w - 1, block_size)) for w in self.windows]
         self.prefix_cache = PrefixCache(num_blocks, block_size, tails, prefix_cache_seed)
-        self._forget_users()
+        self._free_all()
 
     @classmethod
     def for_config(
@@ -76,18 +77,18 @@ class BlockManager:
 
     @property
     def listeners(self) -> Listeners[BlockListener]:
-        """Those that hear of blocks in the prefix cache."""
+        """Listeners that are notified of blocks entering and leaving the prefix cache."""
         return self.prefix_cache.listeners
 
     def clear(self) -> None:
         """Free all blocks and empty the prefix cache, as after a step that raised.
 
-        Block tables that name some of them mean nothing from now on. O(pool).
+        All existing block tables become invalid. O(pool).
         """
-        self._forget_users()
+        self._free_all()
         self.prefix_cache.clear()
 
-    def _forget_users(self) -> None:
+    def _free_all(self) -> None:
         self._ref_counts = [0] * (self.num_blocks + 1)  # by block id; entry 0 is the dummy block
         # Draining an OrderedDict from the front is O(1); a plain dict scans its own tombstones.
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, self.num_blocks + 1))
@@ -100,22 +101,24 @@ class BlockManager:
         return blocks_needed(num_tokens, self.block_size)
 
     def lookup(self, seq: Sequence) -> Hits:
-        """Return the cached blocks that hold the longest known prefix of `seq`. Changes nothing.
+        """Return the cached blocks that hold the longest cached prefix of `seq`. Changes nothing.
 
-        A hit never covers the last token: its logits are needed, so it must be computed. A block
-        cache rounds that down, so a fully cached prompt of 64 tokens reuses 48 of them, in
-        blocks of 16. If something of every token of the prompt is wanted, all are computed.
+        A hit never covers the last token: its logits are needed, so it must be computed. Because
+        only whole blocks are shared, a fully cached prompt of 64 tokens reuses 48 of them with
+        blocks of 16. A request that needs an output of every prompt token, such as its
+        log-probability, gets no hit.
         """
         if not self.enable_prefix_caching or seq.needs_prompt_outputs:
             return []
         return self.prefix_cache.lookup(seq, (len(seq.token_ids) - 1) // self.block_size)
 
     def allocate(self, seq: Sequence, num_tokens: int, hits: Hits = ()) -> bool:
-        """Extend the block tables to hold `num_tokens` tokens; False, if it cannot.
+        """Extend the block tables to hold `num_tokens` tokens; returns False if too few are free.
 
         `hits`, from `lookup`, come first in the tables of a sequence that has none yet. A group
-        with a window gets no blocks for tokens that it will compute later, when those before them
-        have been given back; so a long prompt needs no more of it than the window and a step.
+        with a window gets no blocks for tokens that are computed in later steps, after earlier
+        blocks have been freed; so even a long prompt needs no more of its blocks than the window
+        and one step.
         """
         if not seq.block_tables:
             seq.block_tables = [BlockTable() for _ in self.windows]
@@ -124,7 +127,7 @@ class BlockManager:
             self._release_behind_windows(seq)
             start = max(seq.num_computed_tokens, len(hits) * self.block_size)
             lengths = [self._length_of_table(num_tokens, start, w) for w in self.windows]
-        # A cached block without users is in the free queue, and sharing it takes it out.
+        # A cached block without users is in the free queue; sharing it removes it from there.
         shared = [block for blocks in hits for block in blocks if block] if hits else ()
         num_taken = sum(self._ref_counts[block] == 0 for block in shared) if hits else 0
         for table, length in zip(tables, lengths, strict=True):
@@ -145,9 +148,9 @@ class BlockManager:
     def cache(self, seq: Sequence, num_tokens: int) -> list[int]:
         """Cache the blocks that the first `num_tokens` tokens fill, and return the new ones.
 
-        `num_tokens` are those whose K and V are in the KV cache when the step that is being planned
-        has run. A token that is known but not computed has none yet; one that is pending has no
-        id yet, and its block is cached later.
+        `num_tokens` counts the tokens whose K and V are in the KV cache once the step being planned
+        has run. A known token that is not computed has no K and V yet; a pending token has no id
+        yet, so its block is cached later.
         """
         first = seq.num_cached_blocks
         end = min(num_tokens, len(seq.token_ids)) // self.block_size
@@ -160,21 +163,21 @@ class BlockManager:
         return new
 
     def is_cached(self, block: int) -> bool:
-        """Return whether lookups can find `block`, in use or free."""
+        """Return True if lookups can find `block`, in use or free."""
         return self.prefix_cache.has(block)
 
     def has_spare_blocks(self) -> bool:
-        """Return whether every group could have a block that is free and not cached."""
+        """Return True if every group could get a block that is free and not cached."""
         spare = [
             block for block in islice(self._free, len(self.windows)) if not self.is_cached(block)
         ]
         return len(spare) == len(self.windows)
 
     def free(self, seq: Sequence, keep: int = 0) -> None:
-        """Give back the blocks of `seq`, all but the first `keep` of each table, last first.
+        """Free the blocks of `seq`, except the first `keep` of each table, in reverse order.
 
         Blocks are reused in the order in which they are freed, so a cached chain loses its tail
-        before its head: [1, 2, 3, 4] is evicted as 4, 3, 2, 1. The other way round, losing the
+        before its head: [1, 2, 3, 4] is evicted as 4, 3, 2, 1. In the opposite order, evicting the
         head would make the whole chain unreachable.
         """
         seq.num_cached_blocks = min(seq.num_cached_blocks, keep)
@@ -188,7 +191,7 @@ class BlockManager:
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raise `RuntimeError` unless the pool agrees with the tables of all sequences. O(pool).
 
-        Tests call it after everything they do.
+        Tests call it after every operation.
         """
         ref_counts = [0] * (self.num_blocks + 1)
         for seq in sequences:
@@ -208,23 +211,23 @@ class BlockManager:
             raise RuntimeError(f"the block pool is inconsistent: {found}")
 
     def snapshot(self) -> bytes:
-        """Return by block, as a copy, 1 if it is cached and else 0; entry 0 is the dummy block.
+        """Return by block id, as a copy, 1 if the block is cached and 0 if not.
 
-        O(pool), and milliseconds for 100,000 blocks.
+        Entry 0 is the dummy block. O(pool): milliseconds for 100,000 blocks.
         """
         return bytes(map(self.prefix_cache.has, range(self.num_blocks + 1)))
 
     def _length_of_table(self, num_tokens: int, start: int, window: int | None) -> int:
-        """Return how many entries a table has for `num_tokens` tokens, `start` of them computed."""
+        """Return the table length for `num_tokens` tokens, of which `start` are computed."""
         if window is not None:
             num_tokens = min(num_tokens, max(start, window - 1) + self.max_step_tokens)
         return self.blocks_needed(num_tokens)
 
     def _release_behind_windows(self, seq: Sequence) -> None:
-        """Give back the blocks that no later token of `seq` sees.
+        """Free the blocks that no later token of `seq` sees.
 
-        Only tokens that are computed for good count, so a sequence must have no draft tokens under
-        way. What others hold, too, they keep.
+        Only computed tokens that cannot be rejected count, so the sequence must have no draft
+        tokens under way. A block that other sequences use stays allocated to them.
         """
         num_prompt_blocks = seq.num_prompt_tokens // self.block_size
         for table, window in zip(seq.block_tables, self.windows, strict=True):
@@ -232,9 +235,9 @@ class BlockManager:
                 continue
             end = (seq.num_computed_tokens - window + 1) // self.block_size
             if self.enable_prefix_caching:
-                end = min(end, seq.num_cached_blocks - 1)  # the next one is cached behind it
+                end = min(end, seq.num_cached_blocks - 1)  # the next block is cached as its child
             for index in range(table.num_released, end):
-                # A prompt may be continued by others. Within an answer, hardly anybody does that.
+                # Other requests may share a prefix of this prompt, but hardly ever of its output.
                 self._give_back(table.release_first(), is_useful=index < num_prompt_blocks)
 
     def _give_back(self, block: int, is_useful: bool = True) -> None:
@@ -245,7 +248,7 @@ class BlockManager:
         cache = self.prefix_cache
         if not is_useful or not cache.needs(block):
             cache.remove(block)
-            self._free.move_to_end(block, last=False)  # nothing to keep: reuse it first
+            self._free.move_to_end(block, last=False)  # its content is not needed: reuse it first
 
     def _take(self) -> int:
         block, _ = self._free.popitem(last=False)

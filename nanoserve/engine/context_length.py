@@ -1,11 +1,11 @@
-"""Requests that are longer than the model's context, in the words by which clients know them."""
+"""Errors for requests that exceed the model's context, in the words that clients search for."""
 
 
 class ContextLengthError(ValueError):
-    """A prompt, or a prompt and the output asked for, has more tokens than the context.
+    """The prompt, or the prompt and the requested output, has more tokens than the context.
 
-    LiteLLM, LangChain and coding agents look for this sentence, which is OpenAI's and vLLM's, and
-    then shorten the conversation or go to another model.
+    LiteLLM, LangChain and coding agents search for this sentence, which is OpenAI's and vLLM's, and
+    then shorten the conversation or switch to another model.
     """
 
     @classmethod
@@ -17,10 +17,10 @@ class ContextLengthError(ValueError):
         reason: str = "",
         is_at_least: bool = False,
     ) -> "ContextLengthError":
-        """Return the error for a prompt of `num_prompt_tokens`, or `is_at_least` of so many.
+        """Return the error for a prompt of `num_prompt_tokens`, or more with `is_at_least`.
 
-        max_tokens: of output that were asked for; None is the one that there must be. reason: a
-        further sentence.
+        max_tokens: the requested number of output tokens; None counts as 1. reason: a further
+        sentence.
         """
         num_output = 1 if max_tokens is None else max_tokens
         num_tokens = f"{'at least ' if is_at_least else ''}{num_prompt_tokens + num_output}"

@@ -1,7 +1,7 @@
 """Room for draft tokens in a step that is being planned.
 
-Draft tokens take what is left over: tokens of the budget, and blocks that are free and that the
-prefix cache does not have. So no sequence is preempted, evicted or kept waiting for them.
+Draft tokens use only the remaining token budget, and blocks that are free and not cached. So no
+sequence is preempted or kept waiting because of them, and no cached block is evicted.
 """
 
 from nanoserve.engine.plan import Plan, Row
@@ -10,10 +10,10 @@ from nanoserve.engine.sequence import Sequence
 
 
 def add_draft_tokens(scheduler: Scheduler, plan: Plan, index: int, token_ids: list[int]) -> int:
-    """Let row `index` of a plan compute draft tokens, too; returns how many of them it does.
+    """Add draft tokens to row `index` of a plan; returns how many of them it computes.
 
-    To be called in `Extension.extend_plan`. They are cut where the plan's filters, the budget, the
-    sequence's limits or the blocks end. A row has the draft tokens of one extension only.
+    Call it in `Extension.extend_plan`. Draft tokens are truncated by the plan's filters, the
+    budget, the sequence's limits and the free blocks. A row has draft tokens of one extension only.
     """
     row = plan.rows[index]
     if row.seq in plan.draft_tokens:
@@ -26,7 +26,7 @@ def add_draft_tokens(scheduler: Scheduler, plan: Plan, index: int, token_ids: li
 
 
 def reserve_draft_tokens(scheduler: Scheduler, plan: Plan, row: Row, most: int) -> int:
-    """Take budget and blocks for up to `most` draft tokens behind `row`; returns for how many."""
+    """Reserve budget and blocks for up to `most` draft tokens after `row`; returns how many fit."""
     most = min(most, plan.budget, max_draft_tokens(scheduler, row))
     seq, end = row.seq, row.start + row.n
     while seq.num_allocated_tokens < end + most and _has_spare_blocks(scheduler):
@@ -37,10 +37,10 @@ def reserve_draft_tokens(scheduler: Scheduler, plan: Plan, row: Row, most: int) 
 
 
 def max_draft_tokens(scheduler: Scheduler, row: Row) -> int:
-    """Return how many draft tokens `row` may have at most, room and budget aside.
+    """Return the maximum number of draft tokens of `row`, regardless of budget and blocks.
 
-    None before all of its tokens are known and planned, and every token but the last one that the
-    sequence may have can follow a draft token.
+    It is 0 until all tokens of the sequence are known and planned. The last token that the sequence
+    may have is sampled, so it is never a draft token.
     """
     seq = row.seq
     if not may_draft(scheduler, seq) or seq.num_pending or not row.num_sampled:
@@ -51,10 +51,9 @@ def max_draft_tokens(scheduler: Scheduler, row: Row) -> int:
 
 
 def may_draft(scheduler: Scheduler, seq: Sequence) -> bool:
-    """Return whether a sequence may ever have draft tokens.
+    """Return True if a sequence may have draft tokens at all.
 
-    A logits processor may count how often it is called, so it must not see tokens that are then
-    rejected.
+    A logits processor may count its calls, so it must not see tokens that are then rejected.
     """
     has_processors = seq.params.logits_processors or scheduler.config.logits_processors
     return seq.params.num_speculative_tokens != 0 and not has_processors
@@ -64,6 +63,7 @@ def _has_spare_blocks(scheduler: Scheduler) -> bool:
     manager = scheduler.block_manager
     if not manager.has_spare_blocks():
         return False
-    # The next step, if it is planned before this one is over, may need a block for each sequence.
+    # With async scheduling, the next step is planned before this one has ended, and may need a
+    # block for each running sequence.
     is_scarce = manager.num_free_blocks <= len(scheduler.running) * len(manager.windows)
     return not (scheduler.config.async_scheduling and (scheduler.waiting or is_scarce))

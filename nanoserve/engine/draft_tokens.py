@@ -1,9 +1,9 @@
-"""Acceptance of the draft tokens of a step.
+"""Verification of the draft tokens of a step.
 
 A row with k draft tokens is computed at k + 1 positions, and a token is sampled at each of them:
-one *output* each. The sampler is the verifier: its noise is a function of the position, so the
-first output is what would have been sampled without drafts, and so is each one whose draft tokens
-before it were all sampled.
+one *output* each. The sampler itself verifies: its noise is a function of the position, so the
+first output is the token that would have been sampled without drafts, and so is each later output
+if all draft tokens before it were sampled.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 
 class AcceptedRows(NamedTuple):
-    """The outputs of a step, by row.
+    """Accepted tokens of a step, by row.
 
-    token_ids: the tokens that each row gets. first_outputs: the index of its first output.
-    last_outputs: the output that its last token was sampled at; its first one if it has none.
+    token_ids: the new tokens of each row. first_outputs: the index of its first output.
+    last_outputs: the output at which its last token was sampled; the first output if it has no
+    token.
     """
 
     token_ids: list[list[int]]
@@ -22,14 +23,14 @@ class AcceptedRows(NamedTuple):
     last_outputs: list[int]
 
     def errors(self, errors: Mapping[int, Exception]) -> dict[int, Exception]:
-        """Return by row what is known by output: why a row has no token."""
+        """Convert errors by output to errors by row, for the rows without a token."""
         firsts = enumerate(self.first_outputs)
         return {row: errors[first] for row, first in firsts if first in errors}
 
     def places(self, outputs: Sequence[int]) -> list[tuple[int, int] | None]:
-        """Return where the tokens of these outputs are: (row, index among its tokens).
+        """Return the places of the tokens of these outputs: (row, index among its tokens).
 
-        None is for an output without a token, and for one behind a rejected draft token.
+        None is for an output without a token, and for one after a rejected draft token.
         """
         accepted = {
             first + index: (row, index)
@@ -42,12 +43,12 @@ class AcceptedRows(NamedTuple):
 def accept_draft_tokens(
     sampled: list[list[int]], output_slots: Sequence[int], draft_tokens: Mapping[int, list[int]]
 ) -> AcceptedRows:
-    """Return what each row gets of the tokens that were sampled at its outputs.
+    """Return the accepted tokens of each row, given the tokens sampled at all outputs.
 
-    sampled: by output, the token that was sampled there, or none ([]) if none could be. A row takes
-    tokens up to the first one that differs from its draft token. An output without a token ends
-    what its row gets; if that is nothing, its request fails. Otherwise the next step comes to the
-    same point again, without a draft token before it.
+    sampled: by output, the sampled token, or [] if none could be sampled. A row takes tokens up to
+        the first one that differs from its draft token. An output without a token ends the row's
+        tokens; if the row then has none, its request fails. Otherwise the next step samples at this
+        position again, without a draft token before it.
     output_slots: by output, the slot of its sequence. draft_tokens: by slot.
     """
     if not draft_tokens:

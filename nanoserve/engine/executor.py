@@ -1,7 +1,7 @@
-"""Interface between the engine loop, which imports no torch, and what runs the model.
+"""Interface between the engine loop, which imports no torch, and the model's executor.
 
-What a step needs beside its packed batch travels as values: `ForwardInputs` when the model is
-launched, `SampleInputs` when the sampler is. Every field may be empty, and mostly is.
+The inputs of a step besides its packed batch are two values: `ForwardInputs` for the model and
+`SampleInputs` for the sampler. Every field of them may be empty, and usually is.
 """
 
 from dataclasses import dataclass, field
@@ -17,9 +17,10 @@ from nanoserve.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class SlotUpdate:
-    """A sequence that has just been given `slot`, and how to sample for it: only updates travel.
+    """Slot update: a sequence that was just given `slot`, and how to sample for it.
 
-    What it has generated before a preemption is part of `output_token_ids`.
+    Only updates are sent to the workers, not the whole slot table. After a preemption,
+    `output_token_ids` includes what the sequence had generated before it.
     """
 
     slot: int
@@ -48,32 +49,32 @@ class SlotUpdate:
 
 
 class TokenMask(Protocol):
-    """The tokens that one sequence may take in a step: after its last token and each draft token.
+    """Token masks of one sequence in a step: after its last token and after each draft token.
 
-    It is called when the tokens of the step before are known. Raises `ValueError` if it cannot be
-    computed, which ends the request.
+    It is called when the tokens of the previous step are known. Raises `ValueError` if a mask
+    cannot be computed, which ends the request.
     """
 
     def first_illegal(self, token_ids: list[int]) -> int | None:
         """Return the index of the first sampled token that is not allowed; None if all are.
 
-        token_ids: what was sampled after the last token and after each draft token, in order.
-        Whatever follows a token that differs from its draft token is not looked at.
+        token_ids: the tokens sampled after the last token and after each draft token, in order.
+        Tokens after one that differs from its draft token are ignored.
         """
 
     def fill(self, index: int, mask: np.ndarray) -> None:
         """Set bit t % 32 of word t // 32 for each token t that may be sampled at `index`.
 
-        mask: int32 [ceil(vocab_size / 32)], all other bits are cleared.
+        mask: int32 [ceil(vocab_size / 32)]; all other bits are cleared.
         """
 
 
 @dataclass
 class ForwardInputs:
-    """Inputs of the model beside the batch.
+    """Inputs of the model besides the batch.
 
     slot_updates: sequences that are new in their slots.
-    draft_tokens: by slot, the draft tokens that are packed behind the last token of its row.
+    draft_tokens: by slot, the draft tokens that are packed after the last token of its row.
     """
 
     slot_updates: list[SlotUpdate] = field(default_factory=list)
@@ -82,9 +83,9 @@ class ForwardInputs:
 
 @dataclass
 class SampleInputs:
-    """Inputs of the sampler beside the logits.
+    """Inputs of the sampler besides the logits.
 
-    token_masks: by slot, the tokens that its sequence may take.
+    token_masks: by slot, the masks of the tokens that its sequence may sample.
     """
 
     token_masks: dict[int, TokenMask] = field(default_factory=dict)
@@ -92,16 +93,16 @@ class SampleInputs:
 
 @dataclass(frozen=True)
 class StepResult:
-    """The outcome of a step, by row: a row is one of `Plan.sampled`, in batch order.
+    """Result of a step, by row: row i is `Plan.sampled[i]`, in batch order.
 
-    token_ids: zero or more new tokens of each row. With k draft tokens a row gets up to k + 1:
-        the accepted ones and the token after them.
-    logprobs: for each token of a row that wants them, an entry; `logprob_places` says which:
-        (row, index among its tokens).
-    errors: by row, why it has no token; its request ends with that.
-    of_heads: by name of a head, what it made of its outputs.
-    hidden: hidden states on rank 0's device, [num_outputs, hidden_size]; `hidden_rows` says, by
-        row, which of them its last token was sampled from.
+    token_ids: zero or more new tokens of each row. With k draft tokens a row gets up to k + 1: the
+        accepted draft tokens and the token sampled after them.
+    logprobs: an entry for each token whose log-probabilities were requested; `logprob_places` has
+        its place: (row, index among the row's tokens).
+    errors: by row, why it has no token; the request ends with this error.
+    of_heads: by head name, the head's result for its outputs.
+    hidden: hidden states on rank 0's device, [num_outputs, hidden_size]; `hidden_rows` has, by row,
+        the index of the state from which its last token was sampled.
     """
 
     token_ids: list[list[int]]
@@ -114,36 +115,36 @@ class StepResult:
 
 
 class ExecutorDeadError(RuntimeError):
-    """The executor has failed for good: no later step can succeed."""
+    """The executor has failed permanently: no later step can succeed."""
 
 
 class Executor(Protocol):
-    """Runs the model. Steps run in the order in which they are launched.
+    """Executor: runs the model. Steps run in the order in which they are launched.
 
-    An executor that can fail between two steps, as one with other processes can, also has
-    `failure`: why every later call will raise `ExecutorDeadError`, or None.
+    An executor that can fail between two steps, such as one with worker processes, also has an
+    attribute `failure`: the reason why every later call raises `ExecutorDeadError`, or None.
     """
 
     num_kv_blocks: int
     max_model_len: int
 
     def next_batch(self) -> Batch:
-        """Return a batch to pack, which no device and no rank reads any more."""
+        """Return a batch to pack that no device and no rank reads any more."""
 
     def forward(self, batch: Batch, inputs: ForwardInputs) -> Any:
         """Launch the model and return the step's handle. Does not wait."""
 
     def sample(self, handle: Any, inputs: SampleInputs) -> None:
-        """Launch the sampler. By now the step before has been collected."""
+        """Launch the sampler. The previous step has been collected by now."""
 
     def collect(self, handle: Any) -> StepResult:
-        """Wait for the step's tokens."""
+        """Wait for the step's tokens and return its result."""
 
     def cancel(self, handles: list[Any]) -> None:
-        """Discard steps that were launched, oldest first: none of them will be collected.
+        """Discard launched steps, oldest first: none of them will be collected.
 
-        So is one whose `forward` has raised, which has no handle.
-        Does not raise: an executor that this breaks says so at the next call.
+        A step whose `forward` has raised has no handle and is discarded, too. Does not raise: an
+        executor that fails here raises at the next call.
         """
 
     def close(self) -> None: ...

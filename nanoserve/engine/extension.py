@@ -1,23 +1,23 @@
-"""The seam for features: an extension takes part in the engine's steps.
+"""Extensions: the interface by which features take part in the engine's steps.
 
-    step      extensions are called                     what they may do there
-    --------  ----------------------------------------  --------------------------------------------
-    add       on_add(seq)                               have the sequence held
-    schedule  on_step_start()                           release what is held, finish sequences
-              token_budget(n)                           lower the budget of this step
-              may_admit(seq, plan)                      leave a waiting sequence out of this step
-              limit_tokens(seq, n, plan)                give a sequence fewer tokens, or none
-              extend_plan(plan)                         add draft tokens, from what is left over
-    launch    forward_inputs(plan, inputs)              fill in a field of `ForwardInputs`
-    sample    sample_inputs(plan, inputs)               fill in a field of `SampleInputs`
-    collect   on_result(plan, result)                   learn what came of the step
-    any time  on_release(seq)                           a sequence has lost slot and blocks
-              on_reset()                                steps that were launched are discarded
+    step      methods called                          what they may do
+    --------  --------------------------------------  --------------------------------------------
+    add       on_add(seq)                             have the sequence held
+    schedule  on_step_start()                         release held sequences, finish sequences
+              token_budget(n)                         lower the budget of this step
+              may_admit(seq, plan)                    leave a waiting sequence out of this step
+              limit_tokens(seq, n, plan)              give a sequence fewer tokens, or none
+              extend_plan(plan)                       add draft tokens within the remaining budget
+    launch    forward_inputs(plan, inputs)            fill in a field of `ForwardInputs`
+    sample    sample_inputs(plan, inputs)             fill in a field of `SampleInputs`
+    collect   on_result(plan, result)                 read the result of the step
+    any time  on_release(seq)                         a sequence has lost its slot and blocks
+              on_reset()                              launched steps are discarded
 
-Extensions are called in the order of the engine's list. They never call each other: what one has
-to say to another is in the plan. They use the public methods of `Scheduler`, such as `hold`,
-`release`, `grow` and `finish`. An exception in any of these methods is an exception of
-the step, which then has not happened.
+Extensions are called in the order of the engine's list. They never call each other: they
+communicate through the plan. They use the public methods of `Scheduler`, such as `hold`, `release`,
+`grow` and `finish`. An exception in any of these methods counts as an exception of the step, which
+is then rolled back.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ from nanoserve.utils.registry import Registry
 
 
 class Extension:
-    """Base of all extensions: every method does nothing."""
+    """Base class of all extensions; every method does nothing."""
 
     def on_add(self, seq: Sequence) -> str | None:
         """Return a reason to hold a new sequence until `Scheduler.release(..., reason)`, or None.
@@ -40,20 +40,21 @@ class Extension:
         """
 
     def on_step_start(self) -> None:
-        """Called before a step is planned, also if nothing can run."""
+        """Called before a step is planned, even if nothing can run."""
 
     def token_budget(self, num_tokens: int) -> int:
-        """Return how many tokens the next step may have: `num_tokens` or fewer."""
+        """Return the token budget of the next step: `num_tokens` or fewer."""
         return num_tokens
 
     def may_admit(self, seq: Sequence, plan: Plan) -> bool:
-        """Return whether a waiting sequence may begin to run in this step."""
+        """Return True if a waiting sequence may start to run in this step."""
         return True
 
     def limit_tokens(self, seq: Sequence, num_tokens: int, plan: Plan) -> int:
         """Return how many of `num_tokens` a sequence may compute in this step; 0 leaves it out.
 
-        Also called for one that has just been admitted, which is then the last of `plan.admitted`.
+        Also called for a sequence that was just admitted, which is then the last of
+        `plan.admitted`.
         """
         return num_tokens
 
@@ -61,32 +62,34 @@ class Extension:
         """Add draft tokens to rows that catch up; see `nanoserve.engine.draft_room`."""
 
     def forward_inputs(self, plan: Plan, inputs: ForwardInputs) -> None:
-        """Add to what the model gets beside the batch."""
+        """Add to the inputs that the model gets besides the batch."""
 
     def sample_inputs(self, plan: Plan, inputs: SampleInputs) -> None:
-        """Add to what the sampler gets. All tokens of the steps before are known."""
+        """Add to the inputs of the sampler. All tokens of the previous steps are known."""
 
     def on_result(self, plan: Plan, result: StepResult) -> None:
-        """Called when the tokens of a step have joined their sequences."""
+        """Called when the tokens of a step have been appended to their sequences."""
 
     def on_release(self, seq: Sequence) -> None:
-        """Called when a sequence has given back its slot and blocks: preempted (`seq.status` is
-        WAITING) or finished (FINISHED)."""
+        """Called when a sequence has freed its slot and blocks.
+
+        It was preempted (`seq.status` is WAITING) or has finished (FINISHED).
+        """
 
     def on_reset(self) -> None:
-        """Called when all steps under way are discarded, after an error or for lack of requests."""
+        """Called when all steps under way are discarded: after an error, or without requests."""
 
     def close(self) -> None:
         """Release threads, memory and files. The engine is not used again."""
 
 
-# Extensions that a request needs, by name (`Request.extensions`), as "module:Class"; an engine
-# that gets no such request never imports them. They are made with the engine as their argument.
+# Extensions that requests may need, by name (`Request.extensions`), as "module:Class". They are
+# imported by the first request that needs them, and constructed with the engine as argument.
 EXTENSIONS: Registry[Callable[[Any], Extension]] = Registry(
     "extension", {"structured_outputs": "nanoserve.features.structured.extension:StructuredOutputs"}
 )
 
 
 def register_extension(name: str, location: str) -> None:
-    """Add an extension that requests can need, as "module:Class"."""
+    """Register an extension that requests can need, as "module:Class"."""
     EXTENSIONS.register(name, location)

@@ -1,9 +1,9 @@
-"""The guard around the engine loop: it may be shared, interrupted and called from anywhere.
+"""Guard around the engine loop: it may be shared, interrupted and called from anywhere.
 
-- Threads may share an engine: one at a time is inside, the others wait.
-- Ctrl-C waits for the end of a step. What must not wait, such as an abort from within a step, is
-  deferred to its end.
-- A step that raises has not happened: the loop is reset to the tokens of finished steps.
+- Threads may share an engine: one at a time is inside, and the others wait.
+- Ctrl-C waits for the end of a step. A call that must not wait, such as an abort from within a
+  step, is deferred to the end of that step.
+- A step that raises is rolled back: the loop is reset to the tokens of finished steps.
 """
 
 import time
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 
 class GuardedEngine(EngineMethods):
-    """An `LLMEngine` for use from outside: what `LLM.engine` is, and `nanoserve.LLMEngine`.
+    """A thread-safe `LLMEngine` for users: `LLM.engine`, exported as `nanoserve.LLMEngine`.
 
-    Every error in a request is a `ValueError` before it is queued, and leaves the engine as it was.
-    The arguments are those of `LLMEngine`, and make_executor: makes another executor from a
-    configuration, for an engine that has slept.
+    Every error in a request raises `ValueError` before the request is queued, and leaves the engine
+    unchanged. The arguments are those of `LLMEngine`, and make_executor: creates a new executor
+    from a configuration, for an engine that has slept.
     """
 
     def __init__(
@@ -48,10 +48,10 @@ class GuardedEngine(EngineMethods):
     ) -> None:
         loop = LLMEngine(config, model_config, executor, tokenizer, clock)
         self.loop = loop
-        self.refusal: str | None = None  # the state of an engine that takes no requests
+        self.refusal: str | None = None  # why the engine rejects requests, such as "closed"
         self._lock = EngineLock()
         self._unclaimed = loop.outputs.unclaimed
-        # The parts of the loop, to look at between two steps.
+        # Parts of the loop, which callers may read between two steps.
         self.config, self.model_config = config, model_config
         self.tokenizer, self.clock, self.make_executor = tokenizer, clock, make_executor
         self.input_processor, self.scheduler = loop.input_processor, loop.scheduler
@@ -64,17 +64,17 @@ class GuardedEngine(EngineMethods):
 
     @property
     def stats(self) -> EngineStats:
-        """Totals up to now; a later step does not change what is returned."""
+        """Totals up to now; later steps do not change the returned object."""
         return self.loop.stats
 
     @property
     def plans_under_way(self) -> list[Plan]:
-        """The plans of steps that were launched and not collected, oldest first."""
+        """Plans of the steps that were launched and not collected, oldest first."""
         return self.loop.plans_under_way
 
     @property
     def is_stepping(self) -> bool:
-        """True if the caller is called from inside this engine."""
+        """True if the calling thread is inside this engine."""
         return self._lock.is_inside
 
     def add_request(
@@ -84,11 +84,14 @@ class GuardedEngine(EngineMethods):
         params: SamplingParams | None = None,
         priority: int = 0,
     ) -> None:
-        """Queue a request: text, token ids, or `{"prompt": ...}` / `{"prompt_token_ids": ...}`."""
+        """Queue a request: text, token ids, or `{"prompt": ...}` / `{"prompt_token_ids": ...}`.
+
+        Raises `ValueError` for an invalid request, and if the engine is suspended or closed.
+        """
         self.add(self.input_processor.process(request_id, prompt, params, priority))
 
     def add(self, request: Request) -> None:
-        """Queue what `input_processor` made."""
+        """Queue a request that `input_processor` has made."""
         with self._lock.turn():
             if self.refusal is not None:
                 raise ValueError(f"this engine is {self.refusal}")
@@ -97,27 +100,28 @@ class GuardedEngine(EngineMethods):
                 self.loop.enqueue(request, held_for)
 
     def add_extension(self, extension: Extension) -> None:
-        """Let an extension take part in the engine's steps from the next one on."""
+        """Add an extension, which takes part in the steps from the next one on."""
         with self._lock.turn():
             self.extensions.append(extension)
 
     def abort_request(self, request_id: str) -> RequestOutput | None:
-        """End a request in whatever state it is; its blocks are free when this returns.
+        """End a request in any state; its blocks are free when this returns.
 
         Returns what it has produced so far, with finish reason "abort"; None for an id that is
-        unknown or has finished already, which is no error: the two may cross. During a step, as
-        from a logits processor, an observer or another thread, it is aborted when the step is over,
-        which then returns the output. So does the next step if earlier outputs wait for it, because
-        a step has raised.
+        unknown or has finished already, which is not an error: a request may finish just before it
+        is aborted. During a step, for example from a logits processor, an observer or another
+        thread, the request is aborted at the end of that step, which then returns the output. If
+        outputs of the request still wait to be returned, because a step has raised, the next step
+        returns this output after them.
         """
         return self._lock.call_soon(
             lambda: self._abort(request_id), deferred=lambda: self._abort(request_id, True)
         )
 
     def subscribe(self, request_id: str) -> "deque[RequestOutput]":
-        """Return a queue that gets the outputs of a request, which `step` then leaves out.
+        """Return a queue that receives the outputs of a request, which `step` then does not return.
 
-        To be called before the request is added; `withdraw` ends it.
+        Call it before the request is added; `withdraw` removes the queue.
         """
         return self.loop.outputs.subscribe(request_id)
 
@@ -127,18 +131,18 @@ class GuardedEngine(EngineMethods):
     def withdraw(self, request_ids: Iterable[str]) -> None:
         """Abort these requests, and drop their outputs and queues.
 
-        A stream that the garbage collector ends may call this at any moment, in any thread.
+        A stream may call this when the garbage collector finalizes it: at any time, in any thread.
         """
-        gone = frozenset(request_ids)
-        self._lock.call_soon(lambda: self._withdraw(gone))
+        withdrawn = frozenset(request_ids)
+        self._lock.call_soon(lambda: self._withdraw(withdrawn))
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
     ) -> bool:
         """Evict all cached prefixes; returns True.
 
-        What runs keeps its own blocks; with `reset_running_requests` it computes its tokens again.
-        Raises `ValueError` for `reset_connector`: there is no KV connector.
+        Running sequences keep their blocks; with `reset_running_requests` they recompute their KV,
+        too. Raises `ValueError` for `reset_connector`: there is no KV connector.
         """
         if reset_connector:
             raise ValueError("reset_connector=True: this engine has no KV connector; leave it out")
@@ -146,20 +150,23 @@ class GuardedEngine(EngineMethods):
         return True
 
     def has_unfinished_requests(self) -> bool:
-        """Return whether `step` has anything left to compute or to hand out."""
+        """Return True if `step` has anything left to compute or to return."""
         with self._lock.turn():
             return bool(self.scheduler.has_unfinished() or self.loop.outputs)
 
     def step(self, fetch: bool = True) -> list[RequestOutput]:
-        """Advance every planned sequence; returns what finished and what streams.
+        """Advance every scheduled sequence; returns finished and streamed outputs.
 
-        Outputs of a subscribed request go to its queue; a subscriber need not `fetch` those of
-        others. If anything raises, what is under way has not happened: all sequences wait to be
-        computed again, and the error's `request_ids` name the requests of those steps. A Ctrl-C is
-        raised when the step is over; what it has finished comes with the next one.
+        Outputs of a subscribed request go to its queue; a subscriber steps with `fetch=False` and
+        leaves all other outputs for later. If anything raises, the steps under way are rolled back:
+        all their sequences wait to be computed again, and the exception's `request_ids` are the
+        requests of those steps. Ctrl-C is raised at the end of the step; the next step returns the
+        outputs of this one.
         """
         if self.is_stepping:
-            raise RuntimeError("step() was called from inside a step, which is not over")
+            raise RuntimeError(
+                "step() was called from inside a step: wait until that step has ended"
+            )
         outputs: list[RequestOutput] = []
         try:
             with self._lock.turn(gives_way=True):
@@ -170,30 +177,30 @@ class GuardedEngine(EngineMethods):
                 if fetch:
                     outputs[:] = self._unclaimed
                     del self._unclaimed[:]
-        except BaseException:  # such as a Ctrl-C that waited: the caller gets nothing now
-            self._unclaimed[:0] = outputs  # no call, at which a second Ctrl-C could come
+        except BaseException:  # such as a deferred Ctrl-C: the caller gets no outputs now
+            self._unclaimed[:0] = outputs  # no function call, in which a second Ctrl-C could strike
             raise
         return outputs
 
     def suspend(self, state: str) -> None:
-        """Refuse requests from now on: "this engine is {state}"."""
+        """Reject requests from now on, with the error "this engine is {state}"."""
         self.refusal = state
 
     def resume(self) -> None:
-        """Take requests again."""
+        """Accept requests again."""
         self.refusal = None
 
     def replace_executor(self, executor: Executor) -> None:
-        """Use another executor, of the same pool, in the place of one that was closed."""
+        """Replace a closed executor with another one that has a pool of the same size."""
         self.loop.replace_executor(executor)
 
     def close(self) -> None:
-        """Abort what is left and release the executor's memory; inside a step, at its end."""
+        """Abort all unfinished requests and release the executor's memory; deferred in a step."""
         self._lock.call_soon(self._close)
 
     @contextmanager
     def _recovery(self) -> Iterator[None]:
-        """Whatever is raised in this block, the loop is left at the end of its last step."""
+        """Reset the loop to the end of its last finished step if this block raises."""
         try:
             yield
         except BaseException as error:

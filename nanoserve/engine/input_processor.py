@@ -1,4 +1,7 @@
-"""What a user hands in -> a `Sequence`, or a `ValueError` before anything is queued."""
+"""Input processor: turns a user's prompt and parameters into a `Request`, or raises `ValueError`.
+
+All checks are made before anything is queued.
+"""
 
 from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as AbstractSequence
@@ -24,14 +27,14 @@ if TYPE_CHECKING:
     from nanoserve.text.tokenizer_protocol import Tokenizer
 
 _TOKENIZERS_OUTPUT = (
-    ": of what a tokenizer returns, give prompt['input_ids'], or let apply_chat_template return "
-    "that alone, with return_dict=False"
+    ": for the output of a tokenizer, give prompt['input_ids'], or call apply_chat_template with "
+    "return_dict=False"
 )
 Prompt = str | AbstractSequence[int] | Mapping[str, Any]
 
 
 def as_prompt_list(prompts: Prompt | AbstractSequence[Prompt] | None) -> list[Prompt]:
-    """One prompt or several? A string, a dictionary and a list of integers are one."""
+    """Return a list of prompts; a string, a dictionary and a list of integers are one prompt."""
     is_array = isinstance(prompts, np.ndarray) and prompts.ndim > 0
     if not isinstance(prompts, (str, Mapping, AbstractSequence)) and not is_array:
         raise ValueError(f"prompts must be a list of prompts, not {type(prompts).__name__}")
@@ -41,18 +44,20 @@ def as_prompt_list(prompts: Prompt | AbstractSequence[Prompt] | None) -> list[Pr
 
 
 def one_per_prompt(name: str, value: Any, kind: type, num_prompts: int) -> list[Any]:
-    """None or a single `kind` stands for all prompts; a list has one for each."""
+    """Return a list with one value per prompt; None or a single `kind` stands for all prompts."""
     if value is None or isinstance(value, kind):
         return [value] * num_prompts
     if not isinstance(value, AbstractSequence):
         raise ValueError(f"{name} must be {kind.__name__}, not {type(value).__name__}")
     if len(value) != num_prompts:
-        raise ValueError(f"{num_prompts} prompts, but {len(value)} {name}")
+        raise ValueError(
+            f"{num_prompts} prompts, but {len(value)} {name}: give one for each prompt"
+        )
     return list(value)
 
 
 class InputProcessor:
-    """Tokenizes and checks requests. It keeps nothing of them: a refused one leaves no trace."""
+    """Tokenizes and checks requests. It keeps no state of them, so a rejected one has no effect."""
 
     def __init__(
         self,
@@ -62,31 +67,31 @@ class InputProcessor:
         max_model_len: int,
         clock: Callable[[], float],
     ) -> None:
-        self.clock, self._guiding = clock, config.structured_outputs_config
+        self.clock, self._structured_config = clock, config.structured_outputs_config
         self.by_priority = config.scheduling_policy == "priority"
-        dtype = config.kv_cache_dtype  # in another one, K and V of the same tokens are others
+        dtype = config.kv_cache_dtype  # KV in different data types must not share hashes
         self.cache_root = () if dtype == "auto" else ("kv_cache_dtype", dtype)
         self.num_cached = 0 if config.enable_prompt_tokens_details else None  # None stays None
         most = model_config.vocab_size
         self.max_logprobs = most if config.max_logprobs == -1 else min(config.max_logprobs, most)
         self.default_sampling = dict(model_config.default_sampling)
         self.vocab_size, self.max_model_len = model_config.vocab_size, max_model_len
-        # Engine-wide processors may look at a request before it is queued, as vLLM's do.
+        # Engine-wide logits processors may validate a request before it is queued, as in vLLM.
         processors = [p for p in config.logits_processors if hasattr(p, "validate_params")]
         self._validators = [processor.validate_params for processor in processors]
-        # Checkpoints disagree on where their EOS is written, so whatever any file names ends.
+        # Checkpoints store their EOS in different files, so a token that any file names is EOS.
         self.eos_token_ids = model_config.eos_token_ids
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             self.eos_token_ids |= {tokenizer.eos_token_id}
         self._tokenizer = tokenizer
 
     def default_sampling_params(self) -> SamplingParams:
-        """What the checkpoint's generation_config.json recommends."""
+        """Return the sampling parameters recommended by the checkpoint's generation_config.json."""
         return SamplingParams(**self.default_sampling)
 
     @cached_property
     def text_limit(self) -> "TextLimit":
-        """How long a text may be."""
+        """Limit on the length of a text prompt."""
         return TextLimit(self._tokenizer.backend, self.max_model_len)
 
     def process(
@@ -100,8 +105,9 @@ class InputProcessor:
     ) -> Request:
         """Check a request and make its sequences, which are not queued yet.
 
-        `output_kind` goes before what the parameters say, and `max_logprobs` before the engine's
-        limit, which is for clients and not for requests of the engine's own features.
+        `output_kind` overrides the one in the parameters, and `max_logprobs` the engine's limit,
+        which applies to clients and not to requests of the engine's own features. Raises
+        `ValueError` for anything invalid.
         """
         metrics = RequestMetrics(self.clock(), num_cached_prompt_tokens=self.num_cached)
         if not isinstance(request_id, str):
@@ -117,11 +123,11 @@ class InputProcessor:
         cache_key = self.cache_root
         if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
             cache_key += key_of_salt(prompt["cache_salt"])
-        # Made anew, it is checked again, and is ours: the caller may go on assigning to his.
+        # A copy is validated again, and later assignments to the caller's object do not affect it.
         params = replace(params, output_kind=output_kind or params.output_kind)
         self._check_prompt_length(len(token_ids), params.max_tokens)
-        told = "" if text is None else "the tokenizer has more tokens than the model: "
-        self._check_token_ids(token_ids, f"{told}token id")
+        cause = "" if text is None else "the tokenizer has more tokens than the model: "
+        self._check_token_ids(token_ids, f"{cause}token id")
         self._check_params(params, self.max_logprobs if max_logprobs is None else max_logprobs)
         token_ids = [int(token_id) for token_id in token_ids]
         bad_words = self._bad_words.sequences(params.bad_words) if params.bad_words else []
@@ -143,17 +149,17 @@ class InputProcessor:
             for index in range(params.n)
         ]
         sequences[0].siblings = sequences[1:]
-        # Nothing predicts the first token.
+        # The first entry is None: no logits predict the first token.
         prompt_logprobs = None if params.prompt_logprobs is None else [None]
         extensions = () if params.structured_outputs is None else ("structured_outputs",)
         return Request(request_id, text, token_ids, params, sequences, prompt_logprobs, extensions)
 
     def check_guide(self, guide: Any) -> None:
-        """Raise `ValueError` for a grammar that cannot be had here."""
-        guide.check(self._guiding, self._tokenizer)
+        """Raise `ValueError` for a grammar that is invalid or not supported by this engine."""
+        guide.check(self._structured_config, self._tokenizer)
 
     def _tokenize(self, prompt: Prompt, max_tokens: int | None) -> tuple[str | None, list[int]]:
-        """The prompt's text, where there is one, and its token ids."""
+        """Return the prompt's text, None if there is none, and its token ids."""
         text = None
         if isinstance(prompt, Mapping):
             known = ("prompt", "prompt_token_ids", "cache_salt")
@@ -165,7 +171,7 @@ class InputProcessor:
                     + _TOKENIZERS_OUTPUT
                     * ("input_ids" in unknown)
                 )
-            text = prompt.get("prompt")  # beside token ids it is only carried along
+            text = prompt.get("prompt")  # with token ids, it is only copied to the output
             token_ids = prompt.get("prompt_token_ids")
             if not isinstance(text, (str, NoneType)) or isinstance(token_ids, str):
                 raise ValueError("'prompt' must be text and 'prompt_token_ids' token ids")
@@ -178,7 +184,7 @@ class InputProcessor:
         is_array = isinstance(prompt, np.ndarray) and prompt.ndim == 1
         if not is_array and (not isinstance(prompt, AbstractSequence) or isinstance(prompt, bytes)):
             raise ValueError(f"a prompt is text or token ids, not {type(prompt).__name__}")
-        self._check_prompt_length(len(prompt), max_tokens)  # before anybody looks at each of them
+        self._check_prompt_length(len(prompt), max_tokens)  # before the loops over all tokens
         return text, prompt.tolist() if is_array else list(prompt)
 
     @cached_property
@@ -188,21 +194,21 @@ class InputProcessor:
     def _check_params(self, params: SamplingParams, max_logprobs: int) -> None:
         if self._tokenizer is None and (params.stop or params.bad_words):
             raise ValueError(
-                "stop and bad_words are texts: they need a tokenizer, and there is none"
+                "stop and bad_words are texts and need a tokenizer, and this engine has none"
             )
         if params.structured_outputs is not None:
             self.check_guide(params.structured_outputs)
         for name in ("logprobs", "prompt_logprobs"):
             number = getattr(params, name)
-            if number == -1:  # all
+            if number == -1:  # the whole vocabulary
                 number = self.vocab_size
                 setattr(params, name, number)
             if (number or 0) > max_logprobs:
                 raise ValueError(
-                    f"{name}={number} exceeds max_logprobs={max_logprobs}, an option of the "
-                    f"engine (-1: the whole vocabulary)"
+                    f"{name}={number} exceeds max_logprobs={max_logprobs}, which is an option of "
+                    f"the engine (-1: the whole vocabulary)"
                 )
-        if params.logprob_token_ids is not None:  # found among all of them
+        if params.logprob_token_ids is not None:  # selected from those of the whole vocabulary
             params.logprobs = self.vocab_size
         for check in self._validators:
             check(params)
@@ -212,10 +218,10 @@ class InputProcessor:
     def _check_token_ids(self, token_ids: Collection[int], what: str) -> None:
         are_ints = {*map(type, token_ids)} == {int}
         if are_ints and min(token_ids) >= 0 and max(token_ids) < self.vocab_size:
-            return  # the most common case, and three times as quick as looking at each
+            return  # the most common case, three times as fast as the loop below
         for token_id in token_ids:
             if not is_int(token_id) or not 0 <= token_id < self.vocab_size:
-                raise ValueError(f"{what} {token_id!r} is no integer in [0, {self.vocab_size})")
+                raise ValueError(f"{what} {token_id!r} is not an integer in [0, {self.vocab_size})")
 
     def _check_prompt_length(self, num_tokens: int, max_tokens: int | None) -> None:
         if num_tokens == 0:
@@ -225,9 +231,10 @@ class InputProcessor:
 
 
 def key_of_salt(salt: Any) -> tuple[str, ...]:
-    """Return what is folded into the root of a request's prefixes: others have other blocks.
+    """Return the part of the cache key that `cache_salt` adds.
 
-    Requests of one `cache_salt` share theirs. Raises `ValueError` unless it is a text.
+    Only requests with the same salt share KV blocks. Raises `ValueError` unless it is a
+    text that is not empty.
     """
     if not isinstance(salt, str) or not salt:
         raise ValueError(f"cache_salt={salt!r} must be a text that is not empty")

@@ -1,4 +1,4 @@
-"""Blocks that must not be left half done: Ctrl-C waits for their end, and other threads do, too."""
+"""Critical sections: Ctrl-C waits for their end, and other threads wait as well."""
 
 import signal
 import threading
@@ -12,16 +12,18 @@ T = TypeVar("T")
 
 
 class DeferredInterrupt:
-    """Holds a Ctrl-C back until the block that it falls into is over.
+    """Defers Ctrl-C until the end of the block during which it arrives.
 
-    Inside a block, an exception could strike between two lines that belong together, such as
-    taking a block from the free queue and noting who has it. A block that may take long
-    `gives_way` to a second one. Only Python's own handler is replaced, and only in the main
-    thread, where signals arrive. Blocks may be nested: each hands over to the one around it.
+    Inside a block, an exception could strike between two lines that belong together, such as taking
+    a block from the free queue and counting its reference. With `gives_way=True`, for blocks that
+    may take long, a second Ctrl-C interrupts the block. Only Python's own handler is replaced, and
+    only in the main thread, where signals arrive. Blocks may be nested: an inner one passes the
+    Ctrl-C on to the outer one.
     """
 
-    # Blocks of this process that hold one back now, for what makes them wait. A second Ctrl-C may
-    # strike in any line below, and a block that is gone must not be counted for ever.
+    # Blocks of this process that hold a Ctrl-C back now; code in which they wait reads this set.
+    # The references are weak: a second Ctrl-C may strike at any line below, and a block that it
+    # has ended must not stay in the set.
     holding: ClassVar["WeakSet[DeferredInterrupt]"] = WeakSet()
 
     def __init__(self, gives_way: bool = True) -> None:
@@ -53,9 +55,9 @@ class DeferredInterrupt:
 
 
 class EngineLock:
-    """Lets one thread at a time into an engine, and defers what must not wait for its turn.
+    """Lets one thread at a time into an engine, and defers calls that must not wait.
 
-    The thread that is inside may come in again, as an observer does that adds a request.
+    The thread that is inside may enter again, for example an observer that adds a request.
     """
 
     def __init__(self) -> None:
@@ -70,12 +72,12 @@ class EngineLock:
 
     @contextmanager
     def turn(self, gives_way: bool = False) -> Iterator[None]:
-        """Wait until no other thread is inside. Ctrl-C is raised when the block is over."""
+        """Wait until no other thread is inside. Ctrl-C is raised at the end of the block."""
         if self.is_inside:
             yield
             return
         try:
-            # In this order: a Ctrl-C may end the wait for another thread.
+            # In this order, a Ctrl-C can interrupt the wait for another thread.
             with self._lock, DeferredInterrupt(gives_way):
                 try:
                     self._owner = threading.get_ident()
@@ -88,10 +90,10 @@ class EngineLock:
     def call_soon(
         self, action: Callable[[], T], deferred: Callable[[], Any] | None = None
     ) -> T | None:
-        """Call `action` and return its result; while a thread is inside, have `deferred` (or
-        `action`) called at its end, and return None.
+        """Call `action` and return its result; defer it and return None if a thread is inside.
 
-        This never waits, so a finalizer may call it: in any thread, at any moment.
+        The thread inside then calls `deferred`, or `action` without one, at the end of its turn.
+        This never waits, so a finalizer may call it in any thread at any time.
         """
         result = None
         with DeferredInterrupt(gives_way=False):
@@ -105,12 +107,12 @@ class EngineLock:
         return result
 
     def run_deferred(self) -> None:
-        """Call what was deferred; for the thread that is inside."""
+        """Run the deferred calls; only for the thread that is inside."""
         while self._deferred:
             self._deferred.popleft()()
 
     def _call(self, action: Callable[[], T]) -> T:
-        """Call `action` inside, and leave. The lock was acquired."""
+        """Call `action` as the thread inside, and release the lock that the caller has acquired."""
         try:
             self._owner = threading.get_ident()
             return action()
@@ -119,7 +121,7 @@ class EngineLock:
             self._lock.release()
 
     def _run_what_is_left(self) -> None:
-        """Run what was deferred meanwhile, or leave it to a thread that is inside by now."""
+        """Run calls deferred in the meantime, or leave them to a thread that is inside by now."""
         while self._deferred and not self.is_inside:
             with DeferredInterrupt(gives_way=False):
                 if not self._lock.acquire(blocking=False):

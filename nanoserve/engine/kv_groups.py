@@ -1,13 +1,15 @@
-"""Groups of layers whose K and V are needed equally long.
+"""Layer groups: layers whose K and V are kept for the same number of tokens.
 
 A layer with full attention reads K and V of all earlier tokens; one with a sliding window (Mistral,
-Gemma, gpt-oss) reads the last `window` only, its own included. So layers of one kind form a group
-that has a block table of its own, and a group with a window gives back the blocks behind it.
+Gemma, gpt-oss) reads those of the last `window` tokens only, its own included. So layers of one
+kind form a group that has its own block table, and a group with a window frees the blocks that have
+left the window.
 
-All groups take their blocks from one pool. For that a block must be equally large in each of them:
-groups have equally many layers, and a kind that has more of them has several groups. Gemma 3 1B,
-26 layers, of which 22 have a window of 512: one group of 4 layers with full attention, six groups
-of up to 4 with the window. A block then holds 4 layers' K and V of `block_size` tokens.
+All groups take their blocks from one pool, so a block must have the same size in each group. Hence
+all groups have the same number of layers, and a kind with more layers forms several groups. Gemma 3
+1B has 26 layers, of which 22 have a window of 512: one group of 4 layers with full attention and
+six groups of up to 4 layers with the window. A block then holds the K and V of `block_size` tokens
+for 4 layers.
 """
 
 from collections.abc import Iterable
@@ -18,19 +20,19 @@ from typing import NamedTuple
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 
-_MOST_PADDING = 1.5  # up to here, a kind of fewer layers is padded to the size of one of more
+_MOST_PADDING = 1.5  # up to this ratio, the groups of the smaller kind are padded to the larger
 
 
 class KVCacheGroup(NamedTuple):
-    window: int | None  # how many tokens a query sees, its own included; None for all
-    layers: tuple[int, ...]  # indices in the model
+    window: int | None  # tokens that a query sees, its own included; None for all
+    layers: tuple[int, ...]  # layer indices in the model
 
 
 def group_layers(sliding_windows: Iterable[int | None]) -> tuple[KVCacheGroup, ...]:
-    """Return the groups of a model whose layers have these windows, the widest kind first.
+    """Return the groups of a model whose layers have these windows, the widest window first.
 
-    A group's layers are spread over the model, so that each stage of a pipeline has about as many
-    of one group as of another.
+    The layers of a group are spread over the model, so that each pipeline stage has about the same
+    number of layers of every group.
     """
     kinds: dict[int | None, list[int]] = {}
     for layer, window in enumerate(sliding_windows):
@@ -46,10 +48,10 @@ def group_layers(sliding_windows: Iterable[int | None]) -> tuple[KVCacheGroup, .
 
 
 def kv_cache_groups(config: EngineConfig, model_config: ModelConfig) -> tuple[KVCacheGroup, ...]:
-    """Return the groups of a model as this engine runs it.
+    """Return the layer groups of a model under this configuration.
 
-    A window as wide as the longest sequence is none. A draft model keeps its own K and V in the
-    blocks of the first group, which must then have them all.
+    A window as wide as the longest sequence counts as full attention. A draft model stores its own
+    K and V in the blocks of the first group, so that group must keep all of them.
     """
     longest = config.max_model_len or model_config.max_position_embeddings
     windows = [None if w is None or w >= longest else w for w in model_config.sliding_windows]
@@ -61,17 +63,17 @@ def kv_cache_groups(config: EngineConfig, model_config: ModelConfig) -> tuple[KV
 
 
 def blocks_needed(num_tokens: int, block_size: int) -> int:
-    """Return how many blocks hold so many tokens; the last one may be partly empty."""
+    """Return the number of blocks that hold `num_tokens` tokens; the last may be partly empty."""
     return -(-num_tokens // block_size)
 
 
 @dataclass(frozen=True)
 class SequenceRoom:
-    """How much of the pool a sequence takes, whose groups have these windows.
+    """Number of KV blocks that a sequence needs, for layer groups with these windows.
 
-    Behind a window of w tokens, a step of n reads w - 1 + n tokens, in blocks of which the first
-    may begin before them. Two blocks are there in any case: `BlockManager` caches a block behind
-    the one before it, perhaps a step late.
+    A step of n tokens in a group with a window of w tokens reads w - 1 + n tokens, in blocks of
+    which the first may begin before them. Two blocks are kept in any case: `BlockManager` caches a
+    block as the child of the block before it, perhaps one step late.
     """
 
     windows: AbstractSequence[int | None]
@@ -79,12 +81,12 @@ class SequenceRoom:
     max_step_tokens: int
 
     def num_blocks(self, num_tokens: int) -> int:
-        """Return the most blocks that a sequence of so many tokens holds at a time."""
+        """Return the maximum number of blocks that a sequence of `num_tokens` holds at a time."""
         whole = blocks_needed(num_tokens, self.block_size)
         return sum(whole if w is None else min(whole, self._behind(w)) for w in self.windows)
 
     def longest(self, num_blocks: int) -> int:
-        """Return how many tokens a sequence may have in a pool of so many blocks."""
+        """Return the maximum number of tokens of a sequence in a pool of `num_blocks` blocks."""
         low, high = 0, num_blocks if None in self.windows else 2**31 // self.block_size - 1
         while low < high:  # the longest table, in blocks
             middle = (low + high + 1) // 2

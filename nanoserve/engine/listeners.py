@@ -1,8 +1,8 @@
-"""Listeners hear what an engine does. They only look; extensions take part.
+"""Listeners are notified of what an engine does. They only observe; extensions take part.
 
-`LLMEngine.listeners` hear of requests, `BlockManager.listeners` of blocks in the prefix cache (the
-field's *KV events*), and `LLMEngine.observers` of steps: each of these is called as
-`observer(plan, batch, result, times)` when a step is over.
+`LLMEngine.listeners` are notified of requests, `BlockManager.listeners` of blocks in the prefix
+cache (*KV events*), and `LLMEngine.observers` of steps: each observer is called as `observer(plan,
+batch, result, times)` at the end of a step.
 """
 
 import logging
@@ -20,7 +20,7 @@ L = TypeVar("L")
 
 
 class RequestListener:
-    """Base of those who hear of requests: every method does nothing."""
+    """Base class of listeners to requests; every method does nothing."""
 
     def on_start(self, request: "Request") -> None:
         """Called when a request has been added."""
@@ -30,15 +30,15 @@ class RequestListener:
 
 
 class CachedBlock(NamedTuple):
-    """A full block that has entered the prefix cache.
+    """A full block that has been added to the prefix cache.
 
-    block: its number in the pool.
-    block_hash, parent_hash: the chain hashes that it and the block before it are found by; None
-        for the first block of a sequence.
-    token_ids: `block_size` of them. The list is the prefix cache's own: do not change it.
+    block: its id in the pool.
+    block_hash, parent_hash: the chain hashes of this block and of the block before it; the latter
+        is None for the first block of a sequence.
+    token_ids: its `block_size` token ids. The list is the prefix cache's own: do not change it.
     cache_key: what else its K and V depend on, such as a tenant's salt; see `Sequence.cache_key`.
-    group: whose K and V the block holds: an index of `nanoserve.engine.kv_groups.group_layers`.
-    is_copy: whether another block of the group holds the same already.
+    group: the layer group of its K and V: an index of `nanoserve.engine.kv_groups.group_layers`.
+    is_copy: True if another block of the group already holds the same.
     """
 
     block: int
@@ -51,19 +51,19 @@ class CachedBlock(NamedTuple):
 
 
 class BlockListener:
-    """Base of those who hear of blocks in the prefix cache: every method does nothing.
+    """Base class of listeners to blocks in the prefix cache; every method does nothing.
 
-    A block is cached when a step that fills it is planned, so its K and V are there when that step
-    has run. Methods are called when the change has been made, in the thread that makes it.
+    A block is cached when the step that fills it is planned, so its K and V are valid when that
+    step has run. Methods are called after the change, in the thread that makes it.
     """
 
     def on_cached(self, cached: CachedBlock) -> None:
         """Called when lookups can find a block that they could not find before."""
 
     def on_removed(self, block: int, block_hash: bytes, group: int, is_last: bool) -> None:
-        """Called when a cached block has been evicted, and lookups find it no more.
+        """Called when a cached block has been evicted, so that lookups no longer find it.
 
-        is_last: whether no other block of the group holds the same.
+        is_last: True if no other block of the group holds the same.
         """
 
     def on_cleared(self) -> None:
@@ -71,10 +71,10 @@ class BlockListener:
 
 
 class Listeners(list[L]):
-    """A list of listeners. What one of them raises cannot break a step.
+    """A list of listeners. An exception in one of them does not affect the step.
 
-    The first exception of each is logged with its name; the listener goes on being called, and so
-    do those behind it.
+    The first exception of each listener is logged with its name; it is still called afterwards, and
+    so are the listeners after it.
     """
 
     def __init__(self) -> None:
@@ -93,4 +93,6 @@ class Listeners(list[L]):
         if id(listener) not in self._failed:
             self._failed.add(id(listener))
             name = type(listener).__qualname__
-            logger.exception("the listener %s has raised; later exceptions are not logged", name)
+            logger.exception(
+                "the listener %s raised an exception; its later exceptions are not logged", name
+            )

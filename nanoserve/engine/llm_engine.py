@@ -1,7 +1,7 @@
 """The engine loop: schedule, execute, update.
 
-`LLMEngine` is the loop and nothing else. `nanoserve.engine.guard` wraps one so that threads may
-share it, Ctrl-C waits for the end of a step, and a step that raises has not happened.
+`LLMEngine` is the loop and nothing else. `nanoserve.engine.guard` wraps it so that threads may
+share an engine, Ctrl-C waits for the end of a step, and a step that raises is rolled back.
 """
 
 import random
@@ -35,7 +35,7 @@ Observer = Callable[[Plan, Batch, StepResult, StepTimes], None]
 
 @dataclass
 class Step:
-    """A step under way; `result` and `outputs` are there when it is over."""
+    """A step under way; `result` and `outputs` are set when it has ended."""
 
     plan: Plan
     batch: Batch
@@ -46,7 +46,7 @@ class Step:
 
 
 class LLMEngine:
-    """Takes requests at any time and advances all of them step by step.
+    """Engine loop: accepts requests at any time and advances all of them step by step.
 
     executor: runs the model; it is closed with the engine. tokenizer: None for token ids only.
     clock: returns seconds; no other clock is read. Requests are validated by `input_processor`.
@@ -71,10 +71,10 @@ class LLMEngine:
         self.outputs = OutputQueues()
         self.observers: list[Observer] = []
         self.listeners: Listeners[RequestListener] = Listeners()
-        self._on_demand: dict[str, Extension] = {}  # those that requests have needed
-        # What `reset` has to know of a step that an exception has struck before it was in flight:
-        self._planned: Plan | None = None  # whose requests were in it
-        self._launched: Step | None = None  # what is to be cancelled
+        self._on_demand: dict[str, Extension] = {}  # extensions that requests have needed so far
+        # State that `reset` needs if an exception interrupts a step before it is in flight:
+        self._planned: Plan | None = None  # names the requests of that step
+        self._launched: Step | None = None  # has to be cancelled
         self._in_flight: deque[Step] = deque()  # launched and not collected, oldest first
         self._num_arrivals = 0
         self._rng = random.Random(config.seed)
@@ -84,49 +84,53 @@ class LLMEngine:
     # ------------------------------------------------------------------ requests
 
     def add(self, request: Request) -> None:
-        """Queue what `input_processor` made. Raises `ValueError`, and queues nothing, if it cannot
-        be accepted now."""
+        """Queue a request that `input_processor` has made.
+
+        Raises `ValueError`, and queues nothing, if it cannot be accepted now.
+        """
         self.enqueue(request, self.prepare(request))
 
     def prepare(self, request: Request) -> list[str]:
         """Check that a request can be queued; returns the reasons for which it will be held."""
         if request.request_id in self.output_processor.requests:
-            raise ValueError(f"request_id={request.request_id!r} is already in use")
+            raise ValueError(
+                f"request_id={request.request_id!r} is already in use by an unfinished request"
+            )
         for name in request.extensions:
             if name not in self._on_demand:
                 self._on_demand[name] = EXTENSIONS.get(name)(self)
             if self._on_demand[name] not in self.extensions:
-                # Before the others: what it requires of draft tokens is to be known to them.
+                # First in the list: later extensions must see its filters for draft tokens.
                 self.extensions.insert(0, self._on_demand[name])
         try:
             reasons = [extension.on_add(request.sequences[0]) for extension in self.extensions]
         except BaseException:
-            self._refuse(request)
+            self._reject(request)
             raise
         return [reason for reason in reasons if reason is not None]
 
-    def _refuse(self, request: Request) -> None:
-        """Let extensions drop what they have made for a request that one of them refuses."""
+    def _reject(self, request: Request) -> None:
+        """Let the extensions release what they hold for a request that one of them has rejected."""
         for seq in request.sequences:
             seq.status = SequenceStatus.FINISHED
             for extension in self.extensions:
                 extension.on_release(seq)
 
     def enqueue(self, request: Request, held_for: Iterable[str]) -> None:
-        """Give a request its place in line and its seed."""
+        """Queue a request: assign its position in the queue and its seed."""
         seed = request.params.seed
         seed = self._rng.getrandbits(64) if seed in (None, -1) else int(seed)
         for seq in request.sequences:
             self._num_arrivals += 1
             seq.arrival = self._num_arrivals
             seq.seed = seed
-        self.scheduler.add(request.sequences[0], held_for)  # siblings follow when it has the prompt
+        self.scheduler.add(request.sequences[0], held_for)  # siblings wait for its prompt
         self.output_processor.add(request)
         if self.listeners:
             self.listeners.notify(lambda listener: listener.on_start(request))
 
     def abort(self, request_id: str) -> RequestOutput | None:
-        """End a request in whatever state it is; its blocks are free when this returns.
+        """End a request in any state; its blocks are free when this returns.
 
         Returns what it has produced, with finish reason "abort"; None for an unknown id.
         """
@@ -139,7 +143,7 @@ class LLMEngine:
         return output
 
     def fail(self, request_id: str, error: Exception) -> None:
-        """End a request with finish reason "error"; its output comes with those of a step."""
+        """End a request with finish reason "error"; the next step returns its output."""
         request = self.output_processor.requests[request_id]
         output = self.output_processor.fail(request, error, self.scheduler.finish, self.clock())
         self.outputs.put([output])
@@ -148,7 +152,7 @@ class LLMEngine:
     # ------------------------------------------------------------------ the loop
 
     def step(self) -> list[RequestOutput]:
-        """Advance every planned sequence; returns what finished and what streams."""
+        """Advance every scheduled sequence; returns finished and streamed outputs."""
         self.report(self.advance())
         return self.outputs.take()
 
@@ -162,15 +166,15 @@ class LLMEngine:
         if not self.scheduler.has_unfinished():
             return finished
         num_ahead = self.config.num_steps_ahead
-        # 1) Plan a step and launch the model. It needs no token of the step before: where one is
-        #    still pending, the device takes it from where sampling has left it.
+        # 1) Plan a step and launch the model. The CPU need not know the tokens of the previous
+        #    step: a token that is still pending is read from device memory.
         self._watch.start()
         plan = self._planned = self.scheduler.schedule()
         step = self._launch(plan) if plan.rows else None
-        # 2) While that runs: the tokens of the step before.
+        # 2) While the model runs, collect the tokens of the previous step.
         if self._in_flight and (step is None or len(self._in_flight) >= num_ahead):
             finished.append(self._finish_step())
-        # 3) Sample, which may depend on those tokens, as penalties and grammars do.
+        # 3) Launch the sampler. Penalties and grammars depend on the tokens collected in 2).
         if step is not None:
             self.executor.sample(step.handle, self._sample_inputs(plan))
             self.scheduler.commit(plan)
@@ -178,14 +182,14 @@ class LLMEngine:
             self._launched = None
             self._watch.lap(step.times, "execute")
         self._planned = None
-        # 4) Without a step ahead, wait for it at once.
+        # 4) Without async scheduling, wait for the new step at once.
         if len(self._in_flight) > num_ahead:
             finished.append(self._finish_step())
         self._discard_idle_steps()
         return finished
 
     def report(self, steps: list[Step]) -> None:
-        """Call the observers with steps that have ended."""
+        """Call the observers with the steps that have ended."""
         for step in steps:
             for observer in self.observers:
                 observer(step.plan, step.batch, step.result, step.times)
@@ -219,7 +223,7 @@ class LLMEngine:
         return inputs
 
     def _finish_step(self) -> Step:
-        """Wait for the oldest step's tokens and hand out what they complete."""
+        """Wait for the oldest step's tokens and store the outputs that they complete."""
         step = self._in_flight[0]
         plan = step.plan
         step.result = result = self.executor.collect(step.handle)
@@ -229,7 +233,7 @@ class LLMEngine:
             extension.on_result(plan, result)
         finish = self.scheduler.finish
         step.outputs = self.output_processor.process(plan, result, joined, finish, now)
-        # From here on the step has happened, whatever comes between.
+        # From here on the step counts as finished: an interrupt no longer reverts its tokens.
         self.outputs.put(step.outputs)
         self._forget(step.outputs)
         self._in_flight.popleft()
@@ -240,7 +244,7 @@ class LLMEngine:
         return step
 
     def _forget(self, outputs: Iterable[RequestOutput]) -> None:
-        """Drop requests whose last output is among `outputs`, and tell the listeners."""
+        """Drop requests whose last output is among `outputs`, and notify the listeners."""
         for output in self.output_processor.forget(outputs):
             if self.listeners:
                 self.listeners.notify(lambda listener, last=output: listener.on_finish(last))
@@ -249,7 +253,7 @@ class LLMEngine:
 
     @property
     def stats(self) -> EngineStats:
-        """Totals up to now; a later step does not change what is returned."""
+        """Totals up to now; later steps do not change the returned object."""
         return replace(
             self._stats,
             num_preemptions=self.scheduler.num_preemptions,
@@ -259,26 +263,25 @@ class LLMEngine:
 
     @property
     def plans_under_way(self) -> list[Plan]:
-        """The plans of steps that were launched and not collected, oldest first."""
+        """Plans of the steps that were launched and not collected, oldest first."""
         return [step.plan for step in self._in_flight]
 
     def reset(self) -> list[str]:
-        """Return to the end of the last step that has ended; returns the ids of requests that were
-        in a later one.
+        """Roll back to the end of the last finished step; returns the affected request ids.
 
-        For use after an exception in the middle of any line: tables that depend on each other may
-        be half changed, so none of them is mended. What was computed is given up, and every
-        sequence computes its tokens again, from what is certain: the tokens of steps whose outputs
-        were complete. What is sampled again comes out the same, because no token depends on when,
-        or beside what, it is sampled.
+        These are the requests of the steps that were undone. For use after an exception at any
+        line: tables that depend on each other may be half updated, so none of them is repaired. The
+        results of unfinished steps are discarded, and every sequence recomputes its KV from its
+        tokens, which are those of the finished steps. The recomputed steps sample the same tokens,
+        because a sampled token does not depend on the step or the batch in which it is sampled.
         """
         steps, processor = list(self._in_flight), self.output_processor
         plans = [step.plan for step in steps]
         plans += [plan for plan in [self._planned] if plan is not None and plan not in plans]
-        if steps and steps[0].outputs is not None:  # it has ended
+        if steps and steps[0].outputs is not None:  # this step has finished
             self.outputs.put_missing(steps[0].outputs)
             self._forget(steps[0].outputs)
-        elif steps:  # no token of a younger one has joined
+        elif steps:  # later steps have appended no tokens yet
             processor.revert_tokens(steps[0].plan)
         self._cancel_steps()
         processor.revert_ends()
@@ -288,10 +291,10 @@ class LLMEngine:
         return sorted({row.seq.request_id for plan in plans for row in plan.rows})
 
     def reset_prefix_cache(self, reset_running_requests: bool = False) -> None:
-        """Evict all cached prefixes, as when the weights have changed.
+        """Evict all cached prefixes, which is needed after the weights have changed.
 
-        What runs keeps its blocks, which no other sequence finds; with `reset_running_requests` it
-        computes its tokens again, too, when the steps under way have ended.
+        Running sequences keep their blocks, which lookups no longer find; with
+        `reset_running_requests` they recompute their KV, too, after the steps under way have ended.
         """
         if reset_running_requests:
             while self._in_flight:
@@ -300,14 +303,16 @@ class LLMEngine:
         self.scheduler.block_manager.prefix_cache.clear()
 
     def replace_executor(self, executor: Executor) -> None:
-        """Use another executor, of the same pool, in the place of one that was closed."""
+        """Replace a closed executor with another one that has a pool of the same size."""
         expected, found = self.executor.num_kv_blocks, executor.num_kv_blocks
         if found != expected:
-            raise ValueError(f"the executor has {found} KV blocks, and the scheduler {expected}")
+            raise ValueError(
+                f"the new executor has {found} KV blocks; the scheduler needs {expected}"
+            )
         self.executor = executor
 
     def close(self) -> None:
-        """Abort what is left and release the executor's memory."""
+        """Abort all unfinished requests and release the executor's memory."""
         for request_id in list(self.output_processor.requests):
             self.abort(request_id)
         self._cancel_steps()
@@ -322,7 +327,7 @@ class LLMEngine:
         return [seq for request in requests for seq in request.sequences]
 
     def _discard_idle_steps(self) -> None:
-        """Do not wait for steps in which no request is left."""
+        """Cancel the steps under way if no request is left in them."""
         if self._in_flight and not self.scheduler.has_unfinished():
             self._cancel_steps()
             for extension in self.extensions:

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, with their texts, on their way to the user."""
+"""Log-probabilities of tokens, and the texts of these tokens, for the request's output."""
 
 import math
 from collections.abc import Callable
@@ -19,10 +19,10 @@ def collect_logprobs(
     result: StepResult,
     text_of_token: Callable[[int], str],
 ) -> dict[Request, Exception]:
-    """Append the log-probabilities of a step to the completions that want them.
+    """Append the log-probabilities of a step to the completions that requested them.
 
-    joined: by row, how many of its tokens have joined. Returns the requests whose texts could not
-    be made, and why.
+    joined: by row, how many of its tokens were appended. Returns the requests whose token texts
+    could not be decoded, with their exceptions.
     """
     failed: dict[Request, Exception] = {}
     for entry, (row, index) in enumerate(result.logprob_places):
@@ -33,11 +33,11 @@ def collect_logprobs(
         completion = request.completions[seq.index]
         if completion.logprobs is None:
             completion.logprobs, completion.cumulative_logprob = [], 0.0
-        if index < joined[row]:  # a stop token has not joined
+        if index < joined[row]:  # a stop token is not part of the output
             listed, k = seq.params.logprob_token_ids, seq.params.logprobs
             try:
                 candidates = _candidates(result.logprobs, entry, k, text_of_token, listed)
-            except Exception as error:  # of a text: no other request may end of it
+            except Exception as error:  # concerns this text only: other requests continue
                 failed[request] = error
                 continue
             token_id = seq.token_ids[len(seq.token_ids) - joined[row] + index]
@@ -47,7 +47,7 @@ def collect_logprobs(
 
 
 class PromptLogprobsCollector:
-    """Takes what the head `nanoserve.sampling.prompt_logprobs` made, chunk by chunk."""
+    """Collects the results of the head `nanoserve.sampling.prompt_logprobs`, chunk by chunk."""
 
     def __init__(self, text_of_token: Callable[[int], str]) -> None:
         self._text_of_token = text_of_token
@@ -55,7 +55,7 @@ class PromptLogprobsCollector:
     def __call__(
         self, request: Request, row: Row, values: TokenLogprobs, first: int
     ) -> Exception | None:
-        if row.start == 0:  # the first chunk, perhaps once more after a preemption
+        if row.start == 0:  # the first chunk, perhaps computed again after a preemption
             del request.prompt_logprobs[1:]
         for index in range(first, first + row.num_outputs - row.num_sampled):
             if math.isnan(values.logprobs[index, 0]):
@@ -75,7 +75,7 @@ def _candidates(
     text_of_token: Callable[[int], str],
     listed: list[int] | None = None,
 ) -> dict[int, Logprob]:
-    """The row's own token and the k most likely ones, or of these those that are `listed`."""
+    """Return the row's own token and its k most likely ones, or of these only the `listed` ones."""
     columns: Any = slice(k + 1)
     if listed is not None:
         found = np.flatnonzero(np.isin(values.token_ids[row, 1 : k + 1], listed)) + 1
@@ -83,7 +83,7 @@ def _candidates(
     token_ids = values.token_ids[row, columns].tolist()
     logprobs = values.logprobs[row, columns].tolist()
     ranks = [int(values.ranks[row]), *range(1, len(token_ids))]
-    if listed is not None:  # the columns lie in the order of their ranks
+    if listed is not None:  # columns are sorted by rank
         ranks[1:] = columns[1:].tolist()
     candidates: dict[int, Logprob] = {}
     for token_id, logprob, rank in zip(token_ids, logprobs, ranks, strict=True):

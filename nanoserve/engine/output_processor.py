@@ -1,4 +1,4 @@
-"""From the tokens of a step to what the user gets: text, log-probabilities, `RequestOutput`."""
+"""Output processor: turns a step's tokens into text, log-probabilities and `RequestOutput`s."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -18,17 +18,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_FINAL_ONLY = RequestOutputKind.FINAL_ONLY  # to ask an enum takes as long as a row of a step
+_FINAL_ONLY = RequestOutputKind.FINAL_ONLY  # read once: an enum lookup takes as long as a row
 
-# Takes what a head made of the outputs of one row: (request, row, all that the head made, index of
-# the row's first output in it). Returns an exception if that is to end the request.
+# Receives the results of a head for one row: (request, row, all results of the head, index of the
+# row's first output in them). Returns an exception if the request must end with it.
 Collector = Callable[[Request, Row, Any, int], Exception | None]
 # Ends a sequence from outside: (seq, finish_reason, stop_reason).
 Finish = Callable[[Sequence, str, str | None], None]
 
 
 class OutputProcessor:
-    """Keeps every request until its last completion is handed out.
+    """Keeps every request until its last output has been returned.
 
     Without a tokenizer all text is empty.
     """
@@ -39,20 +39,20 @@ class OutputProcessor:
         self._text_of_token: Callable[[int], str] = _no_text
         if self._detokenizer is not None:
             self._text_of_token = self._detokenizer.text_of_token
-        # By name of a head (`nanoserve.worker.heads`), what takes its results; add your own.
+        # Collectors by head name (`nanoserve.worker.heads`); features may add their own.
         self.collectors: dict[str, Collector] = {
             "prompt_logprobs": PromptLogprobsCollector(self._text_of_token)
         }
 
     def add(self, request: Request) -> None:
-        """Keep a queued request, and end its sequences where they run into stop strings."""
+        """Keep a queued request, and let stop strings end its sequences."""
         self.requests[request.request_id] = request
         if request.params.stop and self._detokenizer is not None:
             for seq in request.sequences:
                 seq.stop_conditions.append(self._stop_at_string)
 
     def forget(self, outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
-        """Drop the requests whose last output is among `outputs`; returns these outputs."""
+        """Drop the requests whose last output is among `outputs`; returns these last outputs."""
         return [
             output
             for output in outputs
@@ -68,20 +68,20 @@ class OutputProcessor:
     def process(
         self, plan: Plan, result: StepResult, joined: list[int], finish: Finish, now: float
     ) -> list[RequestOutput]:
-        """Return the outputs of requests that finished or stream.
+        """Return the outputs of requests that have finished or are streamed.
 
-        joined: by row that caught up, how many of its tokens have joined, from `Scheduler.update`.
-        finish: ends sequences of a request that has failed.
+        joined: by row that caught up, how many of its tokens were appended, from
+        `Scheduler.update`. finish: ends the remaining sequences of a failed request.
         """
         progressed = _note_errors(self._failures(plan, result, joined))
         for row, num_new, new_ids in zip(plan.sampled, joined, result.token_ids, strict=True):
             seq = row.seq
             if num_new < 0 or not new_ids:
-                continue  # it had ended before, or its request has failed
+                continue  # the sequence had ended before, or its request has failed
             _note_tokens(seq, num_new, now)
             is_final_only = seq.params.output_kind is _FINAL_ONLY
             if is_final_only and not seq.finished:
-                continue  # its output is not needed yet, and this is by far the most common case
+                continue  # by far the most common case: no output is needed before the end
             request = self.requests[seq.request_id]
             completions = progressed.setdefault(request, [])
             self._decode(request, seq)
@@ -90,7 +90,7 @@ class OutputProcessor:
             if seq.finished or request.error is None:
                 completion = request.completions[seq.index]
                 text = self._text(request, completion)
-                # One that goes on although its request has failed is completed below, once.
+                # An unfinished sequence of a failed request is completed below, and only once.
                 if seq.finished or request.error is None:
                     completions.append(self._complete(completion, text))
         for request, completions in progressed.items():
@@ -105,14 +105,14 @@ class OutputProcessor:
     def _failures(
         self, plan: Plan, result: StepResult, joined: list[int]
     ) -> dict[Request, Exception]:
-        """Collect what heads and log-probabilities bring; returns the requests that fail."""
+        """Collect the results of heads and the log-probabilities; returns the failed requests."""
         rows, failed = plan.sampled, {}
         if result.of_heads:
             failed = self._collect_from_heads(plan, result.of_heads)
         if result.logprobs is not None:
             failed |= collect_logprobs(self.requests, rows, joined, result, self._text_of_token)
         for index, error in result.errors.items():
-            if joined[index] >= 0:  # else, with a step ahead, the row comes too late
+            if joined[index] >= 0:  # otherwise the sequence had ended, under async scheduling
                 failed.setdefault(self.requests[rows[index].seq.request_id], error)
         return failed
 
@@ -126,19 +126,19 @@ class OutputProcessor:
         return self._output(request, self._end(request, "error", finish, now))
 
     def revert_tokens(self, plan: Plan) -> None:
-        """Take back whatever of a step's tokens has joined, and whatever that has led to."""
+        """Remove the tokens of a step that were already appended, and undo their effects."""
         for seq, start, n, _, num_sampled in plan.sampled:
             request = self.requests.get(seq.request_id)
             if request is None or seq not in request.sequences:
-                continue  # aborted, and its id may belong to another one
+                continue  # it was aborted, and another request may use its id
             if not (
                 seq.finished and seq.num_pending
-            ):  # else it had ended before this step's tokens
+            ):  # otherwise it had ended before this step's tokens
                 num_tokens = start + n - (num_sampled - 1)  # without draft tokens
                 self._revert(request, request.completions[seq.index], num_tokens)
 
     def revert_ends(self) -> None:
-        """Take back aborts and failures that did not come as far as their output."""
+        """Undo aborts and failures that were interrupted before their output was stored."""
         for request in self.requests.values():
             for completion in request.completions:
                 if completion.seq.finish_reason in ("abort", "error"):
@@ -146,7 +146,7 @@ class OutputProcessor:
             request.error = None
 
     def _collect_from_heads(self, plan: Plan, of_heads: dict[str, Any]) -> dict[Request, Exception]:
-        """Give each collector what its head made, row by row; returns the requests that fail."""
+        """Call each collector with its head's results, row by row; returns the failed requests."""
         failed: dict[Request, Exception] = {}
         for name, values in of_heads.items():
             first = 0
@@ -155,11 +155,11 @@ class OutputProcessor:
                 if not count or row.seq.prompt_head != name:
                     continue
                 request = self.requests.get(row.seq.request_id)
-                # Not if it has ended meanwhile, and its id belongs to another one.
+                # Skipped if it has ended in the meantime, even if another request uses its id.
                 if request is not None and row.seq in request.sequences:
                     try:
                         error = self.collectors[name](request, row, values, first)
-                    except Exception as raised:  # no other request may end of it
+                    except Exception as raised:  # it must not affect other requests
                         error = raised
                     if error is not None:
                         failed[request] = error
@@ -167,7 +167,7 @@ class OutputProcessor:
         return failed
 
     def _revert(self, request: Request, completion: Completion, num_tokens: int) -> None:
-        """Set a completion back, its text included."""
+        """Reset a completion to its first `num_tokens` tokens, its text included."""
         completion.revert(num_tokens)
         if self._detokenizer is not None:
             self._detokenizer.restart(completion.seq)
@@ -176,27 +176,27 @@ class OutputProcessor:
         request.sequences[0].metrics.num_intervals = sum(max(0, count - 1) for count in counts)
 
     def _stop_at_string(self, seq: Sequence) -> tuple[str, str | None] | None:
-        """Find the stop string that the text has run into: one of `Sequence.stop_conditions`."""
+        """Return ("stop", string) if the text contains a stop string; a stop condition of `seq`."""
         try:
             stop_string = self._detokenizer.advance(seq)
-        except Exception as error:  # of this text: no other request may end of it
+        except Exception as error:  # concerns this text only: other requests continue
             _note_error(self.requests[seq.request_id], error)
             return "error", None
         return None if stop_string is None else ("stop", stop_string)
 
     def _decode(self, request: Request, seq: Sequence) -> None:
-        """Decode the new tokens of `seq` if its text is looked at before its end."""
+        """Decode the new tokens of `seq` if its text is needed before its end."""
         if self._detokenizer is None or not seq.params.detokenize or request.error is not None:
             return
         try:
             self._detokenizer.advance(seq)
-        except Exception as error:  # of this text: no other request may end of it
+        except Exception as error:  # concerns this text only: other requests continue
             _note_error(request, error)
             if seq.finished:
                 seq.finish_reason, seq.stop_reason = "error", None
 
     def _text(self, request: Request, completion: Completion) -> str:
-        """Return what belongs in the next output; if that raises, the request has failed."""
+        """Return the text of the next output; an exception marks the request as failed."""
         seq = completion.seq
         if self._detokenizer is None or not seq.params.detokenize:
             return ""
@@ -214,7 +214,7 @@ class OutputProcessor:
     def _end(
         self, request: Request, reason: str, finish: Finish, now: float
     ) -> list[CompletionOutput]:
-        """End what has not ended of a request; the last outputs of that."""
+        """End all unfinished completions of a request; returns their last outputs."""
         ended = []
         for completion in request.completions:
             seq = completion.seq
@@ -225,7 +225,7 @@ class OutputProcessor:
         return ended
 
     def _output(self, request: Request, completions: list[CompletionOutput]) -> RequestOutput:
-        """All completions of `request` so far, or as deltas those that are given."""
+        """Return the output of `request`: all completions so far, or the given ones as deltas."""
         if request.params.output_kind is not RequestOutputKind.DELTA:
             completions = [c.latest for c in request.completions if c.latest is not None]
         return RequestOutput(
@@ -240,7 +240,7 @@ class OutputProcessor:
         )
 
     def _complete(self, completion: Completion, text: str) -> CompletionOutput:
-        """The completion as it stands, or what is new in it."""
+        """Return the completion so far, or for a delta only its new part."""
         seq, logprobs, first_new = completion.seq, completion.logprobs, 0
         if seq.params.output_kind is RequestOutputKind.DELTA:
             first_new, completion.num_sent = completion.num_sent, seq.num_output_tokens
@@ -257,26 +257,26 @@ class OutputProcessor:
 
 
 def _note_errors(failed: dict[Request, Exception]) -> dict[Request, list[CompletionOutput]]:
-    """For each of these requests the completions that have ended, of which there are none yet."""
+    """Store the errors of these requests; returns an empty list of completions for each."""
     for request, error in failed.items():
         _note_error(request, error)
     return {request: [] for request in failed}
 
 
 def _note_error(request: Request, error: Exception) -> None:
-    """Keep the error that ends `request`, and no other one; the first one counts."""
+    """Store and log the error that ends `request`; only the first one counts."""
     if request.error is None:
         logger.error("request %r failed", request.request_id, exc_info=error)
         request.error = error
 
 
 def _no_text(token_id: int) -> str:
-    """Without a tokenizer."""
+    """Return "": there is no tokenizer."""
     return ""
 
 
 def _note_tokens(seq: Sequence, num_new: int, now: float) -> None:
-    """A step has yielded tokens for `seq`, of which `num_new` belong to its output."""
+    """Update the metrics for a step that yielded tokens, of which `num_new` are output."""
     metrics = seq.metrics
     if metrics.first_token_time is None:
         metrics.first_token_time = now

@@ -1,4 +1,4 @@
-"""Outputs until they are read: a queue for each subscribed request, and one for the others."""
+"""Output queues: one for each subscribed request, and one for all other requests."""
 
 from collections import deque
 from collections.abc import Collection, Iterable
@@ -7,15 +7,15 @@ from nanoserve.outputs import RequestOutput
 
 
 class OutputQueues:
-    """Keeps outputs until they are read, in order.
+    """Keeps outputs in order until they are read.
 
     `step` returns the outputs of requests without a subscriber; a stream subscribes to its request
-    and reads its own queue, in whichever thread the engine steps.
+    and reads its own queue, whichever thread steps the engine.
     """
 
     def __init__(self) -> None:
-        # Of requests without a subscriber. It stays the same list, so that it can be emptied and
-        # filled without a call: a Ctrl-C comes with calls.
+        # Outputs of requests without a subscriber. The list object never changes, so callers can
+        # empty and fill it without a function call, in which a Ctrl-C could strike.
         self.unclaimed: list[RequestOutput] = []
         self._queues: dict[str, deque[RequestOutput]] = {}
 
@@ -24,7 +24,7 @@ class OutputQueues:
         return len(self.unclaimed)
 
     def subscribe(self, request_id: str) -> "deque[RequestOutput]":
-        """Return the queue that gets the outputs of a request from now on."""
+        """Create and return a queue that receives the outputs of a request from now on."""
         queue = self._queues[request_id] = deque()
         return queue
 
@@ -40,19 +40,19 @@ class OutputQueues:
             self._queue_of(output.request_id).append(output)
 
     def put_missing(self, outputs: Iterable[RequestOutput]) -> None:
-        """Put those that are not there yet: an exception may have come between two of them."""
+        """Add the outputs that are not there yet: an exception may have interrupted `put`."""
         for output in outputs:
             queue = self._queue_of(output.request_id)
             if not any(output is earlier for earlier in queue):
                 queue.append(output)
 
     def has(self, request_id: str) -> bool:
-        """Return whether earlier outputs of a request have not been read."""
+        """Return True if earlier outputs of a request have not been read."""
         queue = self._queue_of(request_id)
         return any(output.request_id == request_id for output in queue)
 
     def take(self) -> list[RequestOutput]:
-        """Return the outputs of all requests without a subscriber, each of them once."""
+        """Remove and return the outputs of all requests without a subscriber."""
         taken = self.unclaimed[:]
         del self.unclaimed[:]
         return taken

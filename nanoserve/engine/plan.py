@@ -1,8 +1,8 @@
-"""One step as a value: which sequences run, from where, how many tokens of each, and what for.
+"""Plan of one step: which sequences run, from which position, and how many tokens of each.
 
-Nothing about a step is read from a sequence after it was planned, and nothing is written into a
-plan after it was launched. So a plan means the same before, during and after it runs, and two of
-them can be under way.
+Nothing about a step is read from a sequence after the step was planned, and nothing is written into
+a plan after its step was launched. So a plan means the same before, during and after the step, and
+the plans of two steps can be under way together.
 """
 
 from collections.abc import Callable
@@ -20,13 +20,13 @@ class Row(NamedTuple):
 
         0 ...... start ...................... start + n
         | cached | computed in this step ...... |
-                          | the last num_outputs: their hidden states go to heads
-                                    | the last num_sampled of those: to the sampler
+                          | the last num_outputs: hidden states that heads read
+                                    | the last num_sampled: hidden states that are sampled from
 
-    num_outputs is 0 inside a prompt, 1 at its end and for every token of output, and n where
-    something is wanted of every token of the prompt, such as its log-probability. num_sampled is 1
-    if the row catches up: if it computes the last of its tokens, so that the next one can be
-    sampled. Draft tokens behind that token count in all three, each of them once.
+    num_outputs is 0 inside a prompt, 1 at its end and in decode rows, and n if a head reads every
+    token of the prompt, for example for prompt log-probabilities. num_sampled is 1 if the row
+    catches up, which means that it computes the last token of its sequence, so that the next one
+    can be sampled. Draft tokens after that token count once each in n and in both numbers.
     """
 
     seq: Sequence
@@ -38,11 +38,11 @@ class Row(NamedTuple):
 
 @dataclass
 class Plan:
-    """One step. `rows` are in batch order: those with a single token come first.
+    """Plan of one step. `rows` are in batch order: rows with a single token come first.
 
-    draft_tokens: by sequence, the tokens that an extension expects after its last token. They are
-        computed in this step, and accepted if they turn out to be what is sampled there.
-    draft_filters: by sequence, a function that cuts draft tokens where they cannot be accepted.
+    draft_tokens: by sequence, the tokens that an extension proposes after its last token. They are
+        computed in this step, and accepted if the sampler yields the same tokens.
+    draft_filters: by sequence, a function that truncates draft tokens that cannot be accepted.
     """
 
     budget: int  # tokens that may still be added
@@ -61,27 +61,27 @@ class Plan:
         return sum(map(len, self.draft_tokens.values()))
 
     def accepted_of_drafts(self, token_ids: list[list[int]]) -> list[tuple[int, int]]:
-        """Return, for each row with draft tokens, how many were accepted and how many there were.
+        """Return, for each row with draft tokens, the number accepted and the number proposed.
 
-        token_ids: what the rows of `sampled` have got.
+        token_ids: the new tokens of each row of `sampled`.
         """
         rows = zip(self.sampled, token_ids, strict=True)
         return [(max(0, len(i) - 1), row.num_sampled - 1) for row, i in rows if row.num_sampled > 1]
 
     @property
     def only_decodes(self) -> bool:
-        """True if sequences that run already compute a token each, and nothing else happens."""
+        """True if every row is a decode row of a sequence that ran before, with none preempted."""
         if self.admitted or self.preempted or not self.rows:
             return False
         return self.num_tokens == len(self.rows) + self.num_draft_tokens
 
     @cached_property
     def sampled(self) -> list[Row]:
-        """The rows that catch up, in batch order: those that get tokens from this step."""
+        """Rows that catch up and so get tokens from this step, in batch order."""
         return [row for row in self.rows if row.num_sampled]
 
     def set_draft_tokens(self, index: int, token_ids: list[int]) -> None:
-        """Give row `index` draft tokens, for which there is room."""
+        """Add draft tokens to row `index`; the caller has reserved budget and blocks for them."""
         if token_ids:
             row, count = self.rows[index], len(token_ids)
             self.rows[index] = row._replace(
@@ -92,7 +92,7 @@ class Plan:
             self.draft_tokens[row.seq] = token_ids
 
     def drop(self, seq: Sequence) -> None:
-        """Take the row of `seq` back, if it has one, and its tokens with it."""
+        """Remove the row of `seq`, if it has one, and return its tokens to the budget."""
         for row in self.rows:
             if row.seq is seq:
                 self.rows.remove(row)
@@ -100,6 +100,6 @@ class Plan:
                 return
 
     def put_single_tokens_first(self) -> None:
-        """Sort the rows: a backend may treat rows of one token as one dense batch."""
+        """Sort decode rows first: a backend may treat rows of one token as one dense batch."""
         if self.num_tokens > len(self.rows):
             self.rows.sort(key=lambda row: row.n != 1)

@@ -1,4 +1,4 @@
-"""The scheduler that an engine has, by the option `scheduler_cls`."""
+"""Selection of the scheduler class by the option `scheduler_cls`."""
 
 from importlib import import_module
 from typing import Any
@@ -17,7 +17,7 @@ def make_scheduler(
     executor: Executor,
     extensions: list[Extension],
 ) -> Scheduler:
-    """Return the scheduler of an engine; `extensions` is its list, which may grow."""
+    """Create the scheduler of an engine; `extensions` is the engine's list, which may grow."""
     return load_scheduler_class(config.scheduler_cls)(
         config,
         executor.num_kv_blocks,
@@ -28,8 +28,10 @@ def make_scheduler(
 
 
 def load_scheduler_class(scheduler_cls: "type[Scheduler] | str | None") -> type[Scheduler]:
-    """Return the class that the option `scheduler_cls` names: a subclass of `Scheduler`, or its
-    "module.Class". Raises `ValueError` for anything else."""
+    """Return the class that the option `scheduler_cls` names.
+
+    It is a subclass of `Scheduler`, or its "module.Class". Raises `ValueError` for anything else.
+    """
     found: Any = Scheduler if scheduler_cls is None else scheduler_cls
     if isinstance(found, str):
         module, _, name = found.replace(":", ".").rpartition(".")

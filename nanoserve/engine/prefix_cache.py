@@ -1,13 +1,14 @@
-"""Find blocks whose K and V can be used again: the prefix cache.
+"""Prefix cache: finds blocks whose K and V can be reused.
 
-K and V of a token depend on its whole prefix. So what is cached is a *prefix*: a full block of
-tokens behind a certain parent, which is a prefix again, up to the root. They form a tree:
+K and V of a token depend on its whole prefix. So a cache entry is a *prefix*: a full block of
+tokens together with its parent, which is a prefix again, up to the root. The prefixes form a tree:
 
     [the quick brown fox] -- [jumps over the lazy] -- [dog and so on and]
                          \\-- [runs away from the ]
 
-A prefix knows the blocks in which its K and V lie. A prefix without blocks stays as long as one
-behind it has some, because it proves what that one is; with the last of them it goes.
+A prefix lists the blocks that hold its K and V. A prefix without blocks is kept while one of its
+descendants has some, because lookups compare the whole chain of prefixes; it is removed with the
+last of them.
 """
 
 import secrets
@@ -24,22 +25,22 @@ from nanoserve.engine.sequence import CacheKey, Sequence
 
 
 def chain_hash(parent: bytes, token_ids: np.ndarray) -> bytes:
-    """Return a hash of a block *and all that came before it*: 128 bits over parent and token ids.
+    """Return the 128-bit hash of a block *and all that came before it*: parent hash and token ids.
 
-    Equal tokens behind different prefixes must not share a block; chaining makes the prefix part of
-    the key. It finds a prefix and proves nothing: XXH3 is no cryptographic hash, and pairs of
-    blocks that collide under *every* parent are found in seconds. `PrefixCache.chain` compares what
-    it has found.
+    Equal tokens after different prefixes must not share a block; chaining makes the prefix part of
+    the key. The hash finds a prefix and proves nothing: XXH3 is not a cryptographic hash, and pairs
+    of blocks that collide under *every* parent are found in seconds. `PrefixCache.chain` compares
+    the tokens of what it has found.
     """
     return xxhash.xxh3_128_digest(parent + token_ids.astype(np.int32, copy=False).tobytes())
 
 
 @dataclass(slots=True, eq=False)
 class Prefix:
-    """A full block of tokens behind all that came before it.
+    """A full block of tokens and its chain of parents.
 
-    blocks: by group, the blocks that hold its K and V. Mostly there is one; there are more where
-        sequences have computed the same tokens side by side.
+    blocks: by layer group, the blocks that hold its K and V. Usually one; several if sequences have
+        computed the same tokens at the same time.
     """
 
     parent: "Prefix | CacheKey"
@@ -53,10 +54,10 @@ class Prefix:
 
 
 class PrefixCache:
-    """The tree of prefixes, found by their chain hashes. `listeners` hear of all that changes.
+    """The tree of prefixes, found by chain hash. `listeners` are notified of every change.
 
-    `num_needed` says, by group, how many of the last blocks of a hit must be there: None for all
-    from the first one on, and less where layers have a sliding window.
+    `num_needed` is, by layer group, the number of last blocks of a hit that must be cached: None
+    for all of them, a number for layers with a sliding window.
     """
 
     def __init__(
@@ -73,12 +74,12 @@ class PrefixCache:
         self._num_added = 0
         self._num_blocks = num_blocks
         self._prefixes: dict[bytes, Prefix] = {}
-        # By block: the prefix that it holds, and as which entry of all that there ever were.
+        # By block: the prefix that it holds, and a serial number that is never used twice.
         self._prefix_of: list[Prefix | None] = [None] * (num_blocks + 1)
         self._numbers = [0] * (num_blocks + 1)
 
     def clear(self) -> None:
-        """Forget everything. O(pool)."""
+        """Remove all entries. O(pool)."""
         self._prefixes = {}
         self._prefix_of = [None] * (self._num_blocks + 1)
         if self.listeners:
@@ -87,14 +88,14 @@ class PrefixCache:
     # ------------------------------------------------------------------ lookup
 
     def lookup(self, seq: Sequence, max_blocks: int) -> list[tuple[int, ...]]:
-        """Return the longest known beginning of `seq`, of up to `max_blocks` blocks.
+        """Return the longest cached prefix of `seq`, of up to `max_blocks` blocks.
 
-        For each of its blocks of tokens: by group, the KV block, or 0 where none is needed. Groups
-        agree on its end: a group with full attention has all blocks before it, and one with a
-        window the last `num_needed`.
+        For each block of tokens it has a tuple: by layer group, the KV block, or 0 where none is
+        needed. The hit ends at the same block for all groups: a group with full attention has all
+        blocks before it, and a group with a window the last `num_needed` ones.
         """
         chain = self.chain(seq, max_blocks)
-        if self.num_needed == (None,):  # as in most models; a long prompt may wait for many steps
+        if self.num_needed == (None,):  # fast path of most models: each waiting prompt is looked up
             owners = takewhile(bool, (prefix.blocks[0] for prefix in chain))
             return [(own[0],) for own in owners]
         end, runs = 0, [0] * len(self.num_needed)  # blocks in a row, by group
@@ -113,9 +114,9 @@ class PrefixCache:
         ]
 
     def chain(self, seq: Sequence, max_blocks: int) -> list[Prefix]:
-        """Return the prefixes of `seq` that are known, from the first one on.
+        """Return the known prefixes of `seq`, from the first one on.
 
-        One counts only if it has these very tokens behind this very parent; one whose hash merely
+        A prefix counts only if it has the same tokens and the same parent; one whose hash merely
         collides ends the chain.
         """
         self.hash_blocks(seq, max_blocks)
@@ -130,28 +131,28 @@ class PrefixCache:
         return chain
 
     def find(self, block_hash: bytes) -> int | None:
-        """Return a block of the first group with this chain hash, or None."""
+        """Return a block of the first layer group with this chain hash, or None."""
         prefix = self._prefixes.get(block_hash)
         return prefix.blocks[0][0] if prefix is not None and prefix.blocks[0] else None
 
     def hashes(self) -> list[bytes]:
-        """Return the chain hashes of all that `find` finds, not always parents first."""
+        """Return the chain hashes that `find` can find; parents do not always come first."""
         return [hash_ for hash_, prefix in self._prefixes.items() if prefix.blocks[0]]
 
     def number_of(self, block: int) -> int:
-        """Return the number of the entry that `block` is; 0 if it is not cached.
+        """Return the serial number of the cache entry of `block`; 0 if it is not cached.
 
-        A block that is cached anew has another number, even if it holds the same prefix again: it
-        may have held something else in between.
+        A block that is cached again gets another number, even if it holds the same prefix again: it
+        may have held other tokens in between.
         """
         return self._numbers[block] if self.has(block) else 0
 
     def has(self, block: int) -> bool:
-        """Return whether lookups can find `block`, in use or free."""
+        """Return True if lookups can find `block`, in use or free."""
         return self._prefix_of[block] is not None
 
     def needs(self, block: int) -> bool:
-        """Return whether `block` is cached, and is the only one of its group that holds this."""
+        """Return True if `block` is cached and is the only block of its group with this prefix."""
         prefix = self._prefix_of[block]
         if prefix is not None:
             for own in prefix.blocks:
@@ -159,13 +160,13 @@ class PrefixCache:
                     return len(own) == 1
         return False
 
-    # ------------------------------------------------------------------ blocks come and go
+    # ------------------------------------------------------------------ adding and removing blocks
 
     def add(self, seq: Sequence, index: int) -> list[int]:
-        """Let lookups find the blocks that hold the tokens of block `index` of `seq`.
+        """Cache the blocks, one per layer group, that hold the tokens of block `index` of `seq`.
 
-        Returns those that were not cached before. If another prefix has the same hash, that one
-        stays, and neither this one nor what comes behind it is cached.
+        Returns the blocks that were not cached before. If another prefix has the same hash, that
+        one stays, and neither this prefix nor its descendants are cached.
         """
         tables = seq.block_tables
         parent = self._prefix_of[tables[0][index - 1]] if index else seq.cache_key
@@ -191,7 +192,7 @@ class PrefixCache:
         return new
 
     def remove(self, block: int) -> None:
-        """Forget what `block` holds, if that is cached: its content is about to change."""
+        """Remove `block` from the prefix cache, if it is cached: its content is about to change."""
         prefix = self._prefix_of[block]
         if prefix is None:
             return
@@ -219,7 +220,7 @@ class PrefixCache:
             hashes.append(chain_hash(parent, token_ids[start : start + size]))
 
     def problems(self) -> list[str]:
-        """Return what is inconsistent; nothing, it is hoped."""
+        """Return a list of inconsistencies, which is empty if there are none."""
         held = {b: p for p in self._prefixes.values() for own in p.blocks for b in own}
         cached = {block: p for block, p in enumerate(self._prefix_of) if p is not None}
         prefixes = set(self._prefixes.values())
@@ -228,7 +229,7 @@ class PrefixCache:
             "prefixes and blocks disagree": held != cached,
             "a cached prefix has lost its parent": not prefixes.issuperset(parents),
             "children are miscounted": sum(p.num_children for p in prefixes) != len(parents),
-            "a prefix is kept for nothing": any(
+            "a prefix without blocks and children is kept": any(
                 not p.num_children and not any(p.blocks) for p in prefixes
             ),
         }
@@ -244,11 +245,14 @@ class PrefixCache:
         return prefix
 
     def _root_of(self, seq: Sequence) -> bytes:
-        """Return where its chain begins: all that gives equal tokens other K and V is folded in."""
+        """Return the root hash of a sequence, which includes its cache key.
+
+        So sequences with different keys, for example of different tenants, share no blocks.
+        """
         return self._root + repr(seq.cache_key).encode() if seq.cache_key else self._root
 
     def _is_at(self, prefix: Prefix, seq: Sequence, index: int, parent: Prefix | CacheKey) -> bool:
-        """Return whether `prefix` is what `seq` has at `index`: tokens and parent."""
+        """Return True if `prefix` has the tokens and the parent of block `index` of `seq`."""
         return prefix.parent == parent and prefix.token_ids == self._token_ids(seq, index)
 
     def _token_ids(self, seq: Sequence, index: int) -> list[int]:

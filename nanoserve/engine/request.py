@@ -1,4 +1,4 @@
-"""One request: its prompt, its sequences, and what has been collected for each of them."""
+"""One request: its prompt, its sequences, and the results collected for each of them."""
 
 from dataclasses import dataclass, field
 
@@ -9,16 +9,16 @@ from nanoserve.sampling_params import SamplingParams
 
 @dataclass(eq=False)
 class Completion:
-    """Collected results of one sequence, besides its tokens."""
+    """Results collected for one sequence, besides its tokens."""
 
     seq: Sequence
     latest: CompletionOutput | None = None
-    num_sent: int = 0  # tokens handed out as deltas
+    num_sent: int = 0  # tokens already returned in deltas
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
 
     def revert(self, num_tokens: int) -> None:
-        """Go back to when the sequence had so many tokens and had not ended."""
+        """Restore the state in which the sequence had `num_tokens` tokens and had not ended."""
         seq = self.seq
         if seq.finished:
             seq.status = SequenceStatus.WAITING
@@ -34,7 +34,7 @@ class Completion:
 
 @dataclass(eq=False)
 class Request:
-    """The sequences of one prompt, and what has been collected for the prompt itself."""
+    """The sequences of one prompt, and the results collected for the prompt itself."""
 
     request_id: str
     prompt: str | None
@@ -43,7 +43,7 @@ class Request:
     sequences: list[Sequence]
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     extensions: tuple[str, ...] = ()  # names of extensions that the engine needs for it
-    error: Exception | None = None  # what ended it: see `RequestOutput.error`
+    error: Exception | None = None  # the error that ended it: see `RequestOutput.error`
     completions: list[Completion] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -1,14 +1,16 @@
-"""The scheduler decides which sequences run in the next step, and how many tokens of each.
+"""Scheduler: decides which sequences run in the next step, and how many tokens of each.
 
-One rule: every step gives each sequence some tokens so that `num_computed_tokens` catches up with
-`num_tokens`. Prefill is a large number, decode is one, chunked prefill is a number cut by the
-budget, a prefix-cache hit starts above zero, recompute after preemption starts again at zero.
+It has one rule: every step gives each sequence some tokens so that `num_computed_tokens` catches up
+with `num_tokens`. Prefill is a large number of tokens, decode is one, chunked prefill is a number
+cut by the budget, a prefix-cache hit starts above zero, and recomputation after a preemption starts
+again at zero.
 
-A step goes through three calls: `schedule` plans it, `commit` counts its progress when it is on its
-way, and `update` takes its tokens when they are there. A second step may be planned in between.
+A step goes through three calls: `schedule` plans it, `commit` counts its progress when it has been
+launched, and `update` appends its tokens when they have been sampled. With async scheduling the
+next step is planned in between.
 
-A scheduling policy of your own is a subclass that is passed to the engine as `scheduler_cls`; most
-need no more than another `order`. A feature is an `Extension`, and works with every policy.
+A custom scheduling policy is a subclass that is passed to the engine as `scheduler_cls`; most need
+to override `order` only. A feature is an `Extension`, and works with every policy.
 """
 
 from bisect import insort
@@ -24,16 +26,16 @@ from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.engine.slot_table import SlotTable
 
-SIBLING = "its sibling computes their prompt"  # a reason to be held
+SIBLING = "its sibling computes their prompt"  # reason for which a sequence is held
 
 
 class Scheduler:
     """Continuous batching (Yu et al. 2022, Orca) with chunked prefill and preemption by recompute.
 
-    `waiting` is in the order of `order`, `running` in order of admission. Under FCFS all priorities
-    count as equal; then whatever runs arrived before all that waits (but for sequences that were
-    held), so a preempted sequence goes back to the head of `waiting`, and the victim is the last of
-    `running`. `held` sequences are in neither, so no other sequence waits behind them.
+    `waiting` is sorted by `order`, `running` is in order of admission. Under FCFS all priorities
+    count as equal, so running sequences arrived before all waiting ones (except sequences that were
+    held). Hence a preempted sequence returns to the head of `waiting`, and the victim is the last
+    sequence of `running`. `held` sequences are in neither queue, so they block no other sequence.
     """
 
     def __init__(
@@ -44,13 +46,16 @@ class Scheduler:
         extensions: AbstractSequence[Extension] = (),
         windows: AbstractSequence[int | None] = (None,),
     ) -> None:
-        """`extensions` is the engine's list, which may grow; `windows` are those of the groups of
-        layers (`nanoserve.engine.kv_groups`), None for full attention."""
+        """Create the queues, the block manager and the slots.
+
+        `extensions` is the engine's list, which may grow; `windows` are the sliding windows of the
+        layer groups (`nanoserve.engine.kv_groups`), None for full attention.
+        """
         self.config, self.extensions = config, extensions
         self.max_num_seqs = config.max_num_seqs
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_tokens_per_seq = config.long_prefill_token_threshold or self.max_num_batched_tokens
-        # How many later arrivals one level of priority outweighs; 2^64 will never come.
+        # Number of later arrivals that one priority level outweighs; there are never 2^64.
         by_priority = config.scheduling_policy == "priority"
         self.priority_worth = (config.priority_aging or 2**64) if by_priority else 0
         self.block_manager = BlockManager.for_config(config, num_kv_blocks, windows)
@@ -61,24 +66,25 @@ class Scheduler:
         self._slots = SlotTable(self.max_num_seqs, max_blocks, len(windows))
         self.block_tables = self._slots.block_tables  # by group and slot
         self.num_preemptions = 0
-        # Prompt tokens that were looked up in the prefix cache, and that were there.
+        # Prompt tokens that were looked up in the prefix cache, and those that were found.
         self.num_queried_tokens = self.num_hit_tokens = 0
 
     def order(self, seq: Sequence) -> tuple[int, ...]:
-        """Return the place of a sequence in line: the lowest is admitted first and preempted last.
+        """Return the sort key of a sequence: the lowest is admitted first and preempted last.
 
-        It must not change while the sequence waits, and no two may be equal. With `priority_aging`
-        all that wait age at one pace, a step with each arrival, so that no place changes.
+        It must not change while the sequence waits, and all keys must differ. With `priority_aging`
+        all waiting sequences age at the same rate, one unit with each arrival, so their order does
+        not change.
         """
         return (seq.priority * self.priority_worth + seq.arrival, seq.arrival)
 
-    # ------------------------------------------------------------------ sequences come and go
+    # ------------------------------------------------------------------ adding and ending sequences
 
     def has_unfinished(self) -> bool:
         return bool(self.waiting or self.running or self.held)
 
     def add(self, seq: Sequence, held_for: Iterable[str] = ()) -> None:
-        """Queue a sequence, or hold it. Its siblings follow when it has computed the prompt."""
+        """Queue a sequence, or hold it. Its siblings are held until it has computed the prompt."""
         for sibling in seq.siblings:
             self.hold(sibling, SIBLING)
         for reason in held_for:
@@ -87,12 +93,13 @@ class Scheduler:
             self._enqueue(seq)
 
     def hold(self, seq: Sequence, reason: str) -> None:
-        """Keep a sequence that is not running out of `waiting` until `release`, or until it ends.
+        """Keep a waiting sequence out of `waiting` until `release`, or until it ends.
 
-        It may be held for several reasons; each of them has to be released.
+        It may be held for several reasons; each of them has to be released. Raises `ValueError` if
+        the sequence is running or has finished.
         """
         if seq.status in (SequenceStatus.RUNNING, SequenceStatus.FINISHED):
-            raise ValueError(f"{seq!r} cannot be held: only a sequence that waits can")
+            raise ValueError(f"{seq!r} cannot be held: only a waiting sequence can be held")
         if seq.status is SequenceStatus.WAITING and seq in self.waiting:
             self.waiting.remove(seq)
         seq.status = SequenceStatus.HELD
@@ -100,7 +107,7 @@ class Scheduler:
         self.held.add(seq)
 
     def release(self, sequences: Iterable[Sequence], reason: str) -> None:
-        """Queue those of `sequences` that were held for `reason` and for nothing else."""
+        """Release `reason`, and queue the sequences that are held for no other reason."""
         for seq in sequences:
             seq.held_for.discard(reason)
             if seq.status is SequenceStatus.HELD and not seq.held_for:
@@ -108,10 +115,10 @@ class Scheduler:
                 self._enqueue(seq)
 
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
-        """End `seq` from outside, whatever its state, and free all that it holds.
+        """End `seq` from outside the loop, in any state, and free its blocks and its slot.
 
-        Also while steps of it are under way: what they write late is written before anything that
-        is planned from now on, because one device runs its steps in order.
+        This is safe while steps that contain it are under way: one device runs its steps in order,
+        so what these steps still write is written before any later step can reuse the blocks.
         """
         if seq.finished:
             return
@@ -120,10 +127,11 @@ class Scheduler:
         self._drop_stopped()
 
     def reset(self, sequences: Iterable[Sequence]) -> None:
-        """Start anew with those of `sequences`, of all requests, that have not ended.
+        """Start again with all given sequences that have not finished.
 
-        They keep their tokens and lose all else: slots, blocks, and what the prefix cache has. So
-        it does not matter what state the queues and tables were in.
+        `sequences` are those of all requests. They keep their tokens and lose their slots and
+        blocks, and the prefix cache is emptied. So the state of the queues and tables before the
+        call does not matter.
         """
         self.block_manager.clear()
         self.waiting, self.running, self.held = deque(), [], set()
@@ -136,7 +144,7 @@ class Scheduler:
                 self.num_preemptions += 1
             seq.slot, seq.num_computed_tokens, seq.num_pending = -1, 0, 0
             seq.block_tables, seq.num_cached_blocks, seq.num_allocated_tokens = [], 0, 0
-            seq.finish_reason = seq.stop_reason = None  # of an end that did not come about
+            seq.finish_reason = seq.stop_reason = None  # set by an end that was interrupted
             if seq.held_for:
                 seq.status = SequenceStatus.HELD
                 self.held.add(seq)
@@ -148,7 +156,8 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Plan the next step: running sequences first, then waiting ones, then draft tokens.
 
-        It has no rows if all that runs is about to end with a step under way, or is held.
+        The plan has no rows if every running sequence is held or is about to end with a step under
+        way.
         """
         budget = self.max_num_batched_tokens
         for extension in self.extensions:
@@ -156,12 +165,12 @@ class Scheduler:
             budget = min(budget, extension.token_budget(budget))
         plan = Plan(budget)
         self._schedule_running(plan)
-        # From here on nothing can be preempted any more, so what is planned will be computed, and a
+        # From here on no sequence can be preempted, so all planned rows will be computed, and a
         # block that this step fills may be shared at once: every layer stores the K and V of the
-        # whole batch before it attends.
+        # whole batch before it computes attention.
         size = self.block_manager.block_size
         for seq, start, n, _, _ in plan.rows:
-            if (start + n) % size < n:  # else it fills no block
+            if (start + n) % size < n:  # otherwise the row fills no block
                 self.block_manager.cache(seq, start + n)
         if not plan.preempted:
             self._admit_waiting(plan)
@@ -171,33 +180,33 @@ class Scheduler:
         return plan
 
     def commit(self, plan: Plan) -> None:
-        """Count a step that was launched: its tokens as computed, what it yields as pending."""
+        """Count a launched step: its tokens are computed, the tokens that it will yield pending."""
         size = self.block_manager.block_size
         for seq, start, n, _, num_sampled in plan.rows:
             seq.num_computed_tokens = end = start + n
             seq.num_pending = num_sampled
             if end % size == 0 and seq.status is SequenceStatus.RUNNING:
-                # Its last token was pending perhaps when it was planned, and is known by now.
+                # The row's last token may have been pending at planning time; it is known by now.
                 self.block_manager.cache(seq, end)
             if start < seq.num_prompt_tokens <= end:
                 self.release(seq.siblings, SIBLING)
 
     def update(self, plan: Plan, token_ids: list[list[int]]) -> list[int]:
-        """Give the sequences that caught up their tokens: for each such row, zero or more.
+        """Append the new tokens to the sequences of `plan.sampled`: zero or more per row.
 
-        Returns how many of them joined, by row; -1 for a sequence that had already ended, whose
-        tokens are thrown away. Those that now end have given back their blocks and their slot.
+        Returns by row how many tokens were appended; -1 for a sequence that had already ended,
+        whose tokens are discarded. Sequences that end here have freed their blocks and their slot.
         """
         joined: list[int] = []
         any_finished = False
         drafts = plan.draft_tokens
-        finished = SequenceStatus.FINISHED  # once a step: to ask an enum takes as long as a row
+        finished = SequenceStatus.FINISHED  # read once: an enum lookup takes as long as a row
         for row, new_ids in zip(plan.sampled, token_ids, strict=True):
             seq, num_joined = row.seq, 0
             if seq.status is finished:
                 joined.append(-1)
                 continue
-            # Even if it has been preempted meanwhile: it gets its tokens, and waits with them.
+            # A sequence preempted in the meantime gets its tokens, too, and waits with them.
             seq.num_pending = 0
             for token_id in new_ids:
                 num_joined += seq.append(token_id)
@@ -215,7 +224,7 @@ class Scheduler:
     # ------------------------------------------------------------------ rows and blocks
 
     def grow(self, seq: Sequence, n: int) -> bool:
-        """Make room in the block tables of a running sequence for its next `n` tokens."""
+        """Allocate blocks for the next `n` tokens of a running sequence; False if it cannot."""
         num_blocks = [len(table) for table in seq.block_tables]
         if not self.block_manager.allocate(seq, seq.num_computed_tokens + n):
             return False
@@ -223,14 +232,14 @@ class Scheduler:
         return True
 
     def trim(self, seq: Sequence) -> None:
-        """Give back blocks that none of its tokens needs."""
+        """Free blocks that none of the sequence's tokens needs."""
         manager = self.block_manager
         manager.free(seq, keep=manager.blocks_needed(seq.num_tokens))
 
     def _drop_rejected(self, row: Row, num_joined: int) -> None:
-        """Count back what was computed for draft tokens that were not accepted."""
+        """Subtract rejected draft tokens from the computed tokens, and free their blocks."""
         seq = row.seq
-        # Else it has ended, or was preempted while the step was under way.
+        # False if the sequence has ended, or was preempted while the step was under way.
         is_here = seq.num_computed_tokens == row.start + row.n
         if seq.status is SequenceStatus.RUNNING and is_here:
             num_drafts = row.num_sampled - 1
@@ -239,17 +248,17 @@ class Scheduler:
             self.trim(seq)
 
     def _schedule_running(self, plan: Plan) -> None:
-        """Give each running sequence its tokens, preempting for blocks."""
+        """Plan a row for each running sequence, and preempt sequences if blocks run out."""
         running = SequenceStatus.RUNNING
         for seq in list(self.running):  # a copy: preemption shortens the list
             if seq.status is not running:
-                continue  # preempted for one before it
+                continue  # preempted for a sequence earlier in the list
             if seq.num_pending and (seq.num_pending > 1 or seq.num_tokens >= seq.max_num_tokens):
-                continue  # how many of its draft tokens count is not known, or it is about to end
+                continue  # its draft tokens are not verified yet, or it is about to end
             self._plan_row(seq, plan)
 
     def _plan_row(self, seq: Sequence, plan: Plan) -> None:
-        """Let `seq` catch up as far as budget and blocks allow."""
+        """Plan as many tokens of `seq` as budget and blocks allow."""
         start, num_tokens = seq.num_computed_tokens, seq.num_tokens
         n = num_tokens - start
         if n > 1 or n > plan.budget:
@@ -266,8 +275,10 @@ class Scheduler:
         plan.budget -= n
 
     def _make_room(self, seq: Sequence, n: int, plan: Plan) -> bool:
-        """Allocate blocks for `n` more tokens, preempting until there are enough; False if `seq`
-        itself is the one to go."""
+        """Allocate blocks for `n` more tokens, and preempt sequences until there are enough.
+
+        Returns False if `seq` itself was preempted.
+        """
         while not self.grow(seq, n):
             victim = max(self.running, key=self.order)
             plan.drop(victim)
@@ -285,18 +296,18 @@ class Scheduler:
                 break
             seq = self.waiting[index]
             if not all(extension.may_admit(seq, plan) for extension in self.extensions):
-                index += 1  # it keeps its place; what it waits for need not stop others
+                index += 1  # it keeps its position, and sequences after it may be admitted
                 continue
             hits = self.block_manager.lookup(seq)
-            # Blocks for all of its tokens, though perhaps not all are computed now: admitted on its
-            # first chunk alone, a long prompt would be preempted at the next one, again and again.
+            # Allocate blocks for all of its tokens, even if only a chunk of them is computed now.
+            # With blocks for its first chunk only, a long prompt could be preempted at each chunk.
             if not self.block_manager.allocate(seq, seq.num_tokens, hits):
-                break  # it keeps its place: it is not overtaken for want of blocks
+                break  # sequences after it must not take the blocks that it waits for
             del self.waiting[index]
             self._admit(seq, len(hits) * self.block_manager.block_size, plan)
 
     def _admit(self, seq: Sequence, num_cached_tokens: int, plan: Plan) -> None:
-        """Begin to run a sequence that has its blocks, the first of them from the prefix cache."""
+        """Start to run a sequence that has its blocks, the first of them by a prefix-cache hit."""
         self.running.append(seq)
         plan.admitted.append(seq)
         seq.status = SequenceStatus.RUNNING
@@ -309,18 +320,22 @@ class Scheduler:
             self.block_manager.cache(seq, row.start + row.n)
 
     def _count_hits(self, seq: Sequence) -> None:
-        """Count once for a request: after a preemption a sequence finds its own blocks."""
+        """Count a prefix-cache lookup, once per request.
+
+        A preempted sequence is not counted again: it would hit its own blocks.
+        """
         if seq.index == 0 and seq.metrics.num_preemptions == 0:
-            if seq.metrics.num_cached_prompt_tokens is not None:  # else it is not to be shown
+            if seq.metrics.num_cached_prompt_tokens is not None:  # None: it must not be reported
                 seq.metrics.num_cached_prompt_tokens = seq.num_computed_tokens
             if self.block_manager.enable_prefix_caching:
                 self.num_queried_tokens += seq.num_prompt_tokens
                 self.num_hit_tokens += seq.num_computed_tokens
 
     def _preempt(self, seq: Sequence) -> None:
-        """Take everything from `seq` but its tokens; it will compute them again.
+        """Return a running sequence to `waiting`; it keeps its tokens and recomputes their KV.
 
-        Its full blocks stay in the prefix cache until reused, so often little is lost.
+        Its full blocks stay in the prefix cache until they are reused, so it often recomputes
+        little.
         """
         self.running.remove(seq)
         seq.num_computed_tokens = seq.num_pending = 0
@@ -330,8 +345,10 @@ class Scheduler:
         self._free(seq)
 
     def _end(self, seq: Sequence) -> None:
-        """Take a sequence with a finish reason out of its queue; `running` is cleared later, of all
-        that have ended at once."""
+        """Remove a sequence that has a finish reason from its queue, and free its blocks and slot.
+
+        `_drop_stopped` removes it from `running` later, with all others that have ended.
+        """
         if seq.status is SequenceStatus.WAITING:
             self.waiting.remove(seq)
         self.held.discard(seq)
@@ -340,7 +357,7 @@ class Scheduler:
         self._free(seq)
 
     def _free(self, seq: Sequence) -> None:
-        """Free blocks and slot."""
+        """Free the blocks and the slot of a sequence."""
         self.block_manager.free(seq)
         self._slots.give_back(seq)
         for extension in self.extensions:
@@ -350,7 +367,7 @@ class Scheduler:
         self.running = [seq for seq in self.running if seq.status is SequenceStatus.RUNNING]
 
     def _enqueue(self, seq: Sequence) -> None:
-        """Insert into `waiting` by `order`; under FCFS nearly always at an end."""
+        """Insert into `waiting` by `order`; under FCFS nearly always at one of its ends."""
         seq.status = SequenceStatus.WAITING
         if not self.waiting or self.order(seq) > self.order(self.waiting[-1]):
             self.waiting.append(seq)

@@ -1,4 +1,4 @@
-"""One sequence: its tokens, its progress through the model, its place in the KV cache."""
+"""State of one sequence: its tokens, its progress through the model, its place in the KV cache."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import InitVar, dataclass, field
@@ -12,17 +12,17 @@ CacheKey = tuple[str, ...]  # what K and V depend on besides the tokens, such as
 
 
 class SequenceStatus(Enum):
-    HELD = auto()  # waits for something outside the queues: `Sequence.held_for` says what for
-    WAITING = auto()  # new, or preempted: holds no slot and no blocks
+    HELD = auto()  # kept out of the waiting queue for the reasons in `Sequence.held_for`
+    WAITING = auto()  # new or preempted: holds no slot and no blocks
     RUNNING = auto()
     FINISHED = auto()
 
 
 class BlockTable(list[int]):
-    """The KV blocks of a sequence: entry i holds positions i x block_size to (i + 1) x block_size.
+    """KV blocks of a sequence: entry i holds positions i x block_size to (i + 1) x block_size.
 
-    The first `num_released` entries are 0: a group of layers with a sliding window has given them
-    back, or a prefix-cache hit did not need them.
+    The first `num_released` entries are 0: a layer group with a sliding window has freed these
+    blocks, or a prefix-cache hit did not need them.
     """
 
     __slots__ = ("num_released",)
@@ -32,19 +32,19 @@ class BlockTable(list[int]):
         self.num_released = 0
 
     def add_hits(self, blocks: Iterable[int]) -> None:
-        """Begin with the blocks of a prefix-cache hit; those that are not needed are 0."""
+        """Add the blocks of a prefix-cache hit to an empty table; unneeded blocks are 0."""
         self += blocks
         self.num_released = self.count(0)
 
     def release_first(self) -> int:
-        """Take the first block that is there out of the table, and return it."""
+        """Remove the first block that has not been released, and return it."""
         block = self[self.num_released]
         self[self.num_released] = 0
         self.num_released += 1
         return block
 
     def pop_last(self) -> int:
-        """Take the last entry out of the table, and return it; 0 if its block was released."""
+        """Remove the last entry and return it; 0 if its block was released."""
         block = self.pop()
         self.num_released = min(self.num_released, len(self))
         return block
@@ -52,20 +52,20 @@ class BlockTable(list[int]):
 
 @dataclass(slots=True, eq=False)  # two sequences are never equal, so they can be dictionary keys
 class Sequence:
-    """The state of one completion, in plain integers.
+    """State of one completion, in plain integers.
 
     There is no prefill phase and no decode phase: a step gives a sequence `n` new tokens, so that
-    `num_computed_tokens` (those whose K and V are in the cache) catches up with `num_tokens`.
-    When it does, the logits of the last token yield the next one, and `num_tokens` moves ahead by
-    one. Hence the last token's K and V are never stored while it is the last token.
+    `num_computed_tokens` (tokens whose K and V are in the cache) catches up with `num_tokens`. When
+    it does, the logits of the last token yield the next one, and `num_tokens` moves ahead by one.
+    Hence the last token's K and V are never stored while it is the last token.
 
-    A token that a step under way will yield is *pending*: it counts, so that the step after it can
-    be planned, but only the device knows its id yet. With draft tokens, several may be pending, and
-    how many of them there will be is not known either.
+    A token that a step under way will yield is *pending*: it counts in `num_tokens`, so that the
+    next step can be planned, but only the device knows its id yet. With draft tokens several tokens
+    may be pending, and their number is not known either until the step has been verified.
 
-    A request for `n` completions is n sequences. The first one computes the prompt and carries the
-    others as `siblings`; then they share its full blocks by reference count. No copy-on-write is
-    needed: only full blocks are ever shared, a full block is never written to, and the tokens in
+    A request for `n` completions is n sequences. The first one computes the prompt and has the
+    others as its `siblings`; then they share its full blocks by reference count. No copy-on-write
+    is needed: only full blocks are ever shared, a full block is never written to, and the tokens in
     the prompt's last, partly filled block are computed once more by each sibling.
     """
 
@@ -80,7 +80,7 @@ class Sequence:
     index: int = 0  # which completion of its prompt
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
-    cache_key: CacheKey = ()  # KV blocks are shared by sequences with the same key
+    cache_key: CacheKey = ()  # only sequences with the same key share KV blocks
     siblings: list["Sequence"] = field(default_factory=list)
 
     status: SequenceStatus = SequenceStatus.WAITING
@@ -88,18 +88,18 @@ class Sequence:
     num_computed_tokens: int = 0
     num_pending: int = 0
     slot: int = -1  # row of the per-slot tables while RUNNING
-    block_tables: list[BlockTable] = field(default_factory=list)  # by group of layers
-    num_allocated_tokens: int = 0  # so many tokens' K and V have room in all of its tables
+    block_tables: list[BlockTable] = field(default_factory=list)  # by layer group
+    num_allocated_tokens: int = 0  # number of tokens for which all tables have blocks
     block_hashes: list[bytes] = field(default_factory=list)  # of the full blocks, computed once
-    num_cached_blocks: int = 0  # full blocks that have been offered to the prefix cache
+    num_cached_blocks: int = 0  # full blocks offered to the prefix cache so far
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     last_token_time: float | None = None
-    # Called after each token that joins; they return the finish and stop reason if it is the last,
-    # as a stop string makes it.
+    # Called after each appended token; one that ends the sequence, such as a stop string, returns
+    # the finish reason and the stop reason.
     stop_conditions: list[StopCondition] = field(default_factory=list)
 
-    prompt_head: str | None = field(init=False)  # a head that needs every token of the prompt
+    prompt_head: str | None = field(init=False)  # head that reads every prompt token
     num_prompt_tokens: int = field(init=False)
     max_num_tokens: int = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
@@ -136,12 +136,12 @@ class Sequence:
 
     @property
     def needs_prompt_outputs(self) -> bool:
-        """True if every token of the prompt must be computed, whatever the prefix cache has."""
+        """True if every token of the prompt must be computed, even if it is cached."""
         return self.prompt_head is not None and len(self.token_ids) == self.num_prompt_tokens
 
     @property
     def block_table(self) -> list[int]:
-        """The blocks of the first group of layers; in most models there is no other."""
+        """Block table of the first layer group; most models have no other group."""
         return self.block_tables[0] if self.block_tables else []
 
     @property
@@ -149,11 +149,11 @@ class Sequence:
         return self.status is SequenceStatus.FINISHED
 
     def append(self, token_id: int) -> bool:
-        """Take a sampled token; False if it ended the sequence without joining it, as EOS does.
+        """Append a sampled token; returns False for a stop token, which is not appended.
 
-        This is the only way for a token to join, and the only place where a token ends a sequence:
-        `finish_reason` is set then. A stop token wins over the length limit when both fall on the
-        same token, and so does a stop condition.
+        No other method appends tokens, and no other place ends a sequence because of a token:
+        `finish_reason` is set here. A stop token, such as EOS, or a stop condition takes precedence
+        over the length limit when both apply to the same token.
         """
         if token_id in self.stop_token_ids:
             self.finish_reason = "stop"

@@ -1,7 +1,8 @@
-"""The slots of running sequences, and their block tables as one array.
+"""Slots of running sequences, and their block tables as one array.
 
-A running sequence keeps its slot, and its row of `block_tables` is extended in place; so a step
-packs the tables of its rows with one index, and what a device keeps by slot stays where it is.
+A running sequence keeps its slot, and its row of `block_tables` is extended in place. So a step
+packs the block tables of its rows with one indexing operation, and state that a device keeps by
+slot stays where it is.
 """
 
 import numpy as np
@@ -10,7 +11,10 @@ from nanoserve.engine.sequence import Sequence
 
 
 class SlotTable:
-    """block_tables: int32 [num_groups, num_slots, max_blocks]: by group of layers and slot."""
+    """Slots and block tables of the running sequences.
+
+    block_tables: int32 [num_groups, num_slots, max_blocks], by layer group and slot.
+    """
 
     def __init__(self, num_slots: int, max_blocks: int, num_groups: int = 1) -> None:
         self.num_slots = num_slots
@@ -22,14 +26,15 @@ class SlotTable:
         self._free = list(range(self.num_slots - 1, -1, -1))
 
     def take(self, seq: Sequence) -> None:
-        """Give a sequence a slot, and enter its block tables."""
+        """Give a sequence a free slot, and copy its block tables into the slot's rows."""
         seq.slot = self._free.pop()
         self.extend(seq, [0] * len(seq.block_tables))
 
     def extend(self, seq: Sequence, num_known: list[int]) -> None:
-        """Enter what its block tables have behind the first blocks, `num_known` of each.
+        """Copy the new entries of the block tables, after the first `num_known` of each table.
 
-        What a group has given back becomes the dummy block: those blocks may be others' by now.
+        Entries that a group has released become the dummy block: other sequences may use those
+        blocks.
         """
         for group, table in enumerate(seq.block_tables):
             row, known = self.block_tables[group, seq.slot], num_known[group]
@@ -44,7 +49,7 @@ class SlotTable:
             seq.slot = -1
 
     def problems(self, running: list[Sequence]) -> list[str]:
-        """Return what is wrong with the slots of all running sequences; nothing, it is hoped."""
+        """Return a list of inconsistencies in the slots of all running sequences; empty if none."""
         slots = sorted([*self._free, *(seq.slot for seq in running)])
         found = []
         if slots != list(range(self.num_slots)):

@@ -1,4 +1,4 @@
-"""Where the time of a step goes, for those who watch it."""
+"""Stopwatch: measures how long each part of a step takes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 @dataclass
 class StepTimes:
-    """Seconds that the loop spent on one step, in each of its parts.
+    """Seconds that the loop spent on each part of one step.
 
-    execute: launching and waiting; with a step ahead, the rest of it passes unseen behind the
-        other parts of the step before.
+    execute: launching and waiting; with async scheduling, the device works on the step while the
+        loop is in other parts, and that time is not included.
     """
 
     schedule: float = 0.0
@@ -19,7 +19,7 @@ class StepTimes:
 
 
 class Stopwatch:
-    """Time never counts twice: each lap begins where the one before it ended."""
+    """Measures consecutive laps: each begins where the previous one ended."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -29,7 +29,7 @@ class Stopwatch:
         self._lap_start = self._clock()
 
     def lap(self, times: StepTimes, part: str) -> float:
-        """Add what has passed to `part` of a step's times; returns the time."""
+        """Add the time since the last lap to `part` of a step's times; returns the current time."""
         now = self._clock()
         setattr(times, part, getattr(times, part) + now - self._lap_start)
         self._lap_start = now

@@ -1,6 +1,6 @@
-"""How long a text may be before it is certain, without tokenizing it, that its tokens do not fit.
+"""Text limit: rejects a text without tokenizing it if its tokens certainly do not fit.
 
-A tokenizer needs seconds for a text of some megabytes, and hears no Ctrl-C meanwhile.
+A tokenizer needs seconds for a text of some megabytes, and Ctrl-C cannot interrupt it.
 """
 
 import json
@@ -14,28 +14,29 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from nanoserve.engine.context_length import ContextLengthError
 
-_ORDINARY = 16  # characters for each token that has room: what is shorter is not looked at
-# Unicode's normal forms never make one character of more than 4 (as of alpha with three accents).
+_ORDINARY = 16  # texts of at most this times max_model_len characters are not checked
+# Unicode's normal forms compose at most 4 characters to one (such as alpha with three accents).
 _MOST_COMPOSED = 4
 _UNICODE_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
 _KEEP_ALL = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "Prepend", *_UNICODE_FORMS}
 _WHITESPACE = [chr(code) for code in range(0x3001) if chr(code).isspace()]
-_PIECE = 2**20  # characters that are looked at at once
+_PIECE = 2**20  # characters that are counted at once
 
 
 class TextLimit:
-    """Of the tokenizer `backend`, for prompts of fewer than `max_model_len` tokens.
+    """Limit on the length of texts for the tokenizer `backend` and `max_model_len`.
 
-    The argument: text is cut into tokens, nothing of it is lost, and no token stands for more
-    characters than the longest one has. A tokenizer that may lose something (unknown characters,
-    white space, accents) has no limit.
+    It follows from three facts: a text is split into tokens, no part of it is lost, and no token
+    stands for more characters than the longest one. A tokenizer that may lose something (unknown
+    characters, white space, accents) has no limit. A prompt must have fewer than `max_model_len`
+    tokens.
     """
 
     def __init__(self, backend: TokenizerBackend, max_model_len: int) -> None:
         self._backend, self._max_model_len = backend, max_model_len
 
     def check(self, text: str, max_tokens: int | None = None) -> None:
-        """Raises `ContextLengthError` if `text` cannot fit. `max_tokens`: of output."""
+        """Raise `ContextLengthError` if `text` cannot fit; `max_tokens` is of the output."""
         if len(text) <= _ORDINARY * self._max_model_len:
             return
         most = self.most_characters(text.isascii())
@@ -48,12 +49,12 @@ class TextLimit:
             )
 
     def error(self, max_tokens: int | None, reason: str) -> ContextLengthError:
-        """Return the error for a text of which nobody has counted the tokens."""
+        """Return the error for a text whose tokens have not been counted."""
         least = self._max_model_len
         return ContextLengthError.of(least, least, max_tokens, reason, is_at_least=True)
 
     def most_characters(self, is_ascii: bool) -> int | None:
-        """Of a text that fits; None: no matter how many."""
+        """Return the maximum number of characters of a text that fits; None without a limit."""
         if self._longest_token is None:
             return None
         composed = 1 if is_ascii else _MOST_COMPOSED
@@ -72,22 +73,22 @@ class TextLimit:
 
     @cached_property
     def _strips(self) -> bool:
-        """Whether added tokens swallow the white space beside them."""
+        """True if added tokens strip the white space next to them."""
         added = self._backend.get_added_tokens_decoder().values()
         return any(token.lstrip or token.rstrip for token in added)
 
     @cached_property
     def _longest_token(self) -> int | None:
-        """Characters of the longest token; None if one may stand for more than it is long."""
+        """Length of the longest token; None if a token may stand for more than its length."""
         try:
             spec = json.loads(self._backend.to_str())
-        except Exception:  # it has parts in Python, which cannot be written out
+        except Exception:  # it has parts in Python, which cannot be serialized
             return None
         steps = [*_flat(spec["normalizer"]), *_flat(spec["pre_tokenizer"])]
         model, vocab = spec["model"], self._backend.get_vocab()
         if model["type"] != "BPE" or not all(map(_keeps_all, steps)):
             return None
-        # What no token stands for would be left out, or a run of it be one unknown token.
+        # Characters without a token would be dropped, or a run of them become one unknown token.
         if any(step["type"] == "ByteLevel" for step in steps):
             alphabet = ByteLevel.alphabet()
         else:
@@ -98,7 +99,7 @@ class TextLimit:
 
 
 def _flat(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """A normalizer's or pre-tokenizer's steps."""
+    """Return the steps of a normalizer or pre-tokenizer."""
     if step is None:
         return iter(())
     inner = step.get("normalizers", step.get("pretokenizers"))
@@ -106,7 +107,7 @@ def _flat(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _keeps_all(step: dict[str, Any]) -> bool:
-    """Whether a step leaves out nothing and makes no text shorter, but for Unicode's forms."""
+    """Return True if a step drops no character and, except Unicode forms, shortens no text."""
     if step["type"] == "Replace":
         pattern = step["pattern"].get("String")
         return pattern is not None and len(pattern) <= len(step["content"])

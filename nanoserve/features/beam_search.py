@@ -1,8 +1,8 @@
-"""Beam search on top of the engine: each step of a beam is an ordinary request for one token.
+"""Beam search on top of the engine: each step of a beam is a separate request for one token.
 
-The engine knows nothing of beams. What makes it affordable is the prefix cache: a beam's request
-shares all full blocks with the beam that it grew from. The rules for what is kept and when to stop
-are those of transformers' `generate(num_beams=...)`, whose result this reproduces.
+The engine knows nothing of beams. The prefix cache makes this affordable: a beam's request shares
+all full blocks with the beam that it extends. The rules for keeping beams and for stopping are
+those of transformers' `generate(num_beams=...)`, whose result this reproduces.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,17 +22,22 @@ if TYPE_CHECKING:
     from nanoserve.features.progress import UseTqdm
 
 
-# (token ids of beams, parameters of all of them) -> outputs, in this order. A search needs twice as
-# many log-probabilities as beams, or more: `max_logprobs` does not limit them.
+# (token ids of beams, parameters for all of them) -> outputs, in this order. A search needs at
+# least twice as many log-probabilities as beams; `max_logprobs` does not limit them.
 Complete = Callable[[list[list[int]], SamplingParams], list[RequestOutput]]
 
 
 @dataclass(frozen=True)
 class BeamSearchParams:
-    """beam_width: continuations kept per prompt. length_penalty: a finished beam's score is its
-    log-probability over length ** length_penalty, so above 0 favours long ones. early_stopping:
-    stop when beam_width beams are finished, without looking for a better one. temperature: 0
-    or 1, which are the same; beams are ranked by the model's own distribution.
+    """Parameters of a beam search.
+
+    beam_width: continuations kept per prompt.
+    max_tokens: maximum length of a continuation.
+    ignore_eos: do not end beams at EOS.
+    length_penalty: a finished beam's score is its log-probability over length ** length_penalty, so
+        values above 0 favour long beams.
+    early_stopping: stop when beam_width beams are finished, without looking for a better one.
+    temperature: 0 or 1, which are the same; beams are ranked by the model's own distribution.
     include_stop_str_in_output: keep the EOS that ended a beam.
     """
 
@@ -48,8 +53,8 @@ class BeamSearchParams:
         check_number("temperature", self.temperature, 0)
         require(
             self.temperature in (0, 1),
-            f"temperature={self.temperature} is not implemented for a beam search: beams are "
-            f"ranked by the model's own distribution, which is temperature=0 (or 1)",
+            f"temperature={self.temperature} is not implemented for beam search: beams are ranked "
+            f"by the model's own distribution; set temperature=0 or 1",
         )
         check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
         for name in ("beam_width", "max_tokens"):
@@ -62,10 +67,14 @@ class BeamSearchParams:
 
 @dataclass(frozen=True)
 class BeamSearchSequence:
-    """tokens, text: prompt and continuation, special tokens included, as vLLM has them; the EOS
-    that ended it only with `include_stop_str_in_output`. logprobs: for each token of the
-    continuation, EOS too, the candidates that it was chosen from, by token id. cum_logprob: of the
-    continuation. score: what beams are ranked by. stop_reason: the EOS that ended it.
+    """One finished beam.
+
+    tokens, text: prompt and continuation, special tokens included, as in vLLM; the EOS that ended
+        it only with `include_stop_str_in_output`.
+    logprobs: for each token of the continuation, EOS too, the candidates that it was chosen from,
+        by token id.
+    cum_logprob: log-probability of the continuation. score: the value by which beams are ranked.
+    stop_reason: the EOS that ended it.
     """
 
     tokens: list[int]
@@ -90,13 +99,13 @@ class _Beam:
     cum_logprob: float
     logprobs: tuple[
         Any, ...
-    ] = ()  # (those before, the last token's candidates): shared, not copied
+    ] = ()  # linked list (previous tokens' candidates, last token's): shared, not copied
     score: float = 0.0
     finish_reason: str = "length"
 
 
 class _Search:
-    """The beams of one prompt."""
+    """State of the search for one prompt: its running and finished beams."""
 
     def __init__(self, prompt: list[int], params: BeamSearchParams, eos: frozenset[int]) -> None:
         self.prompt_len = len(prompt)
@@ -107,11 +116,11 @@ class _Search:
 
     @property
     def num_candidates(self) -> int:
-        """Enough that beam_width of them run on, even if every EOS is among them."""
+        """Number of candidates such that beam_width continue even if they include every EOS."""
         return max(2, 1 + len(self.eos)) * self.params.beam_width
 
     def advance(self, logprobs: list[dict[int, Logprob]]) -> None:
-        """One step; `logprobs` has the most likely next tokens of each running beam."""
+        """Make one step; `logprobs` has the most likely next tokens of each running beam."""
         candidates = [
             _Beam(
                 [*beam.tokens, token_id],
@@ -127,7 +136,7 @@ class _Search:
         at_limit = length == self.params.max_tokens
         for rank, beam in enumerate(candidates):
             ended = beam.tokens[-1] in self.eos
-            # Only the beam_width best may finish: a worse one would not have been kept running.
+            # Only the best beam_width candidates may finish: worse ones would not be kept running.
             if (ended or at_limit) and rank < self.params.beam_width:
                 reason = "stop" if ended else "length"
                 score = beam.cum_logprob / length**self.params.length_penalty
@@ -140,7 +149,7 @@ class _Search:
             self.running = []
 
     def _cannot_improve(self, length: int) -> bool:
-        """Whether no running beam could beat the worst finished one, were it to end here."""
+        """Return True if no running beam, ending now, could beat the worst finished beam."""
         if len(self.finished) < self.params.beam_width:
             return False
         best = self.running[0].cum_logprob / length**self.params.length_penalty
@@ -155,11 +164,11 @@ def search_all(
     use_tqdm: "UseTqdm" = False,
     concurrency_limit: int | None = None,
 ) -> list[BeamSearchOutput]:
-    """Search prompts side by side, at most `concurrency_limit` of them, with a bar of those done.
+    """Search all prompts, at most `concurrency_limit` at a time, with a progress bar.
 
     `complete` runs requests for one token in this engine. Raises `ValueError` for a prompt that
-    leaves no room for `max_tokens`; and what a beam's request has ended with, if the model's logits
-    are not finite.
+    leaves no room for `max_tokens`, and the error of a beam's request, for example if the model's
+    logits are not finite.
     """
     if concurrency_limit is not None:
         check_int("concurrency_limit", concurrency_limit, 1)
@@ -207,7 +216,7 @@ def _run(
     searches: list[_Search],
     note_done: Callable[[], Any],
 ) -> None:
-    """Search to the end: a step of all their beams is one batch."""
+    """Run these searches to the end; one step of all their beams is one batch."""
     num_logprobs = max((search.num_candidates for search in searches), default=0)
     one_token = SamplingParams(
         temperature=0,

@@ -1,4 +1,4 @@
-"""Show a person at the terminal how `generate` gets on."""
+"""Progress bar of `generate` in the terminal."""
 
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -9,10 +9,10 @@ from tqdm import tqdm
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.outputs import RequestOutput
 
-# Whether there is a bar; or what makes one, as `tqdm` does.
+# True for a progress bar, or a class that creates one, such as `tqdm`.
 UseTqdm = bool | Callable[..., Any]
 
-_SECONDS = 0.1  # from one look at what runs to the next
+_SECONDS = 0.1  # minimum between two updates during steps
 
 
 def with_progress(
@@ -21,12 +21,14 @@ def with_progress(
     num_requests: int,
     use_tqdm: UseTqdm = True,
 ) -> Generator[RequestOutput]:
-    """The same outputs, and a bar of requests done with tokens per second in and out.
+    """Yield the same outputs, with a progress bar of finished requests and tokens per second.
 
-    Tokens count as they come, those of requests that still run included.
+    Tokens are counted as they are computed, including those of unfinished requests.
     """
     if not callable(use_tqdm) and not isinstance(use_tqdm, bool):
-        raise ValueError(f"use_tqdm={use_tqdm!r} must be True, False or what makes a bar")
+        raise ValueError(
+            f"use_tqdm={use_tqdm!r} must be True, False or a class of progress bars such as tqdm"
+        )
     make = use_tqdm if callable(use_tqdm) else tqdm
     start = last = time.perf_counter()
     before = engine.stats

@@ -10,9 +10,9 @@ from nanoserve.outputs import RequestOutput
 
 
 def merged_deltas(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
-    """Two outputs of one request, both of what was new then, as one; `earlier` is used up for it.
+    """Merge two consecutive deltas of one request; `earlier` is modified and must not be reused.
 
-    So whoever does not read for a while has one output waiting, however many there were.
+    So a slow reader has at most one output waiting, however many there were.
     """
     completions = {completion.index: completion for completion in earlier.outputs}
     for new in later.outputs:
@@ -31,14 +31,14 @@ def merged_deltas(earlier: RequestOutput, later: RequestOutput) -> RequestOutput
 
 
 class Streams:
-    """Several streams may be read in turn, or in threads: whoever waits runs the engine for all."""
+    """Streams of one engine, read in turn or in threads: a waiting reader steps it for all."""
 
     def __init__(self, engine: GuardedEngine) -> None:
         self._engine = engine
         self._readers: dict[str, weakref.ref[Iterator[RequestOutput]]] = {}  # by request
 
     def drop_dead(self) -> None:
-        """End the requests of streams that a Ctrl-C has ended before they could do so."""
+        """End the requests of streams that Ctrl-C ended before they could clean up themselves."""
         for request_id, reader in list(self._readers.items()):
             stream = reader()
             if stream is None or stream.gi_frame is None:
@@ -49,15 +49,18 @@ class Streams:
         self.drop_dead()
         requests = self._engine.output_processor.requests
         for request_id in list(requests):
-            # In other threads, streams may begin and end: they subscribe before, and end after.
+            # Streams may begin and end in other threads: they subscribe before they add a request,
+            # and unsubscribe after it has ended.
             if not self._engine.is_subscribed(request_id) and request_id in requests:
-                raise ValueError("requests are unfinished: step the engine to its end first")
+                raise ValueError(
+                    "the engine has unfinished requests: step it until they finish, or abort them"
+                )
 
     def open(self, request: Request) -> Iterator[RequestOutput]:
-        """Queue `request` and yield its outputs. Dropping the stream, even unread, aborts it."""
+        """Queue `request` and return an iterator over its outputs; dropping that aborts it."""
         stream = self._read(request)
         self._readers[request.request_id] = weakref.ref(stream)
-        next(stream)  # as far as the bare `yield`: from here on, its `finally` will run
+        next(stream)  # run up to the bare `yield`, so that its `finally` will run
         return stream
 
     def _read(self, request: Request) -> Iterator[RequestOutput]:
@@ -69,14 +72,16 @@ class Streams:
             finished = False
             while not finished:
                 while not unread:
-                    # Another thread may step meanwhile. To ask whether there is work waits for its
-                    # end: what was over before has left its last output by then.
+                    # Another thread may be in a step. `has_unfinished_requests` waits for its end;
+                    # a request that was over before it has its last output in the queue by then.
                     is_over = request_id not in engine.output_processor.requests
                     has_work = engine.has_unfinished_requests()
                     if is_over and not unread:
-                        return  # aborted by somebody else, or the engine is closed
+                        return  # aborted by another caller, or the engine is closed
                     if not has_work and request_id in engine.output_processor.requests:
-                        raise RuntimeError(f"request {request_id!r} was lost: see earlier errors")
+                        raise RuntimeError(
+                            f"request {request_id!r} was lost because of an earlier error"
+                        )
                     engine.step(fetch=False)
                 output = unread.popleft()
                 finished = output.finished
@@ -87,6 +92,6 @@ class Streams:
             self._close(request_id)
 
     def _close(self, request_id: str) -> None:
-        """Nothing of the request is left. Idempotent."""
+        """Abort the request and remove its reader. Idempotent."""
         self._engine.withdraw([request_id])
         self._readers.pop(request_id, None)

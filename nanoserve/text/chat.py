@@ -1,4 +1,4 @@
-"""Conversations as prompts, by the checkpoint's template; what was typed stays text."""
+"""Conversations to prompts, by the checkpoint's chat template; typed special tokens stay text."""
 
 import re
 from collections.abc import Mapping
@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from nanoserve.engine.guard import GuardedEngine
     from nanoserve.text.tokenizer import Tokenizer
 
-_FUNCTIONS = (FunctionType, MethodType)  # which transformers describes to the template, as tools
-# A template's loop over the parts of a content: then they are given as they are.
+_FUNCTIONS = (FunctionType, MethodType)  # tools that transformers describes to the template
+# Matches a template's loop over the parts of a content; such a template gets the list of parts.
 _LOOKS_INTO_CONTENT = re.compile(
     r"""\{%-?\s*for\s+\w+\s+in\s+(?:[^%]*[.\s]|[^%]*\[['"])?content\b"""
 )
-# Parts of a content that are text, and where they have it: of requests, of answers that come back,
-# and of both in OpenAI's newer protocol.
+# Content parts that are text, and the field of the text: those of requests, of answers sent back
+# as messages, and of both in OpenAI's newer protocol.
 _TEXT_PARTS = {
     "text": "text",
     "input_text": "text",
@@ -34,8 +34,8 @@ _TEXT_PARTS = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
-_MOST_CHARACTERS = 2**20  # of messages, where a prompt may not be longer than that anyway
-_DEEPEST = 64  # lists and dictionaries within each other
+_MOST_CHARACTERS = 2**20  # limit for messages, if that of the prompt is not higher
+_DEEPEST = 64  # maximum nesting depth of lists and dictionaries
 
 
 def prompts_of(
@@ -51,7 +51,10 @@ def prompts_of(
     allow_special_tokens: bool = False,
     **unknown: Any,
 ) -> list[dict[str, Any]]:
-    """One conversation or several as prompts, under the options of `LLM.chat`."""
+    """Render one conversation or several as prompts, with the options of `LLM.chat`.
+
+    Raises `ValueError` for unknown or conflicting options; see `chat_prompts`.
+    """
     if unknown:
         from nanoserve.compat.keywords import refuse_chat_keywords
 
@@ -66,8 +69,8 @@ def prompts_of(
     check_bool("continue_final_message", continue_final_message)
     require(
         not (add_generation_prompt and continue_final_message),
-        "continue_final_message=True goes on with the last message, and "
-        "add_generation_prompt=True begins a new one: set it to False",
+        "continue_final_message=True continues the last message, and add_generation_prompt=True "
+        "begins a new one: set add_generation_prompt=False",
     )
     arguments = {**own, "add_generation_prompt": add_generation_prompt}
     if continue_final_message:
@@ -80,7 +83,7 @@ def prompts_of(
     template = template if isinstance(template, str) else ""
     require(
         not tools or "tools" in template,
-        "tools: the chat template shows the model none; describe them in a message",
+        "tools: the chat template does not show tools to the model; describe them in a message",
     )
     as_text = chat_template_content_format == "string"
     if chat_template_content_format == "auto":
@@ -89,7 +92,7 @@ def prompts_of(
 
 
 def _text_of_template(engine: "GuardedEngine", given: Any) -> str:
-    """Return a template of the checkpoint's by its name; else see `load_chat_template`."""
+    """Return the checkpoint's template of this name; otherwise see `load_chat_template`."""
     if isinstance(given, str) and "{" not in given and engine.tokenizer is not None:
         named: Any = engine.tokenizer.hugging_face.chat_template
         if isinstance(named, dict) and given in named:
@@ -104,12 +107,12 @@ def chat_prompts(
     allow_special_tokens: bool,
     content_as_text: bool = True,
 ) -> list[dict[str, Any]]:
-    """One conversation or several as prompts: their texts, and the token ids of these.
+    """Render one conversation or several: return prompts with their text and token ids.
 
-    `content_as_text`: a content that is a list of parts becomes one text, as templates know it.
+    `content_as_text`: join a content that is a list of parts into one text, which templates expect.
 
-    Raises `ValueError` for what is no conversation, what the template cannot render and what
-    cannot fit into `max_model_len`, the last before anything is tokenized.
+    Raises `ValueError` for an invalid conversation, for one that the template cannot render, and
+    for one that cannot fit into `max_model_len`, the last before it is tokenized.
     """
     if engine.tokenizer is None:
         raise ValueError("chat() needs a tokenizer, and this engine has none")
@@ -127,21 +130,21 @@ def chat_prompts(
 
 
 def _with_text(message: Any) -> Any:
-    """The same message with a text as content."""
+    """Return the message with its content joined into one text."""
     return {**message, "content": text_of(message["content"])} if _has_no_text(message) else message
 
 
 def _has_no_text(message: Any) -> bool:
-    """Parts, or None, as beside tool calls."""
+    """Return True if the content is a list of parts, or None as in messages with tool calls."""
     if not isinstance(message, Mapping) or "content" not in message:
         return False
     return message["content"] is None or isinstance(message["content"], (list, tuple))
 
 
 def text_of(content: Any) -> str:
-    """A content's text: its own, or those of its parts, a line for each, as vLLM has it.
+    """Return the text of a content: the string, or its text parts joined by newlines (as vLLM).
 
-    None is no text. Raises `ValueError` for parts that are no text.
+    None has an empty text. Raises `ValueError` for parts that are not text.
     """
     if content is None:
         return ""
@@ -159,11 +162,15 @@ def _text_of_part(part: Any) -> str:
         return part
     if not isinstance(part, Mapping):
         kind = type(part).__name__
-        raise ValueError(f"messages: content is or has a {kind}, and must be text, or parts of it")
+        raise ValueError(
+            f"messages: content must be a text or a list of text parts; it is or has a {kind}"
+        )
     kind = part.get("type", "text")
     field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
     if field is None:
-        raise ValueError(f"messages: content has a {kind!r:.50}, and this model reads only text")
+        raise ValueError(
+            f"messages: content has a part of type {kind!r:.50}, and this model reads only text"
+        )
     text = part.get(field)
     if text is None and field in part:
         return ""
@@ -187,7 +194,7 @@ def _prompt_of(
     most = most and max(most, _MOST_CHARACTERS)
     texts, is_whole = _texts_in(from_outside, most)
     if not is_whole:
-        raise limit.error(None, f"The prompt is too long: it has over {most} characters.")
+        raise limit.error(None, f"The prompt is too long: it has more than {most} characters.")
     if content_as_text and any(map(_has_no_text, conversation)):
         as_text = [_with_text(message) for message in conversation]
         return _prompt_of(engine, as_text, arguments, allow_special_tokens, False)
@@ -201,17 +208,18 @@ def _prompt_of(
     limit.check(text)
     if specials.found_in(text) != specials.found_in(render(mark_text=marks.everywhere)):
         raise ValueError(
-            "the chat template makes special tokens of parts of these messages, which are text; "
-            "with allow_special_tokens=True it may"
+            "the chat template turns text of these messages into special tokens; set "
+            "allow_special_tokens=True to allow that"
         )
     token_ids = tokenizer.encode_marked(text, marks)
     return {"prompt": marks.remove(text), "prompt_token_ids": token_ids}
 
 
 def _texts_in(value: Any, most: int | None) -> tuple[list[str], bool]:
-    """All texts in lists and dictionaries, keys included; False if they are too long together.
+    """Return all texts in nested lists and dictionaries, keys included.
 
-    Nothing else may hold texts: they would be overlooked.
+    The second value is False if together they are longer than `most`. Raises `ValueError` for other
+    types, which could contain texts that this would miss.
     """
     texts, size, waiting = [], 0, [(value, 0)]
     while waiting:
@@ -221,11 +229,13 @@ def _texts_in(value: Any, most: int | None) -> tuple[list[str], bool]:
         if isinstance(part, (str, Mapping, list, tuple)):
             size += len(part)
         elif not isinstance(part, (int, float, np.number, NoneType, *_FUNCTIONS)):
-            raise ValueError(f"{shown(part)} in messages is no text, number, list or dictionary")
+            raise ValueError(f"{shown(part)} in messages is not a text, number, list or dictionary")
         if most is not None and size > most:
             return texts, False
         if depth > _DEEPEST:
-            raise ValueError(f"lists and dictionaries in messages may be {_DEEPEST} deep, no more")
+            raise ValueError(
+                f"lists and dictionaries in messages may be nested at most {_DEEPEST} deep"
+            )
         if isinstance(part, Mapping):
             waiting += [(inner, depth + 1) for item in part.items() for inner in item]
         elif isinstance(part, (list, tuple)):

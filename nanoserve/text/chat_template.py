@@ -1,4 +1,4 @@
-"""Chat templates that users give in the place of the checkpoint's: a file, or the text itself."""
+"""Chat templates that users give instead of the checkpoint's: a file, or the template's text."""
 
 import json
 from functools import lru_cache
@@ -8,19 +8,22 @@ from typing import Any
 from nanoserve.utils.checks import require, shown
 
 _LONGEST_PATH = 4096
-_LARGEST_FILE = 2**20  # bytes; those of models have some thousand
+_LARGEST_FILE = 2**20  # bytes; templates of models have some thousand
 
 
 def load_chat_template(
     given: Any, has_tokenizer: bool = True, must_show_messages: bool = True
 ) -> str:
-    """The text of a Jinja template. `given` names a file, or is that text, as for vLLM.
+    """Return the text of a Jinja template; `given` is a file name or that text, as in vLLM.
 
-    A file may be JSON with the text as "chat_template", as checkpoints have it. Raises `ValueError`
-    for what is neither a file nor a template, and for one that is no Jinja or shows no messages.
-    `must_show_messages`: a template for all conversations has to.
+    A file may be JSON with the text as "chat_template", as in checkpoints. Raises `ValueError` if
+    `given` is neither a file nor a template, is not valid Jinja or does not use `messages`.
+    `must_show_messages`: False for a template that need not use them.
     """
-    require(has_tokenizer, f"chat_template={_shown(given)} needs a tokenizer: skip_tokenizer_init")
+    require(
+        has_tokenizer,
+        f"chat_template={_shown(given)} needs a tokenizer: leave out skip_tokenizer_init=True",
+    )
     is_path = isinstance(given, str | Path)
     require(is_path, f"chat_template={_shown(given)} must be a file, or the text of a template")
     text = str(given)
@@ -30,10 +33,13 @@ def load_chat_template(
     else:
         may_be_text = "{" in text or "\n" in text or len(text) >= _LONGEST_PATH
         is_text = isinstance(given, str) and may_be_text
-        require(is_text, f"chat_template={_shown(given)} is no file, and no text of a template")
+        require(
+            is_text,
+            f"chat_template={_shown(given)} is not a file, and not the text of a template",
+        )
     _check(text)
     is_good = "messages" in text or not must_show_messages
-    require(is_good, f"chat_template={_shown(given)} does not show `messages`")
+    require(is_good, f"chat_template={_shown(given)} does not use the variable `messages`")
     return text
 
 
@@ -44,7 +50,7 @@ def _shown(given: Any) -> str:
 def _is_file(path: Path) -> bool:
     try:
         return len(str(path)) < _LONGEST_PATH and path.is_file()
-    except (OSError, ValueError):  # a name that no file can have
+    except (OSError, ValueError):  # not a valid file name
         return False
 
 
@@ -58,8 +64,10 @@ def _text_of(path: Path) -> str:
         try:
             text = json.loads(text)["chat_template"]
         except (ValueError, LookupError, TypeError) as error:
-            raise ValueError(f"{path} is no JSON object with a chat_template: {error!r}") from error
-        require(isinstance(text, str), f"{path}: chat_template={shown(text)} must be one text")
+            raise ValueError(
+                f"{path} is not a JSON object with a chat_template: {error!r}"
+            ) from error
+        require(isinstance(text, str), f"{path}: chat_template={shown(text)} must be one string")
     return text
 
 
@@ -71,7 +79,6 @@ def _check(text: str) -> None:
         render_jinja_template([[]], chat_template=text)
     except Exception as error:
         if type(error).__name__ != "TemplateSyntaxError":  # jinja2's
-            return  # an empty conversation is none that it must know what to do with
-        told = f"chat_template is no template that Jinja understands: {error}"
+            return  # a valid template may reject an empty conversation
         line = getattr(error, "lineno", "?")
-        raise ValueError(f"{told} (line {line})") from error
+        raise ValueError(f"chat_template is not valid Jinja: {error} (line {line})") from error

@@ -1,8 +1,8 @@
-"""Tokens to text: at the end of a request at once, or token by token where somebody looks on.
+"""Detokenizer: tokens to text, once at the end of a request, or token by token if needed.
 
-To decode the whole output once costs a fraction of decoding it token by token, and most requests
-need no more. Streams and stop strings have a `TextStream`, which is loaded when the first one asks.
-Either way it is the same decoder, so the pieces of a stream concatenate to the text.
+Decoding the whole output once costs a fraction of decoding it token by token, and suffices for most
+requests. Streams and stop strings use a `TextStream`, which is created with the first of their
+tokens. Both use the same decoder, so the pieces of a stream concatenate to the same text.
 """
 
 from typing import TYPE_CHECKING
@@ -20,24 +20,27 @@ _MOST_STOPS_KEPT = 16  # lists of stop strings; the largest takes some megabytes
 
 
 class Detokenizer:
-    """Text of every sequence's output."""
+    """Produces the output text of every sequence."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._texts = TokenTexts(tokenizer.backend)
         self._streams: dict[Sequence, TextStream] = {}
-        self._stops: dict[tuple[str, ...], StopStrings] = {}  # those asked for last
+        self._stops: dict[tuple[str, ...], StopStrings] = {}  # most recently used last
 
     def text_of_token(self, token_id: int) -> str:
-        """Return what a token adds to a text, its space included; U+FFFD for half a character."""
+        """Return what a token adds to a text, with its space; U+FFFD for part of a character."""
         return self._texts.text_of_token(token_id)
 
     def context(self, prompt_token_ids: list[int], params: SamplingParams) -> list[int]:
-        """Return the few tokens at the end of a prompt on which the text of its output depends."""
+        """Return the last few prompt tokens, on which the text of the output depends."""
         num_tokens = len(prompt_token_ids)
         return self._texts.context(prompt_token_ids, num_tokens, params.skip_special_tokens)
 
     def advance(self, seq: "Sequence") -> str | None:
-        """Decode the new tokens of `seq` if it needs its text now; the stop string it ran into."""
+        """Decode the new tokens of `seq` if its text is needed now; returns the stop string found.
+
+        Returns None if none was found, or the text is not needed.
+        """
         if not _needs_text(seq):
             return None
         if seq not in self._streams:
@@ -45,14 +48,14 @@ class Detokenizer:
         return self._streams[seq].advance()
 
     def restart(self, seq: "Sequence") -> None:
-        """Decode anew, after an exception, what `seq` has. All of that was handed out before."""
+        """Decode again, after an exception, the tokens of `seq`, whose text was returned before."""
         self._streams.pop(seq, None)
         if _needs_text(seq) and seq.num_output_tokens:
             self._streams[seq] = stream = self._open_stream(seq)
             stream.catch_up()
 
     def text(self, seq: "Sequence") -> str:
-        """What belongs in the next output of `seq`: all text so far, or the part that is new.
+        """Return the text of the next output of `seq`: all text so far, or the new part.
 
         The deltas of a sequence concatenate to its final text.
         """
@@ -62,18 +65,18 @@ class Detokenizer:
             return decoder.feed(seq.output_token_ids) + decoder.finish()
         if seq.finished:
             del self._streams[seq]
-            if not isinstance(seq.stop_reason, str):  # else a stop string has cut it
+            if not isinstance(seq.stop_reason, str):  # a stop string has already cut the text
                 stream.finish()
         is_delta = seq.params.output_kind is RequestOutputKind.DELTA
         return (stream.delta if is_delta else stream.visible)(is_whole=seq.finished)
 
     def forget(self, seq: "Sequence") -> None:
-        """Drop the text of a sequence that has ended, and that cannot be decoded."""
+        """Drop the text of a sequence that has ended and cannot be decoded."""
         self._streams.pop(seq, None)
 
     def _open_stream(self, seq: "Sequence") -> "TextStream":
         strings, stops = tuple(seq.params.stop_strings), None
-        if strings:  # most requests have the same as one before, and its siblings always do
+        if strings:  # mostly the same list as in earlier requests, and always as in siblings
             stops = self._stops.pop(strings, None) or StopStrings(strings)
             self._stops[strings] = stops
             if len(self._stops) > _MOST_STOPS_KEPT:
@@ -81,16 +84,16 @@ class Detokenizer:
         return TextStream(seq, self._decoder(seq), stops)
 
     def _decoder(self, seq: "Sequence") -> IncrementalDecoder:
-        """Return a new one, for the output of `seq` from its first token on."""
+        """Return a new decoder for the output of `seq`, from its first token on."""
         params, texts = seq.params, self._texts
         skips = params.skip_special_tokens
         context = texts.context(seq.token_ids, seq.num_prompt_tokens, skips)
-        # What obeys a grammar does so with its first space.
+        # The first space of an output that obeys a grammar must not be stripped.
         may_begin = params.structured_outputs is None
         return texts.decoder(context, skips, params.sets_special_tokens_apart, may_begin)
 
 
 def _needs_text(seq: "Sequence") -> bool:
-    """Before its end."""
+    """Return True if the text of `seq` is needed before its end."""
     is_looked_at = seq.params.output_kind is not RequestOutputKind.FINAL_ONLY
     return bool(seq.params.stop) or (is_looked_at and seq.params.detokenize)

@@ -1,12 +1,13 @@
-"""Token ids to text, a few at a time: what was returned once is never taken back.
+"""Incremental decoder: token ids to text, a few at a time; returned text is final.
 
-The text of an output depends on what stands before it. A tokenizer of SentencePiece's kind writes
-"▁Paris" for " Paris", and its decoder removes the first space of a text; but an output is no
-beginning: it continues its prompt. So a decoder is primed with the prompt's last tokens, and
-`decode(prompt) + output text == decode(prompt + output)`, as in vLLM.
+The text of an output depends on what precedes it. A tokenizer of the SentencePiece kind writes
+"▁Paris" for " Paris", and its decoder removes the first space of a text; but an output is not the
+beginning of a text: it continues its prompt. So a decoder is primed with the prompt's last tokens,
+and `decode(prompt) + output text == decode(prompt + output)`, as in vLLM.
 
-Where a text is the sum of what each token stands for, that sum is made here, and the last bytes
-wait until they are characters. Other decoders of the tokenizers library decode a window of tokens.
+Where a text is the concatenation of the texts of its tokens, this module concatenates them itself,
+and holds back the last bytes until they are whole characters. For other decoders of the tokenizers
+library it decodes a window of tokens.
 """
 
 import codecs
@@ -17,13 +18,13 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from tokenizers import Tokenizer as TokenizerBackend
 
-NUM_CONTEXT_TOKENS = 4  # of the prompt; a character has at most 4 bytes, so at most as many tokens
-_MAX_HELD_BYTES = 32  # of whole characters, before a stream shows them: see `ByteFallbackDecoder`
-_MAX_HELD_TOKENS = 16  # without whole characters, before a window shows them as they are
-_UNKNOWN = "\ufffd"  # what stands for bytes that are no character
+NUM_CONTEXT_TOKENS = 4  # prompt tokens: a character has at most 4 bytes, so at most 4 tokens
+_MAX_HELD_BYTES = 32  # limit on whole characters that a run holds back: see `ByteFallbackDecoder`
+_MAX_HELD_TOKENS = 16  # limit on tokens without whole characters that a window holds back
+_UNKNOWN = "\ufffd"  # replacement character for invalid UTF-8
 _BYTE_TOKEN = re.compile("<0x([0-9a-fA-F]{2})>")
-# Byte tokens travel within texts as lone surrogates, which no token's own text can contain: the
-# idea of PEP 383, here for all 256 values.
+# Byte tokens are represented in texts by lone surrogates, which no token's own text can contain, as
+# in PEP 383, but for all 256 values.
 _BYTE_0 = 0xDC00
 _BYTES = re.compile("([\udc00-\udcff]+)")
 
@@ -31,30 +32,30 @@ T = TypeVar("T", str, bytes)
 
 
 class IncrementalDecoder(Protocol):
-    """Decodes the tokens of one output in the order in which they come."""
+    """Decodes the tokens of one output in order."""
 
     def feed(self, token_ids: list[int]) -> str:
-        """Return the text that is certain by now and was not returned before."""
+        """Return the new text that later tokens cannot change."""
         ...
 
     def pending(self) -> str:
-        """Return the whole characters behind it that a later token may still change."""
+        """Return the whole characters after that text that a later token may still change."""
         ...
 
     def finish(self) -> str:
-        """Return the rest: no token follows."""
+        """Return the remaining text: no more tokens follow."""
         ...
 
 
 class ByteLevelDecoder:
-    """Decodes byte-level BPE (GPT-2, Llama 3, Qwen): each token is some bytes of UTF-8."""
+    """Decoder of byte-level BPE (GPT-2, Llama 3, Qwen): each token is some bytes of UTF-8."""
 
     def __init__(self, bytes_of: dict[int, bytes], context: list[int]) -> None:
         self._bytes_of = bytes_of.__getitem__
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._begins_cut = False
         self.feed(context)
-        # Bytes that the prompt ends with count as shown, as the U+FFFD that they are alone.
+        # An incomplete character at the end of the prompt was shown there as U+FFFD.
         self._begins_cut = bool(self._utf8.getstate()[0])
 
     def feed(self, token_ids: list[int]) -> str:
@@ -74,20 +75,21 @@ class ByteLevelDecoder:
 
 
 class ByteFallbackDecoder:
-    """Decodes SentencePiece's kind (Llama 2, Mistral, Gemma): pieces of text, and single bytes.
+    """Decoder of the SentencePiece kind (Llama 2, Mistral, Gemma): pieces of text and single bytes.
 
     The tokenizers library decodes neighbouring byte tokens, a *run*, together: into characters if
-    all of them are, else into a U+FFFD for each byte, the whole characters included. A line end is
-    such a byte, too, so while a run lasts, a stream keeps its characters back: usually for one
-    token. Where whole texts consist of bytes, as in scripts that are not in the vocabulary, that
-    would be for ever: here, `_MAX_HELD_BYTES` of characters are final, whatever follows.
+    the whole run is valid UTF-8, otherwise into one U+FFFD per byte, even for whole characters. A
+    line feed is such a byte, too, so a stream holds characters back until the run ends: usually for
+    one token. Texts that consist of bytes only, as in scripts that are not in the vocabulary, would
+    be held back to the end. Here `_MAX_HELD_BYTES` bytes of whole characters are final, whatever
+    follows.
     """
 
     def __init__(self, text_of: dict[int, str], context: list[int], strip: tuple[str, int]) -> None:
         self._text_of = text_of.__getitem__
         self._strip, self._num_to_strip = strip[0], 0
         self._run = b""
-        self._is_broken = False  # this run has bytes that are no characters
+        self._is_broken = False  # this run is not valid UTF-8
         self._num_shown = 0  # bytes at the beginning of the run that belong to the prompt
         if context:
             self._take_cut_character("".join(map(self._text_of, context)))
@@ -111,7 +113,7 @@ class ByteFallbackDecoder:
         return self._stripped(self._end_run())[0]
 
     def _take_cut_character(self, prompt: str) -> None:
-        """Begin with the bytes of a character that the prompt ends within, if it does."""
+        """Start with the bytes of an incomplete character at the end of the prompt, if any."""
         *_, last_run, rest = "", *_BYTES.split(prompt)
         run = _bytes(last_run)[-3:] if not rest else b""
         for begin in range(len(run)):
@@ -133,10 +135,10 @@ class ByteFallbackDecoder:
         return decoded
 
     def _add(self, new: bytes) -> str:
-        """Return what is certain now: nothing, while the run may become characters."""
+        """Add bytes to the run and return the final text; "" while the run may become valid."""
         if self._is_broken:
             return _UNKNOWN * len(new)
-        if len(new) > 1 and len(self._run) + len(new) >= _MAX_HELD_BYTES:  # as if they came alone
+        if len(new) > 1 and len(self._run) + len(new) >= _MAX_HELD_BYTES:  # one byte at a time
             return "".join(self._add(new[i : i + 1]) for i in range(len(new)))
         self._run += new
         try:
@@ -151,7 +153,7 @@ class ByteFallbackDecoder:
         return text
 
     def _end_run(self) -> str:
-        """Return the text of the run, which no byte continues."""
+        """End the run and return its text."""
         try:
             text = self._run.decode()
         except UnicodeDecodeError:
@@ -163,8 +165,10 @@ class ByteFallbackDecoder:
         return _UNKNOWN * (len(self._run) - self._num_shown)
 
     def _stripped(self, text: str) -> tuple[str, int]:
-        """Return `text` without what is removed from the front of a text, and how much is left to
-        remove from what follows."""
+        """Return `text` without the characters stripped from the beginning of a text.
+
+        Also returns how many are left to strip from the text that follows.
+        """
         num = 0
         while num < min(self._num_to_strip, len(text)) and text[num] == self._strip:
             num += 1
@@ -172,9 +176,9 @@ class ByteFallbackDecoder:
 
 
 class WindowDecoder:
-    """Decodes with any other decoder of the library: a token with those before it.
+    """Decoder for any other decoder of the library: decodes each token with those before it.
 
-    `apart` are the special tokens that are written as they are, with no space around them.
+    `apart` are the special tokens that are written without spaces around them.
     """
 
     def __init__(
@@ -214,7 +218,7 @@ class WindowDecoder:
 
 
 class _Table(dict[int, T], Generic[T]):
-    """Values of tokens, computed when one is seen for the first time."""
+    """Dictionary by token id whose values are computed on first use."""
 
     def __init__(self, value_of: Callable[[int], T]) -> None:
         super().__init__()
@@ -226,7 +230,7 @@ class _Table(dict[int, T], Generic[T]):
 
 
 class TokenTexts:
-    """The texts of one tokenizer's tokens; makes the decoders of all outputs."""
+    """Texts of one tokenizer's tokens; creates the decoders of all outputs."""
 
     def __init__(self, backend: TokenizerBackend) -> None:
         self._backend = backend
@@ -237,11 +241,11 @@ class TokenTexts:
         self._is_byte_level = kinds == ["ByteLevel"]
         self._strip = None if self._is_byte_level else _strip_of_sum(parts)
         self._has_byte_tokens = "ByteFallback" in kinds
-        # By what becomes of special tokens: they are skipped; written as they are; or decoded.
+        # By treatment of special tokens: (skipped, written without spaces around them).
         self._tables: dict[tuple[bool, bool], Any] = {}
 
     def text_of_token(self, token_id: int) -> str:
-        """Return what a token adds to a text, U+FFFD for a part of a character."""
+        """Return what a token adds to a text; U+FFFD for part of a character."""
         table = self._table(False, False)
         if self._is_byte_level:
             return table[token_id].decode("utf-8", "replace")
@@ -249,8 +253,10 @@ class TokenTexts:
         return _bytes(text).decode("utf-8", "replace") if _BYTES.fullmatch(text) else text
 
     def context(self, prompt: list[int], num_tokens: int, skips_specials: bool) -> list[int]:
-        """Return the last of the first `num_tokens` tokens of `prompt` that have a text, at most
-        `NUM_CONTEXT_TOKENS`: all that what follows depends on."""
+        """Return the last prompt tokens with a text, on which the text that follows depends.
+
+        These are at most `NUM_CONTEXT_TOKENS` of the first `num_tokens` tokens of `prompt`.
+        """
         found: list[int] = []
         for index in range(num_tokens - 1, -1, -1):
             if self._token(prompt[index], skips_specials):
@@ -262,9 +268,9 @@ class TokenTexts:
     def decoder(
         self, context: list[int], skips_specials: bool, sets_apart: bool, is_beginning: bool
     ) -> IncrementalDecoder:
-        """Return a decoder for what follows `context`.
+        """Return a decoder for the tokens after `context`.
 
-        Without any, it begins a text unless `is_beginning` is False.
+        With an empty context it decodes the beginning of a text, unless `is_beginning` is False.
         """
         table = self._table(skips_specials, sets_apart)
         if self._is_byte_level:
@@ -296,7 +302,7 @@ class TokenTexts:
             return token.encode()
         try:
             return bytes(BYTE_OF_SYMBOL[character] for character in token)
-        except KeyError:  # as the library does for added tokens
+        except KeyError:  # an added token; the library writes it as it is
             return token.encode()
 
     def _text_of(self, token_id: int, skips_specials: bool, sets_apart: bool) -> str:
@@ -308,28 +314,29 @@ class TokenTexts:
             return chr(_BYTE_0 + int(byte[1], 16))
         if self._strip is None:
             return self._backend.decode([token_id], skip_special_tokens=False)
-        return self._backend.decoder.decode(["a", token])[1:]  # what is no beginning
+        return self._backend.decoder.decode(["a", token])[1:]  # not at the beginning of a text
 
     def _token(self, token_id: int, skips_specials: bool) -> str:
-        """Return "" for what adds nothing, as ids beyond the vocabulary that a model may have."""
+        """Return the token's string; "" if it adds no text, such as an id without a token."""
         if skips_specials and token_id in self.specials:
             return ""
         return self._backend.id_to_token(token_id) or ""
 
 
 def _bytes(run: str) -> bytes:
-    """Return the bytes that the surrogates of a run stand for: their low halves."""
+    """Return the bytes that the surrogates of a run represent: their low bytes."""
     return run.encode("utf-16-le", "surrogatepass")[::2]
 
 
 def decoder_steps(backend: TokenizerBackend) -> list[dict[str, Any]]:
-    """Return the steps of the decoder, as tokenizer.json has them.
+    """Return the steps of the decoder, in the format of tokenizer.json.
 
-    Of no decoder, and of one in Python, which cannot be written out, one of type "none".
+    Returns one step of type "none" for a tokenizer without a decoder, and for a decoder in Python,
+    which cannot be serialized.
     """
     try:
         written = None if backend.decoder is None else backend.decoder.__getstate__()
-    except Exception:  # the library's own kind
+    except Exception:  # the library raises plain exceptions
         written = None
     if written is None:
         return [{"type": "none"}]
@@ -343,8 +350,10 @@ def decoder_steps(backend: TokenizerBackend) -> list[dict[str, Any]]:
 
 
 def _strip_of_sum(parts: list[dict[str, Any]]) -> tuple[str, int] | None:
-    """Return what is removed from the front of a text, and how often at most; None if the text is
-    not the sum of what its tokens stand for."""
+    """Return the character stripped from the beginning of a text, and at most how often.
+
+    Returns None if the text is not the concatenation of the texts of its tokens.
+    """
     kinds = [part["type"] for part in parts]
     strip = ("", 0)
     if kinds[-1:] == ["Strip"] and "Fuse" in kinds and not parts[-1]["stop"]:
@@ -358,7 +367,7 @@ def _strip_of_sum(parts: list[dict[str, Any]]) -> tuple[str, int] | None:
 
 
 def _byte_of_symbol() -> dict[str, int]:
-    """Return the bytes that GPT-2's symbols stand for: printable ones for themselves."""
+    """Return GPT-2's mapping from symbols to bytes; printable characters map to themselves."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {

@@ -1,4 +1,4 @@
-"""What a prompt may be, and a conversation."""
+"""Types of prompts and conversations."""
 
 from collections.abc import Mapping
 from collections.abc import Sequence as AbstractSequence
@@ -9,21 +9,21 @@ if TYPE_CHECKING:
 
 
 class _Salted(TypedDict, total=False):
-    cache_salt: str  # shares cached prefixes only with prompts of the same
+    cache_salt: str  # cached prefixes are shared only with prompts that have the same salt
 
 
 class TextPrompt(_Salted):
-    """A text to complete. The tokenizer adds what the model expects around one, such as BOS."""
+    """A text to continue. The tokenizer adds the special tokens around it, such as BOS."""
 
     prompt: str
 
 
-class _Told(_Salted, total=False):
-    prompt: str  # is only carried along, to the output
+class _WithText(_Salted, total=False):
+    prompt: str  # only copied to the output
 
 
-class TokensPrompt(_Told):
-    """Token ids to continue, as they are."""
+class TokensPrompt(_WithText):
+    """Token ids to continue, without any change."""
 
     prompt_token_ids: AbstractSequence[int]
 
@@ -36,7 +36,7 @@ Conversations = AbstractSequence[Conversation]
 
 
 class ChatOptions(TypedDict, total=False):
-    """How a conversation becomes a prompt; see `LLM.chat`."""
+    """Options for rendering a conversation as a prompt; see `LLM.chat`."""
 
     chat_template: "str | Path | None"
     chat_template_content_format: str

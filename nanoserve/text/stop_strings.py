@@ -1,25 +1,25 @@
-"""Finding any of several strings in a text that grows, at the same small cost for each character.
+"""Search for several strings in a growing text, at the same small cost per character.
 
-The automaton of Aho and Corasick (1975, "Efficient string matching: an aid to bibliographic
-search", CACM 18(6)). Its state after some text is the longest end of that text with which one of
-the strings begins. That answers both questions of a stream: is a string complete, and how much of
-the end may yet become one.
+This is the automaton of Aho and Corasick (1975, "Efficient string matching: an aid to bibliographic
+search", CACM 18(6)). Its state after a text is the longest suffix of the text that is a prefix of
+one of the strings. The state answers both questions of a stream: is a string complete, and how much
+of the end of the text may still become one.
 """
 
 from collections import deque
 
 
 class StopStrings:
-    """Built once for a list of strings, in a time that grows with all their characters together.
+    """Automaton for a list of strings, built in time proportional to their total length.
 
-    State 0 is "no string has begun". Reading n characters takes at most 2 n moves, however long and
-    however many the strings are: each move back was paid for by one forward.
+    State 0 is "no string has begun". Reading n characters takes at most 2 n moves, regardless of
+    the number and the length of the strings: each move to a shorter state undoes one forward move.
     """
 
     def __init__(self, strings: tuple[str, ...]) -> None:
         self.strings = strings
-        self._next: list[dict[str, int]] = [{}]  # by state: where a character leads
-        self._shorter = [0]  # by state: the longest proper end of its text that is a state, too
+        self._next: list[dict[str, int]] = [{}]  # by state: the next state for a character
+        self._shorter = [0]  # by state: the longest proper suffix that is also a state
         self._num_begun = [0]  # by state: characters at its end that may become a whole string
         self._ending: list[int | None] = [None]  # by state: the longest string that ends here
         for index, string in enumerate(strings):
@@ -27,10 +27,11 @@ class StopStrings:
         self._link()
 
     def advance(self, state: int, text: str) -> tuple[int, tuple[int, int] | None]:
-        """Read `text` from `state`: the state after it, and the string that begins first in it.
+        """Read `text` from `state`; returns the new state and the string that begins first.
 
-        That is (its end in `text`, its index in `strings`), None if none is complete. It may have
-        begun before `text`. Of two that begin at the same place, the first in the list counts.
+        The latter is (its end in `text`, its index in `strings`), or None if none is complete. It
+        may have begun before `text`. If two begin at the same position, the first in the list
+        counts.
         """
         next_of, ending = self._next, self._ending
         first: tuple[int, int, int] | None = None  # (where it begins, index, where it ends)
@@ -45,7 +46,7 @@ class StopStrings:
         return state, None if first is None else (first[2], first[1])
 
     def num_begun(self, state: int) -> int:
-        """Characters at the end of the text that may be the beginning of one of the strings."""
+        """Return how many characters at the end of the text may begin one of the strings."""
         return self._num_begun[state]
 
     def _add(self, index: int, string: str) -> None:
@@ -56,11 +57,11 @@ class StopStrings:
                 self._next.append({})
                 self._ending.append(None)
             state = self._next[state][character]
-        if self._ending[state] is None:  # else the list has it twice
+        if self._ending[state] is None:  # otherwise the list has it twice: keep the first
             self._ending[state] = index
 
     def _link(self) -> None:
-        """Fill in what a state has from shorter ones, which come before it."""
+        """Compute the suffix links and what states inherit by them from shorter states."""
         self._shorter, self._num_begun = [0] * len(self._next), [0] * len(self._next)
         waiting = deque([(0, 0)])  # states and the length of their text
         while waiting:

@@ -1,6 +1,6 @@
-"""The text of one sequence while it grows, and the stop strings that end it.
+"""Text of one sequence while it grows, and the search for stop strings that end it.
 
-A token is not a character: a byte-level tokenizer may spread one Chinese character over three
+A token is not a character: a byte-level tokenizer may split one Chinese character into three
 tokens. The decoder holds back what a later token may still change.
 """
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TextStream:
-    """Costs about 0.4 us a token; stop strings, some 0.1 us for each of its characters."""
+    """Growing text of one sequence. Costs about 0.4 us a token; stop strings 0.1 us a character."""
 
     def __init__(
         self, seq: "Sequence", decoder: IncrementalDecoder, stops: StopStrings | None
@@ -22,15 +22,16 @@ class TextStream:
         self.text = ""
         self._seq, self._decoder, self._stops = seq, decoder, stops
         self._num_decoded = 0  # output tokens fed to the decoder
-        self._stop_state = 0  # of `stops`, after as much of the text as
-        self._num_searched = 0  # characters
-        self._pending, self._pending_state = "", 0  # behind these; searched, but not certain yet
-        self._num_sent = 0  # characters already handed out as deltas
+        self._stop_state = 0  # state of `stops` after the first `_num_searched` characters
+        self._num_searched = 0  # characters of the text that were searched
+        self._pending, self._pending_state = "", 0  # text after these: searched, but not final
+        self._num_sent = 0  # characters already returned as deltas
 
     def advance(self) -> str | None:
-        """Decode the new tokens; the stop string that the text ran into, if any.
+        """Decode the new tokens; returns the stop string that was found, or None.
 
-        The text is cut at the earliest stop string in it, which may have begun tokens ago.
+        The text is cut at the earliest stop string in it, which may have begun several tokens
+        before.
         """
         new = self._take_new()
         if self._stops is None:
@@ -45,23 +46,25 @@ class TextStream:
         return None
 
     def catch_up(self) -> None:
-        """Decode tokens that were searched, and whose text was handed out, by another stream."""
+        """Decode tokens that another stream has searched and returned before."""
         self.text += self._decoder.feed(self._take_new())
         if self._stops is not None:
             self._search(self._stops)
         self.delta(is_whole=False)
 
     def finish(self) -> None:
-        """Decode what is left: bytes that never became a character, too."""
+        """Decode the rest, including bytes that never became a character."""
         self.text += self._decoder.feed(self._take_new()) + self._decoder.finish()
 
     def visible(self, is_whole: bool) -> str:
-        """The text that may be shown; not all of it is, unless it `is_whole`, while its end may be
-        the beginning of a stop string."""
+        """Return the text that may be shown: all of it if `is_whole`.
+
+        Otherwise without an end that may be the beginning of a stop string.
+        """
         return self.text if is_whole else self.text[: len(self.text) - self._held_back()]
 
     def delta(self, is_whole: bool) -> str:
-        """What of that has not been handed out yet."""
+        """Return the part of the visible text that was not returned before."""
         end = len(self.text) - (0 if is_whole else self._held_back())
         piece = self.text[self._num_sent : end]
         self._num_sent = max(self._num_sent, end)
@@ -73,10 +76,10 @@ class TextStream:
         return new
 
     def _search(self, stops: StopStrings) -> tuple[int, int] | None:
-        """Find the stop string that begins first in the text that was not searched before: where
-        it ends, and its index.
+        """Find the stop string that begins first in the text not searched before.
 
-        Characters that are not certain yet count, too: a line end may end an answer at once.
+        Returns its end in the text and its index, or None. Characters that are not final yet are
+        searched, too: a line feed may end an output at once.
         """
         begin, state, new = self._num_searched, self._stop_state, self.text[self._num_searched :]
         self._stop_state, found = stops.advance(state, new)
@@ -92,7 +95,7 @@ class TextStream:
         return None if found is None else (begin + found[0], found[1])
 
     def _cut(self, stops: StopStrings, end: int, index: int) -> str:
-        """Cut the text before or behind a stop string."""
+        """Cut the text before or after a stop string."""
         stop = stops.strings[index]
         text = self.text + self._decoder.pending()
         keeps = self._seq.params.include_stop_str_in_output
@@ -100,5 +103,5 @@ class TextStream:
         return stop
 
     def _held_back(self) -> int:
-        """Characters at the end of the text that may be the beginning of a stop string."""
+        """Return how many characters at the end of the text may begin a stop string."""
         return 0 if self._stops is None else self._stops.num_begun(self._stop_state)

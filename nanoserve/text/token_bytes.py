@@ -1,7 +1,7 @@
-"""The bytes that a token stands for, which its text may have lost.
+"""Bytes of tokens, which their decoded texts may have lost.
 
-A token may be a part of a character: byte-level BPE cuts the UTF-8 of a llama into three tokens,
-and SentencePiece falls back to tokens of one byte, `<0xF0>`. Decoded alone, each is U+FFFD.
+A token may be part of a character: byte-level BPE splits the UTF-8 of a llama emoji into three
+tokens, and SentencePiece falls back to tokens of one byte, `<0xF0>`. Decoded alone, each is U+FFFD.
 """
 
 from functools import cached_property
@@ -15,10 +15,10 @@ _SPACE = "\u2581"  # SentencePiece's
 
 
 class TokenBytes:
-    """The bytes of the tokens of `backend`, by the decoder that makes text of them.
+    """Bytes of the tokens of `backend`, computed according to its decoder.
 
-    Of a tokenizer with another decoder than byte-level BPE's or SentencePiece's, a token's bytes
-    are those of its text alone.
+    For decoders other than those of byte-level BPE and SentencePiece, a token's bytes are those of
+    its text when it is decoded alone.
     """
 
     def __init__(self, backend: TokenizerBackend) -> None:
@@ -28,31 +28,31 @@ class TokenBytes:
         self._known: dict[int, bytes] = {}
 
     def is_special(self, token_id: int) -> bool:
-        """Return whether texts leave the token out where special tokens are skipped."""
+        """Return True if texts leave the token out when special tokens are skipped."""
         return token_id in self._specials
 
     def is_single(self, token_id: int) -> bool:
-        """Return whether it is a byte that only becomes text together with its neighbours."""
+        """Return True if the token is a single byte, decoded together with its neighbours."""
         return self.falls_back and self._backend.id_to_token(token_id) in _SINGLE_BYTES
 
     def of(self, token_id: int) -> bytes:
-        """Return the bytes of a token amid others; b"" for an id that has no token."""
+        """Return the bytes of a token inside a text; b"" for an id without a token."""
         if token_id not in self._known:
             self._known[token_id] = self._make(token_id)
         return self._known[token_id]
 
     def first(self, token_id: int) -> bytes:
-        """Return the bytes of a text's first token, whose leading space may not be shown."""
+        """Return the bytes of a text's first token, whose leading space may be stripped."""
         return self.of(token_id).removeprefix(b" ") if self.strips else self.of(token_id)
 
     @cached_property
     def falls_back(self) -> bool:
-        """Tell whether characters without a token are written as tokens of single bytes."""
+        """True if characters without a token are encoded as tokens of single bytes."""
         return any(step["type"] == "ByteFallback" for step in self._steps)
 
     @cached_property
     def strips(self) -> bool:
-        """Tell whether the space before a text's first word is left out."""
+        """True if the space before a text's first word is stripped."""
         for step in self._steps:
             if step["type"] == "Strip" and step["content"] == " " and step["start"]:
                 return True
@@ -66,7 +66,7 @@ class TokenBytes:
             return b""
         kinds = {step["type"] for step in self._steps}
         if "ByteLevel" in kinds:
-            # As the decoder does: a token with any other character is written as it is.
+            # Like the decoder: a token with any other character is written unchanged.
             values = [BYTE_OF_SYMBOL.get(character) for character in token]
             return token.encode() if None in values else bytes(values)
         if kinds & {"ByteFallback", "Metaspace"}:
@@ -82,9 +82,9 @@ class TokenBytes:
 
 
 def name_of(content: bytes) -> str:
-    """Return how a token of these bytes is written: as text, if they are whole characters.
+    """Return the name of a token of these bytes: its text, if they are valid UTF-8.
 
-    Others are written as OpenAI does, with a backslash: `\\xf0\\x9f`.
+    Otherwise, as in OpenAI's API, escaped bytes: `\\xf0\\x9f`.
     """
     try:
         return content.decode()
@@ -95,25 +95,25 @@ def name_of(content: bytes) -> str:
 class TextPositions:
     """Positions, in characters, at which the tokens of a growing text begin.
 
-    A token that goes on with a character begins where that character does.
+    A token that continues a character begins where that character does.
     """
 
     def __init__(self, token_bytes: TokenBytes, skips_special_tokens: bool, start: int) -> None:
         self._token_bytes, self._skips, self._start = token_bytes, skips_special_tokens, start
-        self._num_characters = 0  # of tokens before `_open`
-        self._open = b""  # bytes that are no whole characters yet, or may turn out to be none
-        self._is_single = False  # what `_open` is made of
+        self._num_characters = 0  # characters before `_open`
+        self._open = b""  # bytes of incomplete characters, or of a run that may be invalid
+        self._is_single = False  # True if `_open` consists of single-byte tokens
         self._is_first = True
 
     def content(self, token_id: int) -> bytes:
-        """Return the bytes that the next token adds to the text: none if it is left out."""
+        """Return the bytes that the next token adds to the text; b"" if it is left out."""
         if self._is_left_out(token_id):
             return b""
         known = self._token_bytes
         return known.first(token_id) if self._is_first else known.of(token_id)
 
     def advance(self, token_id: int) -> int:
-        """Return where the next token begins, and go behind it."""
+        """Return where the next token begins, and advance past it."""
         content = self.content(token_id)
         if self._is_left_out(token_id):
             return self._start + self._num_characters + _num_whole(self._open)
@@ -134,14 +134,14 @@ class TextPositions:
         return self._skips and self._token_bytes.is_special(token_id)
 
     def _settle(self) -> None:
-        """Count the whole characters in `_open`, and those that can no longer become any."""
+        """Count the complete characters in `_open`, and the bytes that cannot become any."""
         kept = _unfinished(self._open)
         done = self._open[: len(self._open) - len(kept)]
         self._num_characters += len(done.decode("utf-8", "replace"))
         self._open = kept
 
     def _close(self) -> None:
-        """Count a run of single bytes: if it is not UTF-8 as a whole, each is a character."""
+        """End a run of single bytes: unless it is valid UTF-8, each byte counts as a character."""
         try:
             self._num_characters += len(self._open.decode())
         except UnicodeDecodeError:
@@ -150,7 +150,7 @@ class TextPositions:
 
 
 def _goes_on(begun: bytes, content: bytes) -> bool:
-    """Return whether the first byte of `content` belongs to the character that has `begun`."""
+    """Return True if the first byte of `content` continues the incomplete character `begun`."""
     longer = begun + content[:1]
     try:
         longer.decode()
@@ -165,13 +165,13 @@ def _num_whole(content: bytes) -> int:
 
 
 def _unfinished(content: bytes) -> bytes:
-    """Return the end of `content` that further bytes may make a character of."""
+    """Return the incomplete character at the end of `content`, or b""."""
     try:
         content.decode()
     except UnicodeDecodeError as error:
         if error.end == len(content) and "unexpected end" in error.reason:
             return content[error.start :]
-        for length in (3, 2, 1):  # a wrong byte comes before: look at the end alone
+        for length in (3, 2, 1):  # the error is an earlier byte: check the end alone
             end = content[-length:]
             try:
                 end.decode()

@@ -1,8 +1,8 @@
-"""Text to token ids and back, through the checkpoint's own Hugging Face tokenizer.
+"""Tokenizer: text to token ids and back, with the checkpoint's own Hugging Face tokenizer.
 
-The ids are those of its tokenizer.json. Classes of transformers, which tokenizer_config.json names,
-build their own way from text to tokens: LlamaTokenizer and GPT2Tokenizer, for some, take only words
-and merges from the file. They are asked for the tokens with a role alone.
+The ids are those of its tokenizer.json. The transformers classes named in tokenizer_config.json
+build their own way from text to tokens; some, such as LlamaTokenizer and GPT2Tokenizer, use only
+the vocabulary and the merges of the file. Only the roles of tokens, such as EOS, come from them.
 """
 
 import copy
@@ -31,16 +31,16 @@ if TYPE_CHECKING:
     from nanoserve.text.token_bytes import TokenBytes
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
-_FROM_OUTSIDE = {"tools", "documents"}  # arguments of templates that hold what others wrote
+_FROM_OUTSIDE = {"tools", "documents"}  # template arguments with untrusted text
 
 
 class Tokenizer:
-    """What the engine and `LLM.chat` need of a tokenizer.
+    """Tokenizer with the methods that the engine and `LLM.chat` need.
 
-    source: a folder, or a GGUF file or its path. chat_template: the text of one in the place of
-    the checkpoint's. Raises `ValueError` if the folder has none, for transformers
-    would make one up that knows no word, and if a file of it is damaged. Code that a checkpoint
-    brings along runs only with `trust_remote_code`.
+    source: a folder, or a GGUF file or its path. chat_template: the text of a template that
+    replaces the checkpoint's. Raises `ValueError` if the folder has no tokenizer (transformers
+    would create an empty one), and if one of its files is damaged. Code in a checkpoint runs only
+    with `trust_remote_code`.
     """
 
     def __init__(
@@ -64,8 +64,7 @@ class Tokenizer:
 
     @cached_property
     def hugging_face(self) -> "PreTrainedTokenizerBase":
-        """transformers' own, for callers: a copy, because its calls leave settings behind, such as
-        to cut texts."""
+        """The transformers tokenizer, as a copy: its calls may change settings like truncation."""
         return copy.deepcopy(self._hf)
 
     @property
@@ -78,15 +77,18 @@ class Tokenizer:
 
     @property
     def chat_template(self) -> str | None:
-        """All of them one after the other, if there are several."""
+        """The chat template; if there are several, all of them concatenated."""
         template = self._hf.chat_template
         return "\n".join(template.values()) if isinstance(template, dict) else template
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        """Token ids, by default with the special tokens that the model expects around a text."""
+        """Return token ids, by default with the special tokens that the model expects.
+
+        Raises `ValueError` if the text cannot be encoded.
+        """
         try:
             return self._hf.encode(text, add_special_tokens=add_special_tokens)
-        except TypeError as error:  # a lone surrogate, for one, is no text
+        except TypeError as error:  # for example, a lone surrogate is not valid text
             raise ValueError(f"the text {text[:50]!r} cannot be tokenized: {error}") from error
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
@@ -101,7 +103,7 @@ class Tokenizer:
         return SpecialTokens(self.backend)
 
     def encode_marked(self, text: str, marks: "Marks") -> list[int]:
-        """Token ids of a rendered conversation, as `encode` gives them, but for what is marked."""
+        """Return the token ids of a rendered conversation; marked special tokens stay text."""
         typed = marks.remove(text)
         if typed == text:
             return self.encode(text, add_special_tokens=False)
@@ -117,15 +119,16 @@ class Tokenizer:
         mark_text: Callable[[str], str] | None = None,
         **kwargs: Any,
     ) -> str:
-        """A conversation as the text that the model was trained on, special tokens written out.
+        """Render a conversation as the text that the model was trained on, with special tokens.
 
-        `mark_text` changes all texts that come from outside, before the template sees them.
+        `mark_text` is applied to all texts that come from users, before the template sees them.
+        Raises `ValueError` if there is no template, or if the template raises.
         """
         if not self.has_chat_template and kwargs.get("chat_template") is None:
             raise ValueError(
-                "this model has no chat template, which makes a text of messages: give one as "
-                "chat_template=FILE (--chat-template FILE of a server), or give a text as the "
-                "prompt (generate(), or /v1/completions of a server)"
+                "this model has no chat template, which is needed to render messages as a prompt: "
+                "give one as chat_template=FILE (--chat-template FILE of a server), or give a text "
+                "as the prompt (generate(), or /v1/completions of a server)"
             )
         try:
             seen = list(messages)
@@ -136,49 +139,53 @@ class Tokenizer:
                 seen, tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
             )
         except Exception as error:  # a template is a program, and may raise anything
-            told = f"the chat template cannot render {shown(messages)}"
-            raise ValueError(f"{told}: {error}") from error
+            raise ValueError(
+                f"the chat template cannot render {shown(messages)}: {error}"
+            ) from error
 
 
 def _read_folder(folder: Path, trust_remote_code: bool) -> "PreTrainedTokenizerBase":
     """Return the tokenizer of a folder. Raises `ValueError` as `Tokenizer` does."""
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(
-            f"{folder} has no tokenizer.json; give tokenizer=FOLDER, or "
-            f"skip_tokenizer_init=True to work with token ids alone"
+            f"{folder} has no tokenizer.json: give tokenizer=FOLDER, or "
+            f"skip_tokenizer_init=True to use token ids only"
         )
-    _refuse_pipes(folder)
+    _reject_pipes(folder)
     try:
         found = _as_its_file_says(_load(folder, trust_remote_code), folder)
     except Exception as error:  # whatever a damaged file makes transformers raise
         reason = _damage(folder) or f"{error!r:.600}"
         raise ValueError(f"the tokenizer in {folder} cannot be loaded: {reason}") from error
     if not isinstance(getattr(found, "backend_tokenizer", None), TokenizerBackend):
-        raise ValueError(f"the tokenizer in {folder} is a {type(found).__name__}, not a fast one")
+        raise ValueError(
+            f"the tokenizer in {folder} is a {type(found).__name__}, not a fast one: it must be a "
+            f"tokenizer of the tokenizers library"
+        )
     return found
 
 
 def _load(folder: Path, trust_remote_code: bool) -> "PreTrainedTokenizerBase":
-    """Return what transformers makes of a folder, of the class that it names if it can."""
+    """Return the transformers tokenizer of a folder, of the class that it names if possible."""
     try:
-        # Without False, transformers would ask at the terminal.
+        # Without an explicit value, transformers would prompt at the terminal.
         return AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
     except Exception as error:
         config = folder / "tokenizer_config.json"
         if config.is_file() and "auto_map" in read_json(config):
             raise
-        try:  # a class that does not go with the file; the file is what counts
+        try:  # the named class does not fit tokenizer.json, which takes precedence
             return PreTrainedTokenizerFast.from_pretrained(str(folder))
         except Exception:
             raise error from None
 
 
 def _as_its_file_says(hf: "PreTrainedTokenizerBase", folder: Path) -> "PreTrainedTokenizerBase":
-    """Return a tokenizer that cuts texts as tokenizer.json does, with the roles of tokens in `hf`.
+    """Return a tokenizer that encodes as tokenizer.json defines, with the token roles of `hf`.
 
-    What is put around a text is the file's, too; `add_bos_token` and `add_eos_token` in
-    tokenizer_config.json have no effect beside it, as in transformers 5. A class that the
-    checkpoint brings along is left as it is.
+    The tokens added around a text are also those of the file; `add_bos_token` and `add_eos_token`
+    in tokenizer_config.json have no effect on it, as in transformers 5. A class from the
+    checkpoint's own code is returned unchanged.
     """
     if not type(hf).__module__.startswith("transformers."):
         return hf
@@ -186,17 +193,17 @@ def _as_its_file_says(hf: "PreTrainedTokenizerBase", folder: Path) -> "PreTraine
     if type(hf) is not PreTrainedTokenizerFast:
         found = PreTrainedTokenizerFast.from_pretrained(str(folder))
         for role in ("bos_token", "eos_token", "unk_token", "pad_token"):
-            token = getattr(hf, role)  # perhaps the class's own, which is not in the files
+            token = getattr(hf, role)  # may be a default of the class that no file names
             if getattr(found, role) is None and token in found.get_vocab():
                 found.add_special_tokens({role: token})
     file = read_json(folder / "tokenizer.json")
     backend: TokenizerBackend = found.backend_tokenizer
     added = file.get("added_tokens") or []
     file |= {"added_tokens": [], "model": {"type": "BPE", "vocab": {}, "merges": []}}
-    steps = TokenizerBackend.from_str(json.dumps(file))  # quick without the words
+    steps = TokenizerBackend.from_str(json.dumps(file))  # fast, because the vocabulary is empty
     backend.normalizer, backend.pre_tokenizer = steps.normalizer, steps.pre_tokenizer
     backend.decoder, backend.post_processor = steps.decoder, steps.post_processor
-    # A token that has a role is special, whatever the file says; all else is as there.
+    # A token that has a role is special, whatever the file says; the rest is as in the file.
     specials = {token.content for token in found.added_tokens_decoder.values() if token.special}
     tokens = [{k: v for k, v in token.items() if k != "id"} for token in added]
     backend.add_tokens(
@@ -206,7 +213,10 @@ def _as_its_file_says(hf: "PreTrainedTokenizerBase", folder: Path) -> "PreTraine
 
 
 def _with_marks(value: Any, mark_text: Callable[[str], str]) -> Any:
-    """A copy of lists and dictionaries with all texts in them changed, keys included."""
+    """Return a copy of nested lists and dictionaries with `mark_text` applied to all texts.
+
+    This includes the keys of dictionaries.
+    """
     if isinstance(value, str):
         return mark_text(value)
     if isinstance(value, Mapping):
@@ -216,15 +226,18 @@ def _with_marks(value: Any, mark_text: Callable[[str], str]) -> Any:
     return value
 
 
-def _refuse_pipes(folder: Path) -> None:
-    """transformers would wait for a pipe for ever, and overlooks a link that leads nowhere."""
+def _reject_pipes(folder: Path) -> None:
+    """Raise `ValueError` for pipes and broken links.
+
+    transformers would wait for a pipe for ever, and ignores a broken link.
+    """
     for file in folder.iterdir():
         if file.suffix in (".json", ".jinja", ".txt") and not (file.is_file() or file.is_dir()):
-            raise ValueError(f"{file} is no file")
+            raise ValueError(f"{file} is not a regular file")
 
 
 def _damage(folder: Path) -> str | None:
-    """Which file is the reason that a tokenizer cannot be loaded, if that is easy to see."""
+    """Return which file prevents a tokenizer from being loaded, if that is easy to see."""
     try:
         for file in sorted(folder.glob("*token*.json")):
             read_json(file)
@@ -232,6 +245,6 @@ def _damage(folder: Path) -> str | None:
         return str(error)
     try:
         TokenizerBackend.from_file(str(folder / "tokenizer.json"))
-    except Exception as error:  # the library's own are plain ones
+    except Exception as error:  # the library raises plain exceptions
         return f"tokenizer.json: {error!s:.300}"
     return None

@@ -1,4 +1,4 @@
-"""What the engine needs of a tokenizer, which it is handed: the real one imports torch."""
+"""Interface of a tokenizer as the engine uses it; the implementation imports torch."""
 
 from typing import Protocol
 
@@ -6,7 +6,7 @@ from tokenizers import Tokenizer as TokenizerBackend
 
 
 class Tokenizer(Protocol):
-    """As `nanoserve.text.tokenizer.Tokenizer`."""
+    """Tokenizer of a checkpoint; see `nanoserve.text.tokenizer.Tokenizer`."""
 
     backend: TokenizerBackend
     eos_token_id: int | None

@@ -1,4 +1,4 @@
-"""Arguments of tool calls in messages: templates get objects, and clients keep them as texts."""
+"""Arguments of tool calls in messages: templates expect objects, but clients send JSON text."""
 
 import json
 from collections.abc import Mapping
@@ -8,18 +8,19 @@ from nanoserve.utils.checks import require, shown
 
 
 def arguments_of(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The arguments of a call's `function` as an object; nothing, "" and "null" are no arguments.
+    """Return the arguments of a call's `function` as an object; None, "" and "null" are empty.
 
-    OpenAI's clients keep them as the text that they have got. Raises `ValueError` for what is no
-    object.
+    OpenAI's clients keep them as the JSON text that they have received. Raises `ValueError` for
+    anything that is not an object.
     """
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = _parsed(arguments.strip())
     if arguments is None:
         return {}
-    told = f"messages: the arguments of {shown(function.get('name'))} are no JSON object"
-    require(isinstance(arguments, Mapping), told)
+    name = shown(function.get("name"))
+    is_object = isinstance(arguments, Mapping)
+    require(is_object, f"messages: the arguments of {name} must be a JSON object")
     return arguments
 
 
@@ -31,7 +32,7 @@ def _parsed(text: str) -> Any:
 
 
 def with_objects(message: Any) -> Any:
-    """Return a message in which each call of a function in OpenAI's form has an object."""
+    """Return the message with the arguments of each function call as an object."""
     calls = message.get("tool_calls") if isinstance(message, Mapping) else None
     if not isinstance(calls, (list, tuple)) or not any(map(_is_text_in, calls)):
         return message
@@ -46,7 +47,7 @@ def _with_object(call: Any) -> Any:
 
 
 def _is_text_in(call: Any) -> bool:
-    """Tell whether a call's arguments are text, or nothing. Other forms are the template's own."""
+    """Return True if a call's arguments are text or missing; other forms are for the template."""
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping):
         return False

@@ -1,7 +1,7 @@
-"""The one dialect of validation: a `ValueError` that says `name=value must be ...`.
+"""Validation helpers: a `ValueError` of the form `name=value must be ...`.
 
-Integers and numbers may be Python's or numpy's, and pass as Python's: numpy's are of a fixed size,
-so that 127 + 1 may be -128. A bool is neither.
+Integers and numbers may be Python's or numpy's, and are returned as Python's: numpy's have a fixed
+size, so that 127 + 1 may be -128. A bool counts as neither.
 """
 
 import json
@@ -19,21 +19,22 @@ _SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother = 3, _MAX_SHOWN, _MAX_SHOWN
 
 
 def require(condition: bool, message: str) -> None:
+    """Raise `ValueError` with `message` unless `condition` holds."""
     if not condition:
         raise ValueError(message)
 
 
 def shown(value: Any) -> str:
-    """`repr` for a message: files hold numbers of thousands of digits, and lists a mile deep."""
+    """Return `repr` for a message, shortened: values may be very long or deeply nested."""
     text = _SHORT.repr(value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
 
 
 def json_object(content: bytes, where: str) -> dict[str, Any]:
-    """The JSON object that `content` must be, in UTF-8; `where` is what the error names."""
+    """Return the JSON object in `content`, which is UTF-8; `where` is its name in errors."""
     try:
         value = json.loads(content.decode())
-    except (ValueError, RecursionError) as error:  # it may be nested deeper than Python calls
+    except (ValueError, RecursionError) as error:  # nesting may exceed Python's recursion limit
         raise ValueError(f"{where} is not JSON: {error}") from error
     require(isinstance(value, dict), f"{where} is not a JSON object")
     return value
@@ -44,7 +45,7 @@ def is_int(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Finite, also in float32, in which tensors may keep it."""
+    """Return True for a number that is finite, also in float32, which tensors may store it in."""
     if not is_int(value) and not isinstance(value, (float, np.floating)):
         return False
     return abs(_as_pythons(value)) <= _FLOAT32_MAX  # False for NaN
@@ -55,12 +56,13 @@ def is_text(value: Any) -> bool:
 
 
 def attribute_error(owner: object, name: str, advice: Mapping[str, str]) -> AttributeError:
-    """An error for an attribute that `owner` has not, with what there is instead, if it is known.
+    """Return the error for a missing attribute of `owner`, with `advice` on it if there is any.
 
-    Raised by `__getattr__`, which must not look at the object: it may not be made yet.
+    For use in `__getattr__`, which must not read attributes of the object: it may be half
+    initialized.
     """
-    told = f"{type(owner).__name__!r} object has no attribute {name!r}"
-    return AttributeError(f"{told}: {advice[name]}" if name in advice else told)
+    message = f"{type(owner).__name__!r} object has no attribute {name!r}"
+    return AttributeError(f"{message}: {advice[name]}" if name in advice else message)
 
 
 def check_int(name: str, value: Any, low: int, high: int | None = None) -> int:
@@ -94,7 +96,7 @@ def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
 def check_list(
     name: str, value: Any, is_good: Callable[[Any], bool], what: str, may_be_empty: bool = True
 ) -> None:
-    """`what` are its elements, in the plural."""
+    """Raise `ValueError` unless `value` is a list of good elements; `what` is their plural noun."""
     is_list = isinstance(value, (list, tuple)) and all(map(is_good, value))
     if not is_list or not (may_be_empty or value):
         at_least = "" if may_be_empty else ", at least one"
@@ -111,4 +113,4 @@ def check_names(name: str, options: Any, kind: type, example: str) -> None:
     require(is_mapping, f"{name}={shown(options)} must be a dictionary such as {example}")
     known = [field.name for field in fields(kind)]
     unknown = sorted(set(options) - set(known))
-    require(not unknown, f"unknown option(s) {unknown} in {name}; known are {known}")
+    require(not unknown, f"unknown option(s) {unknown} in {name}; the known options are {known}")

@@ -1,8 +1,9 @@
 """Checks of the lists and dictionaries of a request, which are bounded and copied.
 
-They come from clients, and some are looked through at each token of a request, in the step of all
-others. So their sizes have limits, far above what is of use, and these are checked first: what is
-too large costs nothing. The copies are the request's own; the caller may go on changing his.
+They come from clients, and some are searched at each token of a request, in the same step as all
+other requests. So their sizes have limits, far above any useful size, which are checked first:
+rejecting a list that is too large costs nothing. Because of the copy, the caller may change the
+original afterwards.
 
 Each check takes the name of the parameter and its value, and returns the copy or raises
 `ValueError`.
@@ -13,7 +14,7 @@ from typing import Any
 
 from nanoserve.utils.checks import check_list, is_int, is_number, is_text, require, shown
 
-MOST_TOKEN_IDS = 2**19  # twice as many as the largest vocabularies have
+MOST_TOKEN_IDS = 2**19  # twice the size of the largest vocabularies
 MOST_STOPS = 1024
 MOST_STOP_CHARACTERS = 16_384  # of all of them together
 MOST_LOGPROB_IDS = 128  # vLLM's limit
@@ -25,7 +26,7 @@ LONGEST_BAD_WORD = 1024  # characters; tokenizers of SentencePiece's kind take q
 def token_ids(
     most: int = MOST_TOKEN_IDS, may_be_empty: bool = True
 ) -> Callable[[str, Any], list[int]]:
-    """Return the check of a list of at most so many token ids."""
+    """Return a function that checks a list of at most `most` token ids."""
 
     def check(name: str, value: Any) -> list[int]:
         _check_size(name, value, most)
@@ -37,12 +38,12 @@ def token_ids(
 
 
 def check_stop(name: str, value: Any) -> str | list[str]:
-    """Check stop strings: one text, which stays one, or a list of them."""
+    """Check stop strings: one string, which is returned as such, or a list of them."""
     if not isinstance(value, str):
         return _check_texts(name, value, MOST_STOPS, MOST_STOP_CHARACTERS)
     require(
         value != "",
-        f"{name}='' would end an answer before it begins: leave it out, or give a text",
+        f"{name}='' would end the output before it begins: leave it out, or give a text",
     )
     return _check_texts(name, [value], MOST_STOPS, MOST_STOP_CHARACTERS)[0]
 
@@ -58,8 +59,8 @@ def check_bad_words(name: str, value: Any) -> list[str]:
 
 
 def check_bias(name: str, value: Any) -> dict[int, float]:
-    """Check numbers by token id; keys of JSON are texts, and so may these be."""
-    allowed = "must map token ids, integers, to numbers in [-100, 100]"
+    """Check numbers by token id; the ids may be strings, like keys in JSON."""
+    allowed = "must map token ids (integers) to numbers in [-100, 100]"
     if not isinstance(value, Mapping):
         raise ValueError(f"{name}={shown(value)} {allowed}")
     _check_size(name, value, MOST_TOKEN_IDS)
@@ -69,7 +70,9 @@ def check_bias(name: str, value: Any) -> dict[int, float]:
         if not is_id or not is_number(number) or not -100 <= number <= 100:
             raise ValueError(f"{name}={{{shown(token_id)}: {shown(number)}}} {allowed}")
         if int(token_id) in found:
-            raise ValueError(f"{name} has the token id {int(token_id)} as a number and a text")
+            raise ValueError(
+                f"{name} has the token id {int(token_id)} twice, as a number and as a string"
+            )
         found[int(token_id)] = float(number)
     return found
 
@@ -80,16 +83,16 @@ def check_callables(name: str, value: Any) -> list[Any]:
 
 
 def check_named(name: str, value: Any) -> dict[str, Any]:
-    """Check a dictionary whose keys are names; its values may be anything."""
+    """Check a dictionary whose keys are strings; its values may be anything."""
     is_named = isinstance(value, Mapping) and all(isinstance(key, str) for key in value)
-    require(is_named, f"{name}={shown(value)} must be a dictionary of names")
+    require(is_named, f"{name}={shown(value)} must be a dictionary whose keys are strings")
     return dict(value)
 
 
 def _check_texts(name: str, value: Any, most: int, most_characters: int) -> list[str]:
     _check_size(name, value, most)
     check_list(name, value, is_text, "texts that are not empty")
-    texts = [str.__str__(text) for text in value]  # of a subclass, what it says and nothing more
+    texts = [str.__str__(text) for text in value]  # plain strings, also of subclasses of str
     num_characters = sum(map(len, texts))
     require(
         num_characters <= most_characters,
@@ -99,7 +102,7 @@ def _check_texts(name: str, value: Any, most: int, most_characters: int) -> list
 
 
 def _is_id_in_text(token_id: Any) -> bool:
-    """Tell whether a token id is written as text, as keys of JSON are."""
+    """Return True if a token id is written as a string, like keys in JSON."""
     return isinstance(token_id, str) and token_id.isascii() and token_id.isdecimal()
 
 

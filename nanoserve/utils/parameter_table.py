@@ -1,13 +1,13 @@
-"""The table of sampling parameters, from which every list of them is made.
+"""Table of sampling parameters, from which every list of them is derived.
 
-A parameter is a field of `SamplingParams` and a row of `PARAMETERS`. What reads the row:
+A parameter is a field of `SamplingParams` and a row of `PARAMETERS`. The columns are used by:
 
-    column          read by
+    column          used by
     --------------  ------------------------------------------------------------------------------
     check           `SamplingParams.validate`
     stage, neutral  `SamplingParams.changes_logits`, `filters_logits`; a draft model, which keeps
-                    temperature and filters (`features/speculative/draft_model.py`); the error of a row that
-                    its constraints leave no token (`sampling/diagnostics.py`)
+                    temperature and filters (`features/speculative/draft_model.py`); the error of a row
+                    whose constraints leave no token (`sampling/diagnostics.py`)
     is_http         bodies of HTTP requests (`serve/http/protocol.py`, where it is a field, too)
     recommended_as  the reader of generation_config.json (`checkpoint/model_config.py`)
     flag            the command line of `nanoserve chat` (`cli/chat.py`)
@@ -41,12 +41,12 @@ INT32_MAX = 2**31 - 1
 class Parameter:
     """One row of the table.
 
-    check: returns the value that a request keeps. optional: whether the value may be None.
-    stage: the stage of the sampler that it acts in; None if it does not change which token is
-        chosen. neutral: the value at which that stage has nothing to do, besides 0, None and an
-        empty list. is_http: whether a field of HTTP requests has its name and meaning.
+    check: returns the value that a request keeps. optional: True if the value may be None.
+    stage: the stage of the sampler that uses it; None if it does not change which token is sampled.
+    neutral: the value at which that stage does nothing, besides 0, None and an empty list.
+    is_http: True if a field of HTTP requests has its name and meaning.
     recommended_as: its name in a generation_config.json; None if no checkpoint can recommend it.
-    flag: what `nanoserve chat` reads behind its flag of this name; None if there is no such flag.
+    flag: parses the argument of its flag of `nanoserve chat`; None if there is no such flag.
     """
 
     check: Check
@@ -58,7 +58,7 @@ class Parameter:
     flag: Callable[[str], Any] | None = None
 
     def is_set(self, value: Any) -> bool:
-        """Return whether the stage has something to do at this value."""
+        """Return True if the stage has something to do at this value."""
         return bool(value) and value != self.neutral
 
 
@@ -89,7 +89,7 @@ def structured_outputs(name: str, value: Any) -> Any:
     return StructuredOutputsParams.of(value)
 
 
-# What acts on logits comes first, in the order in which it does.
+# Parameters that act on logits come first, in the order of the sampler.
 PARAMETERS = {
     "allowed_token_ids": Parameter(
         token_ids(may_be_empty=False), "mask", optional=True, is_http=True
@@ -123,18 +123,18 @@ PARAMETERS = {
         recommended_as="top_p",
         flag=float,
     ),
-    # How many completions, and of which draws.
+    # Number of completions, and their random draws.
     "n": Parameter(integer(1, 16_384), is_http=True),
     "seed": Parameter(integer(-1, 2**64 - 1), optional=True, is_http=True, flag=int),
     "num_speculative_tokens": Parameter(integer(0), optional=True, is_http=True),
-    # When to stop.
+    # Conditions for the end.
     "max_tokens": Parameter(
         integer(1), optional=True, is_http=True, recommended_as="max_new_tokens", flag=int
     ),
     "stop": Parameter(check_stop, optional=True, is_http=True),
     "stop_token_ids": Parameter(token_ids(), optional=True, is_http=True),
     "ignore_eos": Parameter(switch, is_http=True),
-    # What the output has.
+    # Content of the output.
     "include_stop_str_in_output": Parameter(switch, is_http=True),
     "logprobs": Parameter(integer(-1), optional=True),
     "prompt_logprobs": Parameter(integer(-1), optional=True, is_http=True),
@@ -149,7 +149,7 @@ PARAMETERS = {
 
 @cache
 def names_of(*stages: Stage) -> tuple[str, ...]:
-    """Return the parameters that act in these stages, in the order in which they do."""
+    """Return the names of the parameters of these stages, in the order of the sampler."""
     return tuple(name for name, row in PARAMETERS.items() if row.stage in stages)
 
 

@@ -1,4 +1,4 @@
-"""Classes and functions that are found by name, and imported when they are first needed."""
+"""Registries of classes and functions by name, which are imported on first use."""
 
 from collections.abc import Mapping
 from importlib import import_module
@@ -8,24 +8,24 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """What there is of one kind, by name: models, attention backends, heads, draft methods, ...
+    """Entries of one kind, by name: models, attention backends, heads, draft methods, ...
 
-    An entry is the thing itself, or "package.module:Name", which is imported by `get`. Other
-    processes, such as the ranks of a model, import theirs: they are handed the entries.
+    An entry is the object itself, or "package.module:Name", which `get` imports. Other processes,
+    such as the ranks of a model, receive the entries and import the objects themselves.
     """
 
     def __init__(self, kind: str, entries: Mapping[str, str | T]) -> None:
-        """`kind` says in error messages what the entries are: "architecture"."""
+        """`kind` names the entries in error messages, for example "architecture"."""
         self.kind = kind
         self._entries = dict(entries)
 
     def register(self, name: str, entry: str | T) -> None:
-        """Add one of your own. To add the same entry again changes nothing.
+        """Add an entry. Adding the same entry again changes nothing.
 
-        Raises `ValueError` for a name that another entry has, and for a text that is no location.
+        Raises `ValueError` if another entry has this name, and for a string that is not a location.
         """
         if self._entries.get(name, entry) != entry:
-            raise ValueError(f"{self.kind} {name!r} is registered already")
+            raise ValueError(f"{self.kind} {name!r} is already registered with another entry")
         if isinstance(entry, str):
             _split(entry)
         self._entries[name] = entry
@@ -35,17 +35,17 @@ class Registry(Generic[T]):
         return list(self._entries)
 
     def entries(self) -> dict[str, str | T]:
-        """Return what was registered, by name, for another process."""
+        """Return all entries by name, to be sent to another process."""
         return dict(self._entries)
 
     def entry(self, name: str) -> str | T:
-        """Return what was registered. Raises `ValueError`, with all names, for an unknown name."""
+        """Return the entry. Raises `ValueError`, with all known names, for an unknown name."""
         if name not in self._entries:
-            raise ValueError(f"{self.kind} {name!r:.80} is none of {self.names()}")
+            raise ValueError(f"{self.kind} {name!r:.80} is not one of {self.names()}")
         return self._entries[name]
 
     def get(self, name: str) -> T:
-        """Return the thing itself, which this imports if need be."""
+        """Return the object of an entry, imported if necessary."""
         entry = self.entry(name)
         if not isinstance(entry, str):
             return entry

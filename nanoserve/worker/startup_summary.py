@@ -1,4 +1,4 @@
-"""One line on what was loaded, and on what would make it faster."""
+"""One log line about the loaded model, with suggestions that would make it faster."""
 
 import logging
 import sys
@@ -12,20 +12,20 @@ logger = logging.getLogger(__name__)
 
 
 def announce(engine: GuardedEngine) -> None:
-    """Log it; to a person at a terminal it is shown even if nobody has set up logging."""
+    """Log the line; also print it to a terminal if logging at level INFO is off."""
     line = f"loaded {summary(engine)}"
-    missing = tell_what_is_missing(engine)
-    if missing:
-        line += f"; for speed: {'; '.join(missing)}"
+    suggestions = speed_suggestions(engine)
+    if suggestions:
+        line += f"; for speed: {'; '.join(suggestions)}"
     logger.info(line)
     if sys.stderr is not None and sys.stderr.isatty() and not logger.isEnabledFor(logging.INFO):
         print(f"nanoserve: {line}", file=sys.stderr)
 
 
 def summary(engine: GuardedEngine) -> str:
-    """Model, data type, device, attention, products, KV pool."""
+    """Return one line: model, dtype, device, attention backend, matrix products, KV pool."""
     config, model_config, executor = engine.config, engine.model_config, engine.executor
-    context = getattr(executor, "context", None)  # of an executor that computes
+    context = getattr(executor, "context", None)  # None if the model is in other processes
     size = config.block_size
     parts = [repr(config.model), model_config.architecture, model_config.dtype, config.device]
     if config.tensor_parallel_size > 1:
@@ -41,17 +41,17 @@ def summary(engine: GuardedEngine) -> str:
     return ", ".join(parts)
 
 
-def tell_what_is_missing(engine: GuardedEngine) -> list[str]:
-    """What a CPU could be given to compute faster."""
+def speed_suggestions(engine: GuardedEngine) -> list[str]:
+    """Return suggestions that would make a CPU compute faster."""
     config, model_config = engine.config, engine.model_config
     if config.device != "cpu":
         return []
-    told = []
+    suggestions = []
     if find_spec("numba") is None:
-        told.append("pip install 'nanoserve[cpu]' compiles attention and sampling")
+        suggestions.append("pip install 'nanoserve[cpu]' compiles attention and sampling")
     if model_config.dtype == "float16":
-        told.append("dtype='bfloat16' or 'float32' has faster kernels on a CPU")
-    return told
+        suggestions.append("dtype='bfloat16' or 'float32' has faster kernels on a CPU")
+    return suggestions
 
 
 def _name(attention: Any) -> str:
@@ -59,7 +59,7 @@ def _name(attention: Any) -> str:
 
 
 def _products(executor: Any) -> str:
-    """Who multiplies, and with what: a name of `float_choice`'s, or a kind of integers."""
+    """Return the kernel of matrix products: a name of `float_choice`, or a kind of weights."""
     method = executor.context.linear_method
     kind = "" if method is None else type(method).__name__.removesuffix("LinearMethod").lower()
     return getattr(method, "name", kind or "torch")

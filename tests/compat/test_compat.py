@@ -382,7 +382,7 @@ def test_an_option_of_older_servers_is_told_where_it_belongs() -> None:
 def test_tools_that_the_template_does_not_show_are_refused(llm: LLM) -> None:
     tool = {"type": "function", "function": {"name": "f"}}
     for ask in (llm.chat, llm.stream):
-        with pytest.raises(ValueError, match="the chat template shows the model none"):
+        with pytest.raises(ValueError, match="the chat template does not show tools"):
             ask(QUESTION, GREEDY, tools=[tool])
     template = "{{ tools[0].function.name }}:{{ messages[0].content }}"
     options = {"tools": [tool], "chat_template": template, "use_tqdm": False}
@@ -707,7 +707,7 @@ def test_without_text_there_is_none(llm: LLM) -> None:
     deltas = list(llm.stream("The KV cache", params))
     assert [i for d in deltas for i in d.outputs[0].token_ids] == expected.token_ids
     assert not any(map(text, deltas))
-    with pytest.raises(ValueError, match="detokenize=False give stop_token_ids"):
+    with pytest.raises(ValueError, match="stop needs detokenize=True"):
         SamplingParams(detokenize=False, stop=["a"])
 
 

@@ -63,7 +63,10 @@ BAD_VALUES = [
         for value in (-2, 1.0, "1", True, 2**31)
     ),
     *(("logprob_token_ids", value, "list of integers") for value in ([1.5], ["1"], 5, {1: 2})),
-    *(("extra_args", value, "dictionary of names") for value in (5, [1], {1: 2}, "a")),
+    *(
+        ("extra_args", value, "dictionary whose keys are strings")
+        for value in (5, [1], {1: 2}, "a")
+    ),
     *(("logits_processors", value, "list of callables") for value in ([5], [None], 5, "f", len)),
     *(
         (name, value, "True or False")

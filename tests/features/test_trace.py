@@ -5,7 +5,6 @@ import random
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stderr
 from io import StringIO
@@ -154,7 +153,7 @@ def test_a_trace_shows_one_step_at_a_time(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("no/such/folder/run.jsonl", "no folder"),
+        ("no/such/folder/run.jsonl", "folder no/such/folder does not exist"),
         (".", "is a folder"),
         ("", "is a folder"),
         (7, "trace=7"),

@@ -68,14 +68,14 @@ def test_an_unknown_name_is_answered_with_those_that_there_are() -> None:
     registry = Registry("colour", {"red": 1, "blue": 2})
     assert registry.names() == ["red", "blue"] and registry.get("blue") == 2
     for find in (registry.get, registry.entry):
-        with pytest.raises(ValueError, match=r"colour 'green' is none of \['red', 'blue'\]"):
+        with pytest.raises(ValueError, match=r"colour 'green' is not one of \['red', 'blue'\]"):
             find("green")
 
 
 def test_a_name_has_one_entry() -> None:
     registry = Registry("colour", {"red": "paint:Red"})
     registry.register("red", "paint:Red")  # the same
-    with pytest.raises(ValueError, match="colour 'red' is registered already"):
+    with pytest.raises(ValueError, match="colour 'red' is already registered"):
         registry.register("red", "paint:Crimson")
     assert registry.entries() == {"red": "paint:Red"}
 
@@ -112,7 +112,7 @@ def test_one_of_your_own_is_found(kind: str) -> None:
         registry.register("my own", "toy_attention:BlindAttention")
         assert registry.get("my own") is BlindAttention
         assert registry.names() == [*before, "my own"]
-        with pytest.raises(ValueError, match=f"{kind} 'another' is none of .*'my own'"):
+        with pytest.raises(ValueError, match=f"{kind} 'another' is not one of .*'my own'"):
             registry.get("another")
     assert registry.names() == before
 
@@ -233,4 +233,4 @@ def test_a_command(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatc
         assert main(["--help"]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("hello you there\n") and "hello   say hello" in shown
-    assert main(["hello"]) == 2 and "no command 'hello'" in capsys.readouterr().err
+    assert main(["hello"]) == 2 and "unknown command 'hello'" in capsys.readouterr().err

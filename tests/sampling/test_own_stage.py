@@ -49,7 +49,7 @@ def test_only_tokens_near_the_best_are_drawn_and_neighbours_draw_as_ever(
 
 
 def test_a_name_or_a_place_that_cannot_be_is_refused() -> None:
-    with pytest.raises(ValueError, match="'penalties' is registered already"):
+    with pytest.raises(ValueError, match="'penalties' is already registered"):
         register_stage("penalties", f"{__name__}:TopNSigma")
     with pytest.raises(ValueError, match="before='race' must be one of"):
         register_stage("other", f"{__name__}:TopNSigma", before="race")

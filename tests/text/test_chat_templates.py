@@ -61,14 +61,14 @@ def test_a_template_is_a_file_or_a_text(llm: LLM, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ("no-such-file.jinja", "no file, and no text"),
-        ("", "no file, and no text"),
+        ("no-such-file.jinja", "not a file, and not the text"),
+        ("", "not a file, and not the text"),
         (5, "must be a file, or the text"),
-        ("{% for m in messages %}", r"no template that Jinja understands: .*\(line 1\)"),
-        ("{{ messages", "no template that Jinja understands"),
-        ("{{ 1 }}", "does not show `messages`"),
-        ("x" * 5000, "does not show `messages`"),
-        ("\0", "no file, and no text"),
+        ("{% for m in messages %}", r"chat_template is not valid Jinja: .*\(line 1\)"),
+        ("{{ messages", "chat_template is not valid Jinja"),
+        ("{{ 1 }}", "does not use the variable `messages`"),
+        ("x" * 5000, "does not use the variable `messages`"),
+        ("\0", "not a file, and not the text"),
     ],
 )
 def test_what_is_no_template_is_refused_before_a_model_is_loaded(given: Any, told: str) -> None:
@@ -109,7 +109,7 @@ def test_a_checkpoints_several_templates_have_names(llm: LLM, monkeypatch) -> No
     vars(llm.engine.tokenizer).pop("hugging_face", None)
     try:
         assert prompt(llm, chat_template="rag") == "Hi found"
-        with pytest.raises(ValueError, match="no file, and no text"):
+        with pytest.raises(ValueError, match="not a file, and not the text"):
             prompt(llm, chat_template="rags")
     finally:
         vars(llm.engine.tokenizer).pop("hugging_face", None)
@@ -149,13 +149,13 @@ def test_arguments_that_are_a_text_are_shown_as_an_object(
 @pytest.mark.parametrize("arguments", ["Paris", "[1]", '{"a": 1', "5", [1]])
 def test_arguments_that_are_no_object_are_refused(llm: LLM, arguments: Any) -> None:
     if isinstance(arguments, str):
-        with pytest.raises(ValueError, match="arguments of 'f' are no JSON object"):
+        with pytest.raises(ValueError, match="arguments of 'f' must be a JSON object"):
             prompt(llm, calling(arguments))
     pytest.importorskip("fastapi", reason="pip install 'nanoserve[serve]'")
     from nanoserve.serve.http.errors import ApiError
     from nanoserve.serve.http.tools.tool_choice import with_parsed_arguments
 
-    with pytest.raises(ApiError, match="arguments of 'f' are no JSON object"):
+    with pytest.raises(ApiError, match="arguments of 'f' must be a JSON object"):
         with_parsed_arguments(calling(arguments)[1])
 
 

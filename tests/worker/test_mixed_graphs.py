@@ -451,7 +451,7 @@ def test_they_are_captured_anew_after_a_sleep(checkpoint: Path) -> None:
 
 def test_what_cannot_be_captured_is_refused(checkpoint: Path) -> None:
     wanted = {"capture_mixed_steps": True}
-    with pytest.raises(ValueError, match="enforce_eager=True none: leave one of them out"):
+    with pytest.raises(ValueError, match="enforce_eager=True records none: leave out one of them"):
         EngineConfig(str(checkpoint), enforce_eager=True, **wanted)
     with pytest.raises(ValueError, match="pipeline_parallel_size=2 records no CUDA graphs"):
         EngineConfig(str(checkpoint), pipeline_parallel_size=2, **wanted)

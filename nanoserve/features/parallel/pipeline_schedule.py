@@ -1,16 +1,17 @@
 """Pipeline parallelism on the scheduler side: as many steps under way as there are stages.
 
-A step passes from stage to stage, so a stage is idle unless another step is in it meanwhile. The
-loop keeps `num_steps_ahead` steps under way already; what this extension adds is which sequences
-run in which step. Without it, the first step takes all sequences, and the others find none: the
-stages take turns. So what runs is shared out, and so is the budget of tokens:
+A step passes from stage to stage, so a stage is idle unless it computes another step in the
+meantime. The loop already keeps `num_steps_ahead` steps under way; this extension decides which
+sequences run in which step. Without it, the first step would take all sequences and the next ones
+none, so only one stage would work at a time. So the running sequences are divided into
+micro-batches, and so is the token budget:
 
     step 1   a b c | a waits for its token until step 1 has left the last stage
     step 2   d e f |
     step 3   g h   | then a b c again
 
-A pending token cannot be an input here: it is made in the last stage, and needed in the first one.
-Of a prompt, all tokens are known: its chunks follow each other through the stages.
+A pending token cannot be an input here: it is sampled in the last stage and needed in the first.
+All tokens of a prompt are known, so its chunks follow each other through the stages.
 """
 
 from collections.abc import Callable
@@ -27,25 +28,25 @@ if TYPE_CHECKING:
     from nanoserve.config import EngineConfig
     from nanoserve.engine.guard import GuardedEngine
 
-_LEAST_CHUNK = 32  # tokens of prompts in a step, where there are so many: fewer are no faster
-STEP_UNDER_WAY = "a step that it is in is under way"  # a reason to be held
+_LEAST_CHUNK = 32  # minimum number of prompt tokens in a step, if available: fewer are no faster
+STEP_UNDER_WAY = "a step that contains it is under way"  # reason for which a sequence is held
 
 
 class PipelineSchedule(Extension):
-    """Shares out sequences and tokens over the steps that are under way at the same time.
+    """Divides sequences and tokens into micro-batches, one per step under way.
 
     A sequence with a pending token is left out. Chunks of a prompt need not wait for each other:
-    each stage runs its steps in order. A sequence that is preempted while a step under way still
-    owes it a token is held until it has it; or it would compute that token twice.
+    each stage runs its steps in order. If a sequence is preempted while a step under way will still
+    yield its token, it is held until it has that token; otherwise it would compute the token twice.
     """
 
     def __init__(self, engine: "GuardedEngine") -> None:
         self._scheduler = engine.scheduler
         self._num_stages = engine.config.pipeline_parallel_size
         self._most_tokens = -(-engine.scheduler.max_num_batched_tokens // self._num_stages)
-        self._num_rows = 0  # of running sequences in the step that is planned
+        self._num_rows = 0  # maximum number of running sequences in the planned step
         self._under_way: list[Plan] = []
-        self._held_back: list[Sequence] = []  # preempted in the middle of a step
+        self._held_back: list[Sequence] = []  # preempted while a step with them was under way
 
     def on_step_start(self) -> None:
         if self._held_back:
@@ -55,10 +56,10 @@ class PipelineSchedule(Extension):
             self._scheduler.release(free, STEP_UNDER_WAY)
 
     def token_budget(self, num_tokens: int) -> int:
-        """Return this step's share of what all steps have to compute of prompts.
+        """Return the token budget of this step's micro-batch.
 
-        A stage waits for the longest of the steps that are under way. So one that computes a whole
-        prompt beside steps that decode would keep all stages but one idle.
+        A stage waits for the longest of the steps under way. So a step that computed a whole prompt
+        next to decode steps would leave all stages but one idle.
         """
         running, scheduler = self._scheduler.running, self._scheduler
         self._num_rows = -(-len(running) // self._num_stages)
@@ -78,7 +79,7 @@ class PipelineSchedule(Extension):
         return not self._held_back  # a preempted sequence comes first
 
     def limit_tokens(self, seq: Sequence, num_tokens: int, plan: Plan) -> int:
-        """Leave out what is under way, and what is beyond the share of a step."""
+        """Leave out sequences that are under way, and those beyond the size of a micro-batch."""
         if plan.admitted and plan.admitted[-1] is seq:
             return num_tokens
         is_beyond = len(plan.rows) >= self._num_rows
@@ -97,7 +98,7 @@ class PipelineSchedule(Extension):
 
     def on_reset(self) -> None:
         self._under_way.clear()
-        # An exception may have come between the two lines that hold a sequence back.
+        # An exception may have interrupted `on_release` between its last two lines.
         self._held_back = [seq for seq in self._scheduler.held if STEP_UNDER_WAY in seq.held_for]
 
     def _busy(self) -> set[Sequence]:
@@ -107,5 +108,5 @@ class PipelineSchedule(Extension):
 def prepare_pipeline(
     config: "EngineConfig", model_config: "ModelConfig"
 ) -> "Callable[[GuardedEngine], None]":
-    """Return what adds a `PipelineSchedule` to an engine; see `nanoserve.build.PrepareFeature`."""
+    """Return a function that adds a `PipelineSchedule`; see `nanoserve.build.PrepareFeature`."""
     return lambda engine: engine.add_extension(PipelineSchedule(engine))

@@ -168,7 +168,7 @@ def test_what_is_no_tool_is_refused_by_name(client) -> None:
     assert "response_format" in told
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "no JSON"}}
     messages = [*QUESTION, {"role": "assistant", "tool_calls": [call]}]
-    assert "no JSON object" in refused(client, messages=messages)
+    assert "must be a JSON object" in refused(client, messages=messages)
 
 
 def test_tools_that_may_not_be_called_are_no_obstacle(client) -> None:
