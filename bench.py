@@ -1,4 +1,4 @@
-"""`nanoserve bench`, from where the README has it: python bench.py --help"""
+"""Run `nanoserve bench` from a clone of the repository: python bench.py --help"""
 
 import sys
 

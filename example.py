@@ -1,9 +1,9 @@
 """Chat with a model: questions in one batch, then a follow-up in each conversation.
 
-python example.py                                  the tiny model that ships with the package
-python example.py --model path/to/Qwen3-0.6B       any other checkpoint
-python example.py --model Qwen/Qwen3-0.6B          or one from the Hugging Face hub
-python example.py --ask "What is a block table?"   your own questions, as many as you like
+python example.py                                  the tiny model bundled with the package
+python example.py --model path/to/Qwen3-0.6B       another checkpoint
+python example.py --model Qwen/Qwen3-0.6B          a model on the Hugging Face hub
+python example.py --ask "What is a block table?"   one or more questions of your own
 """
 
 import argparse
@@ -38,7 +38,7 @@ FOLLOW_UPS = ["What is prefix caching?", "什么是调度器？", "What is 9 + 1
 
 
 def stream(llm: LLM, question: str, max_tokens: int) -> None:
-    """Print an answer while it is being generated, a token's worth of text at a time."""
+    """Print an answer while it is generated, a token's text at a time."""
     message = {"role": "user", "content": question}
     print(f"\n> {question}\n  ", end="")
     for output in llm.stream([message], SamplingParams(temperature=0, max_tokens=max_tokens)):
@@ -58,12 +58,12 @@ def ask(llm: LLM, conversations: list[list[dict[str, str]]], max_tokens: int) ->
 
 
 def describe(llm: LLM, questions: list[str]) -> None:
-    """JSON by a schema, whatever the model would rather say; the bundled one knows no JSON."""
+    """Print answers as JSON that follows a schema; the bundled model was not trained on JSON."""
     if find_spec("llguidance") is None:
         print("  This needs another package: pip install 'nanoserve[guided]'")
         return
-    guide = StructuredOutputsParams(json=SCHEMA)
-    params = SamplingParams(temperature=0, max_tokens=80, structured_outputs=guide)
+    constraint = StructuredOutputsParams(json=SCHEMA)
+    params = SamplingParams(temperature=0, max_tokens=80, structured_outputs=constraint)
     conversations = [[{"role": "user", "content": question}] for question in questions]
     for question, output in zip(questions, llm.chat(conversations, params), strict=True):
         print(f"\n> {question}\n  {output.outputs[0].text}")
@@ -71,11 +71,12 @@ def describe(llm: LLM, questions: list[str]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Chat with a model through nanoserve.")
-    parser.add_argument(
-        "--model", default="tiny-qwen3", help="folder, bundled name or name on the hub"
-    )
-    parser.add_argument("--ask", nargs="+", default=QUESTIONS, metavar="QUESTION")
-    parser.add_argument("--max-tokens", type=int, default=160)
+    model = "Folder, bundled name or name on the hub. Default: %(default)s."
+    parser.add_argument("--model", default="tiny-qwen3", help=model)
+    questions = "Questions, each in a conversation of its own. Default: eight questions."
+    parser.add_argument("--ask", nargs="+", default=QUESTIONS, metavar="QUESTION", help=questions)
+    length = "Maximum number of tokens in an answer. Default: %(default)s."
+    parser.add_argument("--max-tokens", type=int, default=160, help=length)
     args = parser.parse_args()
 
     start = time.perf_counter()
@@ -89,12 +90,12 @@ def main() -> None:
         conversations = [[{"role": "user", "content": question}] for question in args.ask]
         ask(llm, conversations, args.max_tokens)
 
-        print("\n3. A follow-up in each conversation: what was said before is in the prefix cache.")
+        print("\n3. A follow-up in each conversation: the history is in the prefix cache.")
         for conversation, follow_up in zip(conversations, cycle(FOLLOW_UPS), strict=False):
             conversation.append({"role": "user", "content": follow_up})
         ask(llm, conversations, args.max_tokens)
 
-        print("\n4. JSON by a schema.")
+        print("\n4. JSON that follows a schema.")
         describe(llm, args.ask[:3])
 
         stats, seconds = llm.stats, time.perf_counter() - loaded
@@ -111,5 +112,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except ValueError as error:  # a bad option or model; the message says what and why
+    except ValueError as error:  # an invalid option or model; the message has the reason
         sys.exit(f"example.py: {error}")

@@ -58,98 +58,146 @@ _BUDGETS = {"cpu": 2048, "cuda": 8192}
 class EngineConfig:
     """Options of one engine, under vLLM's names. Every field is checked on construction.
 
-    None means "not given". `for_device` returns a copy in which the options that depend on the
-    device are set; an engine gets that copy.
+    None is "not given". What then depends on the device is chosen by `for_device`; an engine gets
+    what that returns. The comment above a field is also the help of its command-line flag
+    (`nanoserve.cli.engine_flags`): sentences, with other options in backticks, and with
+    "Default: ..." at the end if the default is None.
 
     Raises `ValueError` with the offending value and its limit. Other options of `LLM`, such as
     vLLM's names, are translated before: see `nanoserve.compat.options.engine_config`.
     """
 
     model: str
-    tokenizer: str | None = None  # a folder, a GGUF file or a name, in the form of `model`
-    skip_tokenizer_init: bool = False  # token ids in, token ids out
-    chat_template: str | Path | None = None  # a file or text that replaces the checkpoint's
-    revision: str | None = None  # branch, tag or commit of a model from the hub
-    download_dir: str | None = None  # folder of the hub's files; None is the hub's own cache
-    trust_remote_code: bool = False  # run the checkpoint's tokenizer code, never its model code
-    dtype: str = "auto"  # "auto" is the checkpoint's own
-    load_format: str = "auto"  # "auto" | "safetensors" | "dummy" (random weights, for benchmarks)
-    # Quantization of the weights: None keeps the checkpoint's format; "int8", "int4" and, on a GPU,
-    # "fp8" quantize plain weights. On a GPU a quantized checkpoint's own format must be named, too.
+    # Folder, GGUF file or name of the tokenizer. Default: the one of the model.
+    tokenizer: str | None = None
+    # Load no tokenizer: prompts and outputs are token ids.
+    skip_tokenizer_init: bool = False
+    # File with a Jinja chat template, or its text. Default: the template of the checkpoint.
+    chat_template: str | Path | None = None
+    # Branch, tag or commit of a model on the hub. Default: the newest commit.
+    revision: str | None = None
+    # Folder for files downloaded from the hub. Default: the hub's own cache.
+    download_dir: str | None = None
+    # Allow the tokenizer to run code of the checkpoint. The code of a model is never run.
+    trust_remote_code: bool = False
+    # Data type of weights and activations: "auto" (the checkpoint's), "float32", "bfloat16" or
+    # "float16".
+    dtype: str = "auto"
+    # Source of the weights: "auto", "safetensors" or "dummy" (random weights, for benchmarks).
+    load_format: str = "auto"
+    # Quantise plain weights as they are loaded: "int8" (a scale per row), "int4" (a scale per
+    # group) or, on a GPU, "fp8". A GPU converts a quantised checkpoint to floats, unless its own
+    # format is named here. Default: as the checkpoint has them.
     quantization: str | None = None
-    quantization_group_size: int | None = None  # weights of int4 that share a scale: 32, 64 or 128
-    # Activations for quantised weights: "int8" rounds them to 8 bits in groups, "none" keeps them
-    # as floats. None is "int8" on a CPU with numba and "none" on a GPU, but e4m3 for "fp8".
+    # Number of int4 weights that share a scale: 32, 64 or 128; needs `quantization` "int4".
+    # Default: 32.
+    quantization_group_size: int | None = None
+    # Operands of products with quantised weights: "int8" rounds activations to 8 bits in groups,
+    # "none" keeps them in floating point. Default: "int8" on a CPU with numba; on a GPU "none", but
+    # e4m3 for "fp8" weights.
     quantization_activations: str | None = None
-    seed: int = 0  # seeds the requests that have no seed of their own
-    # Default sampling parameters: "auto" takes those of the checkpoint's generation_config.json,
-    # "vllm" does not; override_generation_config is applied after them.
+    # Seed for requests that have none of their own.
+    seed: int = 0
+    # Sampling parameters of requests that set none: "auto" reads generation_config.json of the
+    # checkpoint, "vllm" does not.
     generation_config: str = "auto"
+    # Sampling parameters, as an object, that override those of `generation_config`. Default: none.
     override_generation_config: dict[str, Any] | None = None
-    hf_overrides: dict[str, Any] | None = None  # entries that replace those of config.json
+    # Entries, as an object, that override those of the checkpoint's config.json. Default: none.
+    hf_overrides: dict[str, Any] | None = None
 
-    max_model_len: int | None = None  # tokens, prompt and output together
-    max_num_seqs: int = 256  # maximum number of running sequences, not of rows in a step
-    # Token budget of one step. None: 2048 on a CPU and 8192 on a GPU, or max_num_seqs if more.
+    # Longest sequence in tokens, prompt and output together. Default: the model's limit, or less if
+    # the KV cache holds less.
+    max_model_len: int | None = None
+    # Maximum number of running sequences; a step may compute fewer.
+    max_num_seqs: int = 256
+    # Token budget of one step. Default: 2048 on a CPU and 8192 on a GPU, or `max_num_seqs` if that
+    # is more.
     max_num_batched_tokens: int | None = None
-    long_prefill_token_threshold: int = 0  # tokens per step for one sequence; 0 is no threshold
-    scheduling_policy: str = "fcfs"  # "fcfs" | "priority" (lower value first)
-    # A subclass of `Scheduler`, or its "module.Class"; it works with every feature.
+    # Maximum number of prompt tokens of one sequence in a step; 0 is no limit.
+    long_prefill_token_threshold: int = 0
+    # Order in which requests are scheduled: "fcfs" (first come, first served) or "priority" (lower
+    # values first).
+    scheduling_policy: str = "fcfs"
+    # Scheduler to use: a subclass of `Scheduler`, or its "module.Class"; it is used whichever
+    # features are on. Default: `Scheduler` itself.
     scheduler_cls: Any = None
-    # Under "priority": the number of later arrivals that outweighs one priority level. None: no
-    # number does, and a stream of urgent requests starves all other requests.
+    # Number of later arrivals that outweigh one level of priority; needs `scheduling_policy`
+    # "priority". Default: no number does; a stream of urgent requests can then starve all others.
     priority_aging: int | None = None
-    # Plan and launch a step while the previous one runs. None: True on a GPU without a `trace`.
-    # A CPU computes the step in the same process and gains nothing.
+    # Schedule and launch a step while the previous one runs. Default: True on a GPU without
+    # `trace`, else False: a CPU computes each step in the same process and gains nothing.
     async_scheduling: bool | None = None
 
-    block_size: int = 16  # tokens per KV block
-    num_kv_blocks: int | None = None  # size of the block pool
-    kv_cache_memory_bytes: int | None = None  # or the memory that the block pool may take
-    kv_cache_dtype: str = "auto"  # "auto" (the model's) | "int8" | "fp8", which is "fp8_e4m3"
+    # Number of tokens in a KV block.
+    block_size: int = 16
+    # Number of KV blocks. Default: on a CPU, up to 4 GiB of them; on a GPU, what weights and
+    # activations leave of `gpu_memory_utilization`.
+    num_kv_blocks: int | None = None
+    # Memory for KV blocks in bytes, instead of `num_kv_blocks`. Default: as for `num_kv_blocks`.
+    kv_cache_memory_bytes: int | None = None
+    # Data type of the KV cache: "auto" (the model's), "int8" or "fp8" (the same as "fp8_e4m3").
+    kv_cache_dtype: str = "auto"
+    # Reuse the KV blocks of prefixes that earlier requests have computed.
     enable_prefix_caching: bool = True
-    # True: layers with a sliding window keep the K and V of all tokens, like all other layers.
-    # None: True on a GPU, where layer groups have not been tested yet.
+    # Keep K and V of all tokens in layers with a sliding window, as in other layers. Default: True
+    # on a GPU, where groups of layers have not run yet, and False on a CPU.
     disable_hybrid_kv_cache_manager: bool | None = None
-    prefix_cache_seed: int | None = None  # None is random: hashes then differ between engines
-    # Report to each request how much of its prompt was cached. This reveals which prompts other
-    # requests have had.
+    # Seed of the hashes of cached blocks. Default: a random one, so that hashes differ per engine.
+    prefix_cache_seed: int | None = None
+    # Report to each request how many tokens of its prompt were cached. This reveals whether others
+    # have sent the same prefix.
     enable_prompt_tokens_details: bool = True
 
-    # Speculative decoding: verify several draft tokens in a step. A dictionary, see
-    # nanoserve.features.speculative.config.
+    # Speculative decoding: an object such as {"method": "ngram"}; see
+    # nanoserve/features/speculative/config.py. Default: none.
     speculative_config: Any = None
-    # Computation of the grammars of requests: a dictionary, see nanoserve.features.structured.config.
+    # Options of structured output: an object; see nanoserve/features/structured/config.py. Default: none.
     structured_outputs_config: Any = None
     logits_processors: tuple[Any, ...] = ()  # see nanoserve.sampling.processors
-    max_logprobs: int = 20  # maximum that a request may have; -1: the whole vocabulary
-    trace: str | Path | None = (
-        None  # a file for the record of every step; see nanoserve.features.trace
-    )
-    disable_log_stats: bool = True  # False collects the metrics of `LLM.get_metrics`
-    # Publish blocks that enter or leave the prefix cache: a dictionary, see
-    # nanoserve.features.kv_events.config.
+    # Maximum number of log-probabilities that a request may ask for; -1 is the whole vocabulary.
+    max_logprobs: int = 20
+    # File for a record of every step, to be read by `nanoserve trace`. Default: none.
+    trace: str | Path | None = None
+    # Collect no statistics for `LLM.get_metrics`.
+    disable_log_stats: bool = True
+    # Publish events of the prefix cache: an object; see nanoserve/features/kv_events/config.py. Default:
+    # none.
     kv_events_config: Any = None
 
-    num_threads: int | None = None  # CPU threads. None: all of torch's, or one for a small model
-    device: str = "auto"  # "auto" (an NVIDIA GPU if there is one) | "cpu" | "cuda"
-    attention_backend: str = "auto"  # "auto" | "torch" | "numba" | "triton" | "flash_attn"
-    # No CUDA graphs. Used on a GPU only; checked on all devices, so that scripts are portable.
+    # Number of CPU threads. Default: as many as torch chooses, or 1 for a model with
+    # less than 64 MiB of weights.
+    num_threads: int | None = None
+    # Device: "auto" (an NVIDIA GPU if there is one), "cpu" or "cuda".
+    device: str = "auto"
+    # Attention kernels: "torch" or "numba" on a CPU, "triton" or "flash_attn" on a GPU; "auto"
+    # selects numba if it is installed, else torch, and triton on a GPU.
+    attention_backend: str = "auto"
+    # Use no CUDA graphs. Options of a GPU are accepted and checked on a CPU, too, so that scripts
+    # stay portable.
     enforce_eager: bool = False
-    # Capture LM head and sampling of decode steps in CUDA graphs, too. On an H100 it gains nothing.
+    # Include the LM head and sampling of plain decode steps in CUDA graphs. An H100 gains nothing
+    # by it.
     capture_sampling: bool = False
-    # Capture steps with prompts in CUDA graphs, too, at padded numbers of tokens. None: only where
-    # it was tested: one GPU, Triton attention, no draft tokens and no quantised weights.
+    # Run steps that compute prompts in CUDA graphs, at padded numbers of tokens. Default: True
+    # where this has been tested (one GPU, attention in Triton, neither draft tokens nor quantised
+    # weights), else False.
     capture_mixed_steps: bool | None = None
+    # Fraction of the GPU's memory for weights, activations and KV cache.
     gpu_memory_utilization: float = 0.9
-    tensor_parallel_size: int = 1  # ranks that share the model: GPUs, or processes on a CPU
-    # Pipeline stages, each with some of the layers and tensor_parallel_size ranks. On a GPU stages
-    # run without CUDA graphs.
+    # Number of ranks that share each layer: GPUs, or processes on a CPU.
+    tensor_parallel_size: int = 1
+    # Number of pipeline stages, each with some of the layers and `tensor_parallel_size` ranks. On a
+    # GPU, stages run without CUDA graphs.
     pipeline_parallel_size: int = 1
-    # Where the ranks are started: "mp" on this machine, "ray" on a Ray cluster. None: "mp".
+    # Launcher of the ranks: "mp" (processes on this machine) or "ray" (a Ray cluster). Default:
+    # "mp".
     distributed_executor_backend: str | None = None
-    distributed_timeout_seconds: int = 300  # limit on the wait of one rank for another in a step
-    worker_timeout_seconds: int = 8  # limit on the time without a heartbeat, which busy ranks send
+    # Seconds that a rank waits for another one within a step.
+    distributed_timeout_seconds: int = 300
+    # Seconds after which a worker process without a heartbeat is taken for dead; a busy worker
+    # does send heartbeats.
+    worker_timeout_seconds: int = 8
 
     def __post_init__(self) -> None:
         for field in fields(self):

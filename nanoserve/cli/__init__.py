@@ -1,1 +1,1 @@
-"""What `nanoserve COMMAND` does in a shell: one module for each command, with a `main`."""
+"""The commands of `nanoserve COMMAND` in a shell: one module each, with a `main`."""

@@ -1,4 +1,4 @@
-"""`nanoserve batch IN OUT`: answer a file of requests, and go on where an earlier run ended."""
+"""`nanoserve batch IN OUT`: answer a file of requests, and resume a run that was interrupted."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nanoserve.serve.batch.batch_job import Job
     from nanoserve.serve.batch.requests import Todo
 
-# vLLM's engine has them, too.
+# Flags of this command that have the name of an option of vLLM's engine.
 _OURS = ("served_model_name", "reasoning_parser", "data_parallel_size")
 _SETTINGS = (
     *("served_model_name", "tool_call_parser", "reasoning_parser"),
@@ -25,8 +25,11 @@ _SETTINGS = (
 
 
 def main(arguments: list[str]) -> int:
-    """0: every line has the answer that it asked for. 1: all is done, and some lines were wrong.
-    2: it could not be run, or not to the end. 130, 143: Ctrl-C, SIGTERM."""
+    """Run the command and return its exit status.
+
+    0: every request has been answered. 1: the run is complete, and some lines were invalid.
+    2: the run could not be started or completed. 130, 143: stopped by Ctrl-C, by SIGTERM.
+    """
     args = _parser().parse_args(arguments)
     try:
         return _run(args)
@@ -42,14 +45,14 @@ def _run(args: Namespace) -> int:
     check_number("grace_period", args.grace_period, 0)
     require(path.is_file(), f"{path} is not a file")
     is_same = out.exists() and os.path.samefile(path, out)
-    require(not is_same, f"{out} is the input: name another file for the answers")
+    require(not is_same, f"{out} is the input file: name another file for the answers")
     _check_packages(args)
     from nanoserve.serve.batch.batch_job import Job
     from nanoserve.serve.batch.output_file import AnswersFile
     from nanoserve.serve.batch.resume import survey
 
-    def report(number: int, told: str) -> None:
-        print(f"{path}:{number}: {told}", file=sys.stderr)
+    def report(number: int, message: str) -> None:
+        print(f"{path}:{number}: {message}", file=sys.stderr)
 
     options = engine_options(args, _OURS)
     salt = f"{args.model} {options.get('seed', 0)}"
@@ -66,15 +69,15 @@ def _run(args: Namespace) -> int:
         answers.close()
     print(job.summary(), file=sys.stderr)
     if stopped_by:
-        print("stopped; the same command goes on from here", file=sys.stderr)
-        return 128 + stopped_by  # as a shell has it
+        print("stopped; run the same command again to resume", file=sys.stderr)
+        return 128 + stopped_by  # the convention of shells
     return 0 if job.is_good else 1
 
 
 def _answer(
     args: Namespace, path: Path, salt: str, todo: "Todo", job: "Job", options: dict[str, Any]
 ) -> int:
-    """The signal that ended it early, or 0."""
+    """Answer the requests `todo`; return the signal that stopped the run, or 0."""
     settings = {name: getattr(args, name) for name in _SETTINGS}
     settings = {name: value for name, value in settings.items() if value is not None}
     answerer: dict[str, Any] = {"model": args.model, "options": options, "settings": settings}
@@ -100,49 +103,54 @@ def _check_packages(args: Namespace) -> None:
     try:
         import nanoserve.serve.http.app  # noqa: F401
     except ModuleNotFoundError as error:
-        told = f"what a server needs ({error}), a batch needs, too: pip install 'nanoserve[serve]'"
-        raise ValueError(told) from error
+        message = f"a batch needs the server's packages ({error}): pip install 'nanoserve[serve]'"
+        raise ValueError(message) from error
     if args.replicas > 1 or args.ray_address:
         try:
             import ray.data  # noqa: F401
         except ModuleNotFoundError as error:
-            told = f"replicas={args.replicas} need Ray ({error}): pip install 'nanoserve[ray]'"
-            raise ValueError(told) from error
+            message = f"replicas={args.replicas} needs Ray ({error}): pip install 'nanoserve[ray]'"
+            raise ValueError(message) from error
 
 
 def _one_of(name: str, by_place: str | None, by_flag: str | None) -> str:
     given = [value for value in (by_place, by_flag) if value is not None]
-    require(len(given) == 1, f"{name} is given {len(given)} times: it takes IN and OUT, two files")
+    require(len(given) == 1, f"{name} is given {len(given)} times: give IN and OUT once each")
     return given[0]
 
 
 def _parser() -> ArgumentParser:
     parser = Parser(
         prog="nanoserve batch",
-        description="Answer the requests of a file, in OpenAI's batch format. Whatever ends it, "
-        "the same command goes on: what OUT has is not computed again.",
-        epilog="Exit status: 0 all answered, 1 some lines were wrong, 2 it has not come to its end",
+        description="Answer the requests of a file, in OpenAI's batch format. A run that was "
+        "interrupted is resumed by the same command: answers that OUT has are not computed again.",
+        epilog="Exit status: 0 if all requests were answered, 1 if some lines were invalid, 2 if "
+        "the run could not be completed.",
     )
     add = parser.add_argument
-    add("input", nargs="?", metavar="IN", help="a JSON object a line: custom_id, method, url, body")
-    add("output", nargs="?", metavar="OUT", help="gets a line for each, as they are answered")
-    add("-i", "--input-file", metavar="IN", help="the same, as vLLM's run-batch has it")
-    add("-o", "--output-file", metavar="OUT", help="the same")
-    add("--model", default="tiny-qwen3", help="folder, file or name, as for LLM() (%(default)s)")
-    several = "engines; more than one run on Ray, and need nanoserve[ray]"
+    input_file = "File with a JSON object in each line: custom_id, method, url, body."
+    add("input", nargs="?", metavar="IN", help=input_file)
+    add("output", nargs="?", metavar="OUT", help="File that gets a line for each answer.")
+    add("-i", "--input-file", metavar="IN", help="IN, as a flag of vLLM's run-batch.")
+    add("-o", "--output-file", metavar="OUT", help="OUT, as a flag of vLLM's run-batch.")
+    model = "Folder, file or name of the model, as for LLM(). Default: %(default)s."
+    add("--model", default="tiny-qwen3", help=model)
+    several = "Number of engines; more than one run on Ray (nanoserve[ray]). Default: %(default)s."
     names = ("--replicas", "--data-parallel-size", "-dp")
     add(*names, type=int, default=1, metavar="N", help=several)
-    add("--ray-address", metavar="ADDRESS", help="of a Ray cluster (one on this machine)")
-    grace = "to end what runs, after SIGTERM or Ctrl-C (%(default)s)"
+    cluster = "Address of a Ray cluster. Default: a cluster is started on this machine."
+    add("--ray-address", metavar="ADDRESS", help=cluster)
+    grace = "Seconds for running requests to end after SIGTERM or Ctrl-C. Default: %(default)s."
     add("--grace-period", type=float, default=30, metavar="S", help=grace)
-    add("--served-model-name", action=Words, metavar="NAME", help="that requests may use")
-    tools = "how the model writes calls: hermes, llama3_json, mistral (as its template shows)"
+    names_help = "Model names that requests may use. Default: the value of --model."
+    add("--served-model-name", action=Words, metavar="NAME", help=names_help)
+    tools = "Format of tool calls: hermes, llama3_json or mistral. Default: from the template."
     add("--tool-call-parser", metavar="NAME", help=tools)
-    thoughts = "split off what the model thinks before it answers: qwen3, deepseek_r1"
+    thoughts = "Format of reasoning to split off an answer: qwen3, deepseek_r1. Default: none."
     add("--reasoning-parser", metavar="NAME", help=thoughts)
-    kwargs = "what templates get if a request says nothing of it, as '{\"enable_thinking\": false}'"
+    kwargs = "Defaults for chat_template_kwargs, as '{\"enable_thinking\": false}'. Default: none."
     add("--default-chat-template-kwargs", type=from_json, metavar="JSON", help=kwargs)
-    process = "run the engine in a process of its own (%(default)s)"
+    process = "Run the engine in a separate process. Default: %(default)s."
     add("--engine-process", action=BooleanOptionalAction, default=True, help=process)
     add_engine_flags(parser, but=_OURS)
     return parser

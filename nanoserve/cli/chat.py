@@ -1,4 +1,4 @@
-"""`nanoserve chat MODEL`: a conversation in the terminal, with a model here or on a server."""
+"""`nanoserve chat MODEL`: a conversation in the terminal, with a local model or a server."""
 
 import contextlib
 import json
@@ -16,9 +16,18 @@ from nanoserve.cli.parser import Parser, add_model, model_of
 from nanoserve.utils.parameter_table import PARAMETERS
 
 Messages = list[dict[str, str]]
-Answer = Callable[[Messages], Iterator[str]]  # the pieces of an answer, as they come
+Answer = Callable[[Messages], Iterator[str]]  # pieces of an answer, as they are generated
 
-_HELP = "/new begins a new conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer"
+_HELP = "/new begins a new conversation, /exit or Ctrl-D ends it, Ctrl-C stops an answer."
+_HELP_OF = {
+    "temperature": "Sampling temperature; 0 is greedy. Default: as the checkpoint recommends.",
+    "top_k": "Sample from the k most likely tokens. Default: as the checkpoint recommends.",
+    "top_p": "Sample from the most likely tokens that have probability p together. Default: as the "
+    "checkpoint recommends.",
+    "seed": "Seed of the answers. Default: the engine's seed, 0.",
+    "max_tokens": "Maximum number of tokens in an answer. Default: as many as the context has room "
+    "for.",
+}
 _FLAGS = {name: row.flag for name, row in PARAMETERS.items() if row.flag is not None}
 
 
@@ -32,7 +41,7 @@ def main(arguments: list[str]) -> int:
 
 
 def converse(answer: Answer, system: str | None) -> None:
-    """Read lines and answer them until there are no more."""
+    """Read lines and print the model's answers until the input ends."""
     beginning = [{"role": "system", "content": system}] if system else []
     messages, is_terminal = list(beginning), sys.stdin.isatty()
     if is_terminal:
@@ -54,7 +63,7 @@ def converse(answer: Answer, system: str | None) -> None:
 
 
 def _show(pieces: Iterator[str]) -> str:
-    """Print an answer while it comes; all of it, or as much as there was before a Ctrl-C."""
+    """Print an answer while it is generated; return its text, which a Ctrl-C cuts short."""
     text = ""
     try:
         for piece in pieces:
@@ -70,9 +79,9 @@ def _local(args: Namespace, closing: contextlib.ExitStack) -> Answer:
     from nanoserve.llm import LLM
 
     options = engine_options(args)
-    options.pop("seed", None)  # that of the answers has the same name
+    options.pop("seed", None)  # --seed is the seed of the answers, not the engine's
     llm = closing.enter_context(LLM(args.model or "tiny-qwen3", **options))
-    # Without max_tokens, an answer may be as long as there is room.
+    # An answer may be as long as the context allows, unless --max-tokens is given.
     changes = {"max_tokens": None, **_given(args)}
     params = replace(llm.get_default_sampling_params(), **changes)
 
@@ -84,31 +93,37 @@ def _local(args: Namespace, closing: contextlib.ExitStack) -> Answer:
 
 
 def _remote(args: Namespace) -> Answer:
-    """Any server that speaks OpenAI's protocol, with what the standard library has."""
+    """Return a function that sends messages to a server with OpenAI's protocol.
+
+    It uses the standard library only.
+    """
     engine = sorted({*engine_options(args)} - {"seed"})
     if engine:
-        raise ValueError(f"{engine} are for a model here, and --url={args.url} names a server")
+        raise ValueError(
+            f"{engine} are options of a local model, and --url={args.url} names a server: leave "
+            "them out"
+        )
     base = args.url.rstrip("/").removesuffix("/v1") + "/v1"
     key = args.api_key or os.environ.get("OPENAI_API_KEY")
     headers = {"content-type": "application/json"}
     if key:
         headers["authorization"] = f"Bearer {key}"
 
-    def ask(path: str, body: dict[str, Any] | None = None) -> Any:
+    def send(path: str, body: dict[str, Any] | None = None) -> Any:
         content = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(f"{base}{path}", content, headers)
         try:
             return urllib.request.urlopen(request, timeout=600)
         except urllib.error.HTTPError as error:
-            told = error.read(10_000).decode(errors="replace")
-            raise ValueError(f"{base} answers {error.code}: {told}") from error
+            message = error.read(10_000).decode(errors="replace")
+            raise ValueError(f"{base} answers {error.code}: {message}") from error
 
-    with ask("/models") as told:
-        model = args.model or json.load(told)["data"][0]["id"]
+    with send("/models") as response:
+        model = args.model or json.load(response)["data"][0]["id"]
 
     def answer(messages: Messages) -> Iterator[str]:
         body = {"model": model, "messages": messages, "stream": True, **_given(args)}
-        with ask("/chat/completions", body) as lines:
+        with send("/chat/completions", body) as lines:
             for line in lines:
                 if line.startswith(b"data: {"):
                     event = json.loads(line[6:])
@@ -125,15 +140,20 @@ def _given(args: Namespace) -> dict[str, Any]:
 
 
 def _parser() -> ArgumentParser:
-    parser = Parser(prog="nanoserve chat", description="Talk to a model.", epilog=_HELP)
+    parser = Parser(prog="nanoserve chat", description="Chat with a model.", epilog=_HELP)
     add = parser.add_argument
-    model = "folder, file or name, as for LLM() (tiny-qwen3; of a server, its first)"
+    model = (
+        "Folder, file or name of the model, as for LLM(). Default: tiny-qwen3, or the first model "
+        "of the server."
+    )
     add_model(parser, model)
-    add("--url", help="a server that speaks OpenAI's protocol, instead of a model here")
-    add("--api-key", metavar="KEY", help="of that server (OPENAI_API_KEY)")
-    add("--system", metavar="TEXT", help="the system prompt")
+    url = "Chat with this server, which speaks OpenAI's protocol. Default: a local model."
+    add("--url", help=url)
+    key = "API key of the server. Default: the environment variable OPENAI_API_KEY."
+    add("--api-key", metavar="KEY", help=key)
+    add("--system", metavar="TEXT", help="System prompt. Default: none.")
     for name, kind in _FLAGS.items():
         flag = f"--{name.replace('_', '-')}"
-        add(flag, type=kind, default=SUPPRESS, metavar="X", help="as the checkpoint recommends")
+        add(flag, type=kind, default=SUPPRESS, metavar="X", help=_HELP_OF[name])
     add_engine_flags(parser, but=("seed",))
     return parser

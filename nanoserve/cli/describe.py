@@ -1,8 +1,8 @@
-"""What there is to know of a model before it is loaded, and whether it would be.
+"""Properties of a model that are known before it is loaded, and whether `LLM(...)` would load it.
 
-The questions are those that `LLM(...)` asks, in its order and through the same functions; but what
-refuses the model is noted, and whatever does not depend on the answer is asked all the same. Of the
-weights only headers are read, and the model is built without memory, to count.
+The checks are those of `LLM(...)`, in its order and through the same functions. But an error is
+recorded, and checks that do not depend on its result are still made. Only headers of weight files
+are read, and the model is built on the meta device, to count parameters and bytes.
 """
 
 from collections.abc import Iterator
@@ -37,9 +37,10 @@ _KV_DTYPES = ("auto", "int8", "fp8")
 
 
 def describe(model: str, **options: Any) -> Facts:
-    """`options` are those of `LLM`. What could not be found out is missing.
+    """Return the properties of a model with `options` of `LLM`; unknown properties are missing.
 
-    "refused" lists why `LLM(model, **options)` would raise: the first is what it would say.
+    "refused" lists the reasons for which `LLM(model, **options)` would raise; the first one is its
+    error message.
     """
     facts: Facts = {"model": model, "refused": []}
     with _noting(facts):
@@ -64,7 +65,7 @@ def describe(model: str, **options: Any) -> Facts:
 
 @contextmanager
 def _noting(facts: Facts) -> Iterator[None]:
-    """What is refused inside is the end of this block, and of nothing around it."""
+    """Record a `ValueError` of the `with` block in `facts["refused"]`, and go on after it."""
     try:
         yield
     except ValueError as error:
@@ -73,7 +74,7 @@ def _noting(facts: Facts) -> Iterator[None]:
 
 
 def _of_model(config: ModelConfig) -> Facts:
-    """What config.json says, in its names."""
+    """Return the entries of config.json, under their names there."""
     names = (
         "architecture", "dtype", "num_hidden_layers", "hidden_size", "intermediate_size",
         "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
@@ -131,7 +132,7 @@ def _describe_engine(
         meta = replace(context, device=torch.device("meta"), num_positions=1)
         model = make(model_config, meta)
         facts["kept_bytes"] = kept_bytes(model)
-        if config.device == "cpu":  # a GPU's memory is known when the process is on it
+        if config.device == "cpu":  # the free memory of a GPU is known only once it is in use
             is_there = has_weights(checkpoint)
             known = config if is_there else replace(config, load_format="dummy")
             memory_bytes = host.memory_bytes(alone)
@@ -141,7 +142,10 @@ def _describe_engine(
 def _describe_pool(
     facts: Facts, config: EngineConfig, model_config: ModelConfig, block_bytes: int
 ) -> None:
-    """How much fits into the pool. A GPU's is what the weights leave, unless it is said."""
+    """Add the size of the KV block pool.
+
+    On a GPU it is what the weights leave, hence unknown here unless an option fixes it.
+    """
     block_size = config.block_size
     facts["block_size"], facts["kv_cache_dtype"] = block_size, config.kv_cache_dtype
     facts["kv_block_bytes"] = block_bytes

@@ -1,4 +1,4 @@
-"""`EngineArgs`: the options of an engine as an object, and as flags of a script."""
+"""`EngineArgs`: the options of an engine as an object, and as flags of a script, as in vLLM."""
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -21,10 +21,10 @@ AnyParser = TypeVar("AnyParser", bound=ArgumentParser)
 
 
 class EngineArgs(EngineConfig):
-    """The arguments of `LLM`, checked when it is made.
+    """Arguments of `LLM`, checked on construction.
 
-    `LLM(**dataclasses.asdict(EngineArgs(...)))` takes them, as scripts for vLLM do it. Raises
-    `ValueError` as `LLM` does for its options.
+    Scripts for vLLM call `LLM(**dataclasses.asdict(EngineArgs(...)))`. Raises `ValueError` for
+    the same options as `LLM`.
     """
 
     def __init__(
@@ -34,10 +34,9 @@ class EngineArgs(EngineConfig):
 
     @staticmethod
     def add_cli_args(parser: AnyParser) -> AnyParser:
-        """`--model`, and a flag for each option. What is not given is not in the namespace."""
-        parser.add_argument(
-            "--model", default="tiny-qwen3", help="folder, GGUF file or name (tiny-qwen3)"
-        )
+        """Add `--model` and a flag for each option; one not given is not in the namespace."""
+        text = "Folder, GGUF file or name of the model. Default: %(default)s."
+        parser.add_argument("--model", default="tiny-qwen3", help=text)
         add_engine_flags(parser)
         return parser
 
@@ -46,12 +45,12 @@ class EngineArgs(EngineConfig):
         return cls(args.model, **engine_options(args))
 
     def options(self) -> "EngineOptions":
-        """Return those that differ from their defaults."""
+        """Return the options that differ from their defaults."""
         chosen: Any = self.changed_options()
         return chosen
 
     def create_engine(self) -> "GuardedEngine":
-        """Return what `LLM(...).engine` is."""
+        """Return a new engine, the same as `LLM(...).engine`."""
         engine = build_engine(EngineConfig(**vars(self)))
         if not self.disable_log_stats:
             start_counting(engine)
@@ -59,8 +58,8 @@ class EngineArgs(EngineConfig):
 
 
 class AsyncEngineArgs(EngineArgs):
-    """The arguments of `AsyncLLM.from_engine_args`."""
+    """Arguments of `AsyncLLM.from_engine_args`."""
 
 
 class FlexibleArgumentParser(Parser):
-    """One that takes `--max_model_len` for `--max-model-len`, as vLLM's does."""
+    """Argument parser that takes `--max_model_len` for `--max-model-len`, as vLLM's does."""

@@ -1,8 +1,15 @@
-"""`EngineConfig` on the command line: its fields are the flags, under vLLM's names."""
+"""`EngineConfig` on the command line: its fields are the flags, under vLLM's names.
 
+The help of a flag is the comment above its field in `nanoserve/config.py` (vLLM takes it from the
+docstrings below its fields), so that there is no second description that could differ.
+"""
+
+import re
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
 from collections.abc import Callable, Collection
 from dataclasses import Field, fields
+from functools import cache
+from inspect import getsource
 from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
@@ -24,8 +31,9 @@ _MORE_SWITCHES = {
     *("sleep_mode_offload_cudagraph", "specialize_active_lora", "swa_bounded_replay"),
     *("tokens_only", "calculate_kv_scales"),
 }
-_IN_PROGRAMS_ONLY = ("model", "logits_processors")  # the latter are named here, not called
-# vLLM's shorter spellings.
+# Fields without a flag of their type: the model is positional, and processors are given by name.
+_IN_PROGRAMS_ONLY = ("model", "logits_processors")
+# vLLM's short flags.
 _SHORT = {
     "quantization": "-q", "tensor_parallel_size": "-tp", "pipeline_parallel_size": "-pp",
     "speculative_config": "-sc", "enable_expert_parallel": "-ep", "nnodes": "-n", "node_rank": "-r",
@@ -37,7 +45,10 @@ _SHORT = {
     "data_parallel_multi_port_external_lb": "-dpm", "compilation_config": "-cc",
     "attention_config": "-ac", "diffusion_config": "-dc", "optimization_level": "-O",
 }  # fmt: skip
-# Integers that vLLM reads with units: 1k, 1K, 2.5M.
+_NAME = re.compile(r"    ([a-z_]+): ")
+_IN_BACKTICKS = re.compile(r"`([^`]+)`")
+# Integers that may have a unit, as 1k, 1K or 2.5m: those of vLLM (`human_readable_int` in its
+# vllm/engine/arg_utils.py). Another one is max_model_len, which may also be "auto".
 _WITH_UNITS = {
     *("max_num_batched_tokens", "kv_cache_memory_bytes", "max_num_scheduled_tokens"),
     *("max_num_queued_tokens", "safetensors_prefetch_block_size"),
@@ -49,28 +60,34 @@ _AS_JSON = (
 
 
 def add_engine_flags(parser: ArgumentParser, but: Collection[str] = ()) -> None:
-    """A flag for each option of the engine. What is not given is not in the namespace."""
+    """Add a flag for each option of the engine; one that is not given is not in the namespace."""
     group = parser.add_argument_group(
-        "engine", "as LLM(model, ...) takes them; the README says what each does"
+        "engine",
+        "Options of LLM(model, ...). --max-model-len, --max-num-batched-tokens and "
+        "--kv-cache-memory-bytes take integers with a unit: 4k is 4000, 4.5k is 4500, 4K is 4096.",
     )
+    help_of = option_help()
     for field in _options():
         if field.name in but:
             continue
         flags = _flags(field.name)
-        told = "" if field.default is None else f"({field.default})"
+        text = help_of.get(field.name, "").replace("%", "%%")
         if _kind(field) is bool:
             action = BooleanOptionalAction
-            group.add_argument(*flags, action=action, default=SUPPRESS, help=told)
+            group.add_argument(*flags, action=action, default=SUPPRESS, help=text)
         else:
             kind, shown = _kind(field), field.name.upper()
-            group.add_argument(*flags, type=kind, default=SUPPRESS, metavar=shown, help=told)
+            group.add_argument(*flags, type=kind, default=SUPPRESS, metavar=shown, help=text)
     if "logits_processors" not in but:
-        named = "module:name of each, see nanoserve.sampling.processors"
+        named = (
+            "Logits processors of all requests, each as module:name; see "
+            "nanoserve/sampling/processors.py. Default: none."
+        )
         group.add_argument(
             "--logits-processors", nargs="+", default=SUPPRESS, metavar="NAME", help=named
         )
     taken = {*but, *parser._option_string_actions}
-    for name in {*FOREIGN, *RENAMED}:  # vLLM's, which are refused, or accepted, with a reason
+    for name in {*FOREIGN, *RENAMED}:  # options of vLLM, rejected or accepted with an explanation
         flags = _flags(name)
         if flags[0] in taken or name in but:
             continue
@@ -78,18 +95,46 @@ def add_engine_flags(parser: ArgumentParser, but: Collection[str] = ()) -> None:
             action = BooleanOptionalAction
             group.add_argument(*flags, action=action, default=SUPPRESS, help=SUPPRESS)
         else:
-            told: dict[str, Any] = {"default": SUPPRESS, "help": SUPPRESS}
-            if name == "hf_token":  # alone, it is the one that was logged in with
-                told |= {"nargs": "?", "const": True}
-            group.add_argument(*flags, type=_hidden_kind(name), **told)
+            settings: dict[str, Any] = {"default": SUPPRESS, "help": SUPPRESS}
+            if name == "hf_token":  # without a value, it is the token of the last login
+                settings |= {"nargs": "?", "const": True}
+            group.add_argument(*flags, type=_hidden_kind(name), **settings)
+
+
+@cache
+def option_help() -> dict[str, str]:
+    """Return the help of each option by name: its comment in `EngineConfig`, and its default.
+
+    Options in backticks are written as flags. The help is empty if there is no source to read.
+    """
+    try:
+        lines = getsource(EngineConfig).splitlines()
+    except OSError:
+        return {}
+    defaults = {field.name: field.default for field in _options()}
+    found: dict[str, str] = {}
+    comment: list[str] = []
+    for line in lines:
+        name = _NAME.match(line)
+        if line.startswith("    # "):
+            comment.append(line.removeprefix("    # "))
+            continue
+        if name is not None and name[1] in defaults:
+            text, default = " ".join(comment), defaults[name[1]]
+            text = _IN_BACKTICKS.sub(
+                lambda quoted: _flags(quoted[1])[0] if quoted[1] in defaults else quoted[1], text
+            )
+            found[name[1]] = text if default is None else f"{text} Default: {default}."
+        comment = []
+    return found
 
 
 def engine_options(args: Namespace, but: Collection[str] = ()) -> dict[str, Any]:
-    """Return the options that were given.
+    """Return the options that were given, without those named in `but`.
 
-    A chat template is its text: its file may be on this machine alone.
+    A chat template is returned as its text, because its file may be on this machine only.
 
-    Raises `ValueError` for what is no chat template.
+    Raises `ValueError` for a chat template that cannot be read.
     """
     names = [*(field.name for field in _options()), "logits_processors", *FOREIGN, *RENAMED]
     given = {name: getattr(args, name) for name in names if name in args and name not in but}
@@ -103,7 +148,7 @@ def _options() -> list[Field[Any]]:
 
 
 def _kind(field: Field[Any]) -> Callable[[str], Any]:
-    """What a flag's value is made with: the first type that is not None."""
+    """Return the function that reads a flag's value: by name, or the first type of the field."""
     if field.name in _AS_JSON:
         return from_json
     if field.name == "max_model_len":
@@ -115,7 +160,7 @@ def _kind(field: Field[Any]) -> Callable[[str], Any]:
 
 
 def _hidden_kind(name: str) -> Callable[[str], Any]:
-    """Read an option of vLLM's: an integer with a unit, JSON, or else a text."""
+    """Return the function that reads an option of vLLM: an integer with a unit, JSON or a text."""
     return whole_number if name in _WITH_UNITS else json_or_text
 
 

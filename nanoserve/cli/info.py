@@ -1,10 +1,10 @@
-"""What a model is, what it takes, and whether it would run here; no weight is loaded.
+"""Describe a model, the memory it needs, and whether it would run here; no weights are loaded.
 
 nanoserve info tiny-qwen3                                  a bundled model, a folder, a GGUF file
-nanoserve info Qwen/Qwen3-0.6B --max-model-len 4096        of the hub's weights, the headers
-nanoserve info Qwen/Qwen3-0.6B --quantization int8 --json  for programs
+nanoserve info Qwen/Qwen3-0.6B --max-model-len 4096        reads only headers of weights on the hub
+nanoserve info Qwen/Qwen3-0.6B --quantization int8 --json  output for programs
 
-The exit status is 1 if LLM(...) would refuse it. Of a GGUF on the hub, the file is fetched.
+The exit status is 1 if LLM(...) would reject the model. A GGUF file on the hub is downloaded.
 """
 
 import argparse
@@ -19,7 +19,7 @@ _UNITS = ("KiB", "MiB", "GiB", "TiB")
 
 def main(arguments: list[str]) -> int:
     args = _parser().parse_args(arguments)
-    from nanoserve.cli.describe import describe  # torch, which --help does without
+    from nanoserve.cli.describe import describe  # imports torch, which --help does not need
 
     facts = describe(model_of(args, "tiny-qwen3"), **engine_options(args))
     print(json.dumps(facts, indent=2) if args.json else as_text(facts))
@@ -32,17 +32,17 @@ def _parser() -> argparse.ArgumentParser:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add_model(parser, "folder, file or name, as for LLM() (tiny-qwen3)")
-    parser.add_argument("--json", action="store_true", help="for programs: sizes in bytes")
+    add_model(parser, "Folder, file or name of the model, as for LLM(). Default: tiny-qwen3.")
+    parser.add_argument("--json", action="store_true", help="Print JSON, with sizes in bytes.")
     add_engine_flags(parser)
     return parser
 
 
 def as_text(facts: dict[str, Any]) -> str:
-    """A line for each thing that is known, and one for each reason to refuse."""
+    """Return a line for each known property, and one for each reason to reject the model."""
     parts = (_model_rows, _weight_rows, _pool_rows, _text_rows)
     rows = [row for part in parts for row in part(facts)]
-    lines = [f"{name:<16}{told}" for name, told in rows]
+    lines = [f"{name:<16}{value}" for name, value in rows]
     lines += [f"{'refused':<16}{reason}" for reason in facts["refused"]]
     return "\n".join(lines)
 
@@ -96,19 +96,19 @@ def _pool_rows(facts: dict[str, Any]) -> Rows:
     rows = []
     if "kv_bytes_per_token" in facts:
         sizes = facts["kv_bytes_per_token"].items()
-        told = [f"{_size(size)} in {facts['dtype'] if k == 'auto' else k}" for k, size in sizes]
-        rows.append(("KV of a token", ", ".join(told)))
+        texts = [f"{_size(size)} in {facts['dtype'] if k == 'auto' else k}" for k, size in sizes]
+        rows.append(("KV of a token", ", ".join(texts)))
     if "kv_block_bytes" in facts:
         chosen = facts["dtype"] if facts["kv_cache_dtype"] == "auto" else facts["kv_cache_dtype"]
-        told = f"{_size(facts['kv_block_bytes'])}, {facts['block_size']} tokens in {chosen}"
-        rows.append(("KV block", told))
+        text = f"{_size(facts['kv_block_bytes'])}, {facts['block_size']} tokens in {chosen}"
+        rows.append(("KV block", text))
     if "num_kv_blocks" in facts:
         whole = facts["num_kv_blocks"] * facts["kv_block_bytes"]
-        told = f"{facts['num_kv_blocks']:,} blocks, {_size(whole)}"
-        rows.append(("pool", f"{told}, for {facts['num_kv_tokens']:,} tokens"))
+        text = f"{facts['num_kv_blocks']:,} blocks, {_size(whole)}"
+        rows.append(("pool", f"{text}, for {facts['num_kv_tokens']:,} tokens"))
     if "max_model_len" in facts:
-        told = f"{facts['num_full_sequences']:,} sequences of {facts['max_model_len']} tokens"
-        rows.append(("which holds", told))
+        text = f"{facts['num_full_sequences']:,} sequences of {facts['max_model_len']} tokens"
+        rows.append(("which holds", text))
     return rows
 
 

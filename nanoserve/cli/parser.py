@@ -1,8 +1,8 @@
-"""`Parser`: an `ArgumentParser` that takes flags as vLLM's does, and says what was meant.
+"""`Parser`: an `ArgumentParser` that takes flags as vLLM's does, and suggests what was meant.
 
-No flag may be abbreviated: a prefix of one may be a flag of another server. Flags are written with
-dashes or underscores, entries of JSON also one by one (`--speculative-config.method ngram`). What
-is unknown is an error that names what is near it, or what another server's flag is called here.
+Flags cannot be abbreviated: a prefix of one may be a flag of another server. Flags are written with
+dashes or underscores, and entries of JSON also one by one (`--speculative-config.method ngram`).
+The error for an unknown flag names similar flags, or the equivalent of another server's flag.
 """
 
 import json
@@ -33,7 +33,7 @@ class Parser(ArgumentParser):
         given = sys.argv[1:] if args is None else list(args)
         parsed, unknown = self.parse_known_args(given, namespace)
         if unknown:
-            self.error("; ".join(self._tell(unknown)))
+            self.error("; ".join(self._describe_unknown(unknown)))
         return parsed
 
     def parse_known_args(  # type: ignore[override]
@@ -45,10 +45,10 @@ class Parser(ArgumentParser):
         return parsed, [*strange, *unknown]
 
     def _without_strange(self, arguments: list[str]) -> tuple[list[str], list[str]]:
-        """Without single-dash flags that are none of ours: argparse would take `-t`, a flag of
-        llama.cpp's, for the beginning of `-tp`."""
+        """Split off unknown single-dash flags: argparse would take `-t`, a flag of llama.cpp, for
+        the beginning of `-tp`."""
         known, strange, ours = [], [], self._option_string_actions
-        if self._subparsers is not None:  # which know flags that this one does not
+        if self._subparsers is not None:  # subcommands have flags of their own
             return arguments, strange
         for number, argument in enumerate(arguments):
             if argument == "--":
@@ -59,7 +59,7 @@ class Parser(ArgumentParser):
         return known, strange
 
     def _with_entries(self, arguments: list[str]) -> list[str]:
-        """`--config.a.b 1 --config.c x` as `--config '{"a": {"b": 1}, "c": "x"}'`."""
+        """Return `--config.a.b 1 --config.c x` as `--config '{"a": {"b": 1}, "c": "x"}'`."""
         kept: list[str] = []
         entries: dict[str, dict[str, Any]] = {}
         waiting = iter(arguments)
@@ -80,28 +80,29 @@ class Parser(ArgumentParser):
         return kept + [part for flag, own in entries.items() for part in (flag, json.dumps(own))]
 
     def error(self, message: str) -> NoReturn:
-        """In one line: the usage would be sixty, with the message below them."""
+        """Exit with the message in one line: the usage alone would fill sixty."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
-    def _tell(self, unknown: Iterable[str]) -> list[str]:
+    def _describe_unknown(self, unknown: Iterable[str]) -> list[str]:
         ours = self._option_string_actions
         shown = [flag for flag, action in sorted(ours.items()) if action.help != SUPPRESS]
-        elsewhere = {  # what this command has in its place
-            flag: told for flag, told in ELSEWHERE.items() if {*_LONG.findall(told)} <= ours.keys()
+        elsewhere = {  # advice that names flags of this command only
+            flag: text for flag, text in ELSEWHERE.items() if {*_LONG.findall(text)} <= ours.keys()
         }
-        told: list[str] = []
+        messages: list[str] = []
         for argument in unknown:
             name = argument.partition("=")[0]
-            for known in (name, name.rstrip("0123456789")):  # of llama.cpp, -c4096
+            for known in (name, name.rstrip("0123456789")):  # -c4096, as for llama.cpp
                 if known in elsewhere:
-                    told.append(f"unrecognized argument {name}: {elsewhere[known]}")
+                    messages.append(f"unrecognized argument {name}: {elsewhere[known]}")
                     break
             else:
                 if name.startswith("-"):
-                    told.append(f"unrecognized argument {name}{_near(name, shown, elsewhere)}")
-                elif not told:  # else it may be the value of one that is told
-                    told.append(f"unrecognized argument {argument}")
-        return told
+                    near = _near(name, shown, elsewhere)
+                    messages.append(f"unrecognized argument {name}{near}")
+                elif not messages:  # else it may be the value of the unknown flag before it
+                    messages.append(f"unrecognized argument {argument}")
+        return messages
 
 
 def _near(name: str, ours: list[str], elsewhere: Mapping[str, str]) -> str:
@@ -114,7 +115,7 @@ def _near(name: str, ours: list[str], elsewhere: Mapping[str, str]) -> str:
 
 
 class Words(Action):
-    """Several words, or one list in JSON, as vLLM takes some of its flags."""
+    """Argument action that takes several words or one list in JSON, as some of vLLM's flags do."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"nargs": "+", **kwargs})
@@ -128,12 +129,17 @@ class Words(Action):
             except ValueError as error:
                 parser.error(f"argument {flag}: {values[0]!r} is not JSON: {error}")
             if not all(isinstance(value, str) for value in values):
-                parser.error(f"argument {flag}: {json.dumps(values)} must be a list of texts")
+                parser.error(f"argument {flag}: {json.dumps(values)} must be a list of strings")
         setattr(namespace, self.dest, values)
 
 
 def whole_number(text: str) -> int:
-    """An integer as vLLM reads it: 1k is 1000, 1K is 1024, 2.5k is 2500."""
+    """Read an integer as vLLM's `human_readable_int` does.
+
+    Units k, m, g and t are powers of 1000, and may follow a decimal fraction; K, M, G and T are
+    powers of 1024, and follow an integer: 1k is 1000, 2.5k is 2500, 1K is 1024. Raises
+    `ArgumentTypeError` for any other text.
+    """
     text = text.strip()
     found = _WITH_UNIT.fullmatch(text)
     try:
@@ -142,16 +148,20 @@ def whole_number(text: str) -> int:
         number, unit = found.groups()
         return round(float(number) * _UNITS[unit]) if unit.islower() else int(number) * _UNITS[unit]
     except ValueError as error:
-        told = "must be an integer, as 4096, 4k (4000), 4.5k (4500) or 4K (4096)"
-        raise ArgumentTypeError(f"{text!r} {told}") from error
+        message = f"{text!r} must be an integer, as 4096, 4k (4000), 4.5k (4500) or 4K (4096)"
+        if found is not None:
+            number, unit = found.groups()
+            message += f": {unit} takes no decimal fraction; did you mean {number}{unit.lower()}?"
+        raise ArgumentTypeError(message) from error
 
 
 def length_or_auto(text: str) -> int | None:
-    """Read a length as `whole_number` does; -1 and "auto" are None, as for vLLM."""
+    """Read a length as `whole_number` does; -1 and "auto" are None, as in vLLM."""
     return None if text.strip().lower() in ("-1", "auto") else whole_number(text)
 
 
 def json_or_text(text: str) -> Any:
+    """Return the value of JSON, or the text if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -159,6 +169,7 @@ def json_or_text(text: str) -> Any:
 
 
 def from_json(text: str) -> Any:
+    """Return the value of JSON; raise `ArgumentTypeError` if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError as error:
@@ -166,9 +177,9 @@ def from_json(text: str) -> Any:
 
 
 def with_dashes(arguments: list[str]) -> list[str]:
-    """vLLM takes `--max_model_len` for `--max-model-len`, and so do scripts written for it.
+    """Replace underscores in flags by dashes: scripts for vLLM may have `--max_model_len`.
 
-    Of an entry of JSON, as `--speculative-config.num_x 4`, the flag's name only.
+    In an entry of JSON, such as `--speculative-config.num_x 4`, only the flag's name is changed.
     """
     dashed = []
     for argument in arguments:
@@ -181,17 +192,17 @@ def with_dashes(arguments: list[str]) -> list[str]:
 
 
 def with_config_file(arguments: list[str], parser: ArgumentParser) -> list[str]:
-    """Arguments with those of the YAML file that `--config` names before them, as vLLM has it.
+    """Return the flags of the YAML file that `--config` names, then `arguments`, as vLLM does.
 
-    An entry is a flag without its dashes: true and false switch it, a list is several words, an
-    object JSON; "model" is the model, unless there is one among the arguments. What is given beside
-    the file wins. Raises `ValueError` for what is no such file.
+    An entry is a flag without its dashes: true and false switch it, a list becomes several words,
+    an object becomes JSON; "model" is the model, unless `arguments` have one. Arguments override
+    the file, since they come later. Raises `ValueError` for a file that cannot be read as flags.
     """
     for number, argument in enumerate(arguments):
         name, equals, value = argument.partition("=")
         if name == "--config":
             if not equals and number + 1 >= len(arguments):
-                raise ValueError("--config needs a file, in YAML")
+                raise ValueError("--config needs a file in YAML")
             rest = arguments[number + (1 if equals else 2) :]
             path = value if equals else arguments[number + 1]
             return [*_flags_in(path, parser), *arguments[:number], *rest]
@@ -207,9 +218,9 @@ def _flags_in(path: str, parser: ArgumentParser) -> list[str]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(entries, dict) or not all(isinstance(name, str) for name in entries):
-        raise ValueError(f"--config {path} must be an object in YAML: a flag's name and its value")
+        raise ValueError(f"--config {path} must be an object in YAML, of flags and their values")
     if "config" in entries:
-        raise ValueError(f"--config {path} names another one")
+        raise ValueError(f"--config {path} has an entry 'config': a file cannot name another one")
     known = parser._option_string_actions
     return [word for name, value in entries.items() for word in _words(name, value, known)]
 
@@ -226,14 +237,18 @@ def _words(name: str, value: Any, known: Container[str]) -> list[str]:
     return [f"{flag}={json.dumps(value) if isinstance(value, dict) else value}"]
 
 
-def add_model(parser: ArgumentParser, told: str) -> None:
-    """The model, by its place or as `--model`, which vLLM's older server and its files have."""
-    parser.add_argument("model", nargs="?", help=told)
-    parser.add_argument("--model", dest="model_flag", metavar="MODEL", help="the same")
+def add_model(parser: ArgumentParser, text: str) -> None:
+    """Add the model as a positional argument with help `text`, and as `--model`.
+
+    vLLM's older server and its configuration files have the flag.
+    """
+    parser.add_argument("model", nargs="?", help=text)
+    flag = "The model, as a flag. Default: the positional argument."
+    parser.add_argument("--model", dest="model_flag", metavar="MODEL", help=flag)
 
 
 def model_of(args: Namespace, default: str | None = None) -> Any:
-    """Raises `ValueError` if two models are given."""
+    """Return the model that is given; raise `ValueError` if two different ones are."""
     by_place, by_flag = args.model, args.model_flag
     if by_place is not None and by_flag is not None and by_place != by_flag:
         raise ValueError(f"two models are given, {by_place!r} and --model {by_flag!r}: give one")

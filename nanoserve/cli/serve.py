@@ -21,7 +21,7 @@ from nanoserve.cli.server_flags import add_server_flags, check_server_flags
 from nanoserve.serve.http.settings import ServerSettings
 from nanoserve.serve.replicas.settings import ReplicaSettings
 
-# vLLM's engine has them, too.
+# Flags of this command that have the name of an option of vLLM's engine.
 _OURS = (
     *("served_model_name", "reasoning_parser", "enable_reasoning"),
     *("stream_interval", "data_parallel_size", "shutdown_timeout"),
@@ -36,8 +36,8 @@ def main(arguments: list[str]) -> int:
         from nanoserve.serve.http.app import ApiServer
         from nanoserve.serve.http.run import bind, serve
     except ModuleNotFoundError as error:
-        told = f"a server needs {_PACKAGES} ({error}): pip install 'nanoserve[serve]'"
-        raise ValueError(told) from error
+        message = f"a server needs {_PACKAGES} ({error}): pip install 'nanoserve[serve]'"
+        raise ValueError(message) from error
     from nanoserve.serve.engine_process import LOG_FORMAT
 
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
@@ -68,7 +68,10 @@ def main(arguments: list[str]) -> int:
 
 
 def parse_args(arguments: list[str]) -> Namespace:
-    """Raises `ValueError` for flags of vLLM's that ask for what is not done here."""
+    """Parse the flags of `nanoserve serve`, and of the file that `--config` names.
+
+    Raises `ValueError` for a flag of vLLM with a value that is not implemented here.
+    """
     parser = _parser()
     args = parser.parse_args(with_config_file(with_dashes(arguments), parser))
     check_server_flags(args)
@@ -78,55 +81,61 @@ def parse_args(arguments: list[str]) -> Namespace:
 def _parser() -> ArgumentParser:
     parser = Parser(
         prog="nanoserve serve",
-        description="Serve a model to OpenAI's clients, with a page to chat and to look on.",
-        epilog="Send SIGTERM, or press Ctrl-C, to stop: what runs may end within the grace period.",
+        description="Serve a model over OpenAI's API, with a web page to chat and to watch the "
+        "engine.",
+        epilog="Stop the server with SIGTERM or Ctrl-C: running requests may end within the grace "
+        "period.",
     )
-    add_model(parser, "folder, file or name, as for LLM() (tiny-qwen3)")
-    yaml = "flags in YAML, without their dashes; those given here win"
+    add_model(parser, "Folder, file or name of the model, as for LLM(). Default: tiny-qwen3.")
+    yaml = "YAML file of flags without dashes; the command line overrides it. Default: none."
     parser.add_argument("--config", metavar="FILE", help=yaml)
     group = parser.add_argument_group("server")
     add = group.add_argument
-    add("--host", default="127.0.0.1", help="0.0.0.0 for all the world (%(default)s)")
-    add("--port", type=int, default=8000, help="0 for any that is free (%(default)s)")
-    add("--ssl-keyfile", metavar="FILE", help="for https")
-    add("--ssl-certfile", metavar="FILE")
-    grace = "to end requests (%(default)s)"
+    host = "Address to listen on; 0.0.0.0 is every interface. Default: %(default)s."
+    add("--host", default="127.0.0.1", help=host)
+    port = "Port to listen on; 0 is any free port. Default: %(default)s."
+    add("--port", type=int, default=8000, help=port)
+    add("--ssl-keyfile", metavar="FILE", help="Private key for HTTPS. Default: plain HTTP.")
+    add("--ssl-certfile", metavar="FILE", help="Certificate for HTTPS. Default: plain HTTP.")
+    grace = "Seconds for running requests to end after SIGTERM or Ctrl-C. Default: %(default)s."
     add("--grace-period", "--shutdown-timeout", type=float, default=30, metavar="S", help=grace)
     # Fields of ServerSettings, which has their defaults.
     add, usual = partial(group.add_argument, default=SUPPRESS), ServerSettings()
-    add("--served-model-name", action=Words, metavar="NAME", help="that clients may use")
-    key = "that clients must send; several may be right (NANOSERVE_API_KEY)"
+    names = "Model names that clients may use. Default: the model as it is given."
+    add("--served-model-name", action=Words, metavar="NAME", help=names)
+    key = "Keys of which clients must send one. Default: the variable NANOSERVE_API_KEY, or none."
     add("--api-key", action=Words, metavar="KEY", help=key)
-    add("--allowed-origins", action=Words, metavar="URL", help="other sites' pages (none)")
-    kwargs = "what templates get if a request says nothing of it, as '{\"enable_thinking\": false}'"
+    origins = "Origins of other web pages that may call the server (CORS). Default: none."
+    add("--allowed-origins", action=Words, metavar="URL", help=origins)
+    kwargs = "Defaults for chat_template_kwargs, as '{\"enable_thinking\": false}'. Default: none."
     add("--default-chat-template-kwargs", type=from_json, metavar="JSON", help=kwargs)
-    queue = "sequences that may wait before others get a 429 (all)"
+    queue = "Maximum number of waiting sequences; further requests get a 429. Default: no limit."
     add("--max-queue", type=int, metavar="N", help=queue)
-    tools = "how the model writes calls: hermes, llama3_json, mistral (as its template shows)"
+    tools = "Format of tool calls: hermes, llama3_json or mistral. Default: from the template."
     add("--tool-call-parser", metavar="NAME", help=tools)
-    thoughts = "split off what the model thinks before it answers: qwen3, deepseek_r1"
+    thoughts = "Format of reasoning to split off an answer: qwen3, deepseek_r1. Default: none."
     add("--reasoning-parser", metavar="NAME", help=thoughts)
-    for name, told in (
-        ("max_n", "completions that a request may ask for"),
-        ("max_prompts", "of one request"),
-        ("max_body_bytes", "of one request"),
-        ("max_connections", "at a time; more get a 503"),
-        ("body_timeout", "seconds for a body to arrive"),
-        ("heartbeat_interval", "seconds of silence in a stream"),
-        ("metrics_prefix", "of names at /metrics"),
+    for name, text in (
+        ("max_n", "Maximum number of completions of one request."),
+        ("max_prompts", "Maximum number of prompts in one request to /v1/completions."),
+        ("max_body_bytes", "Maximum size of a request's body in bytes."),
+        ("max_connections", "Maximum number of connections; further ones get a 503."),
+        ("body_timeout", "Seconds for a request's body to arrive."),
+        ("heartbeat_interval", "Seconds of silence in a stream after which a comment is sent."),
+        ("metrics_prefix", "Prefix of the names at /metrics."),
     ):
         default, flag = getattr(usual, name), f"--{name.replace('_', '-')}"
-        add(flag, type=type(default), metavar="X", help=f"{told} ({default})")
+        add(flag, type=type(default), metavar="X", help=f"{text} Default: {default}.")
     add = group.add_argument
-    always = "as is always so; accepted for scripts made for vLLM"
+    always = "Accepted for scripts that start vLLM; tool choice is always automatic."
     add("--enable-auto-tool-choice", action="store_true", help=always)
-    add("--enable-reasoning", action="store_true", help=SUPPRESS)  # of older vLLM, beside a parser
-    add("--access-log", action="store_true", help="a line for each request")
-    process = "run the engine in a process of its own (%(default)s)"
+    add("--enable-reasoning", action="store_true", help=SUPPRESS)  # older vLLM
+    add("--access-log", action="store_true", help="Log a line for each request.")
+    process = "Run the engine in a separate process. Default: %(default)s."
     add("--engine-process", action=BooleanOptionalAction, default=True, help=process)
     flag = "--disable-frontend-multiprocessing"  # vLLM's name of --no-engine-process
     add(flag, dest="engine_process", action="store_false", default=SUPPRESS, help=SUPPRESS)
-    interval = "tokens that an event of a stream has at least (%(default)s)"
+    interval = "Minimum number of tokens in an event of a stream. Default: %(default)s."
     add("--stream-interval", type=int, default=1, metavar="N", help=interval)
     _add_replica_flags(parser)
     add_server_flags(parser)
@@ -135,16 +144,19 @@ def _parser() -> ArgumentParser:
 
 
 def _add_replica_flags(parser: ArgumentParser) -> None:
-    """Fields of `ReplicaSettings`, which has their defaults."""
+    """Add the flags of `ReplicaSettings`, which has their defaults."""
     group = parser.add_argument_group(
-        "replicas", "several engines behind this server, on Ray Serve; needs nanoserve[ray]"
+        "replicas", "Several engines behind this server, on Ray Serve; needs nanoserve[ray]."
     )
     add, usual = partial(group.add_argument, default=SUPPRESS), ReplicaSettings()
-    add("--data-parallel-size", "-dp", type=int, metavar="N", help="engines (one, without Ray)")
-    most = "start up to so many while all are busy (never more than N)"
+    number = "Number of engines. Default: 1, which needs no Ray."
+    add("--data-parallel-size", "-dp", type=int, metavar="N", help=number)
+    most = "Maximum number of engines, started while all others are busy. Default: N."
     add("--max-data-parallel-size", type=int, metavar="M", help=most)
-    target = f"requests at each that are busy enough ({usual.target_ongoing_requests})"
+    default = f"Default: {usual.target_ongoing_requests}."
+    target = f"Requests per engine above which another engine is started. {default}"
     add("--target-ongoing-requests", type=float, metavar="X", help=target)
-    add("--ray-address", metavar="ADDRESS", help="of a cluster that runs (one is started here)")
-    known = "what is known of their prefix caches: approximate, or exact as they tell it"
-    add("--router", metavar="KIND", help=f"{known} ({usual.router})")
+    cluster = "Address of a running Ray cluster. Default: a cluster is started on this machine."
+    add("--ray-address", metavar="ADDRESS", help=cluster)
+    router = "Prefix-cache contents used for routing: approximate, or exact (reported by engines)."
+    add("--router", metavar="KIND", help=f"{router} Default: {usual.router}.")

@@ -1,4 +1,4 @@
-"""Flags of vLLM's server that are accepted, or refused with what to do instead."""
+"""Flags of vLLM's server: accepted without effect, or rejected with what to use instead."""
 
 import logging
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
@@ -10,31 +10,31 @@ from nanoserve.utils.checks import shown
 
 logger = logging.getLogger(__name__)
 
-# That may stand behind a flag without a value.
+# Flags that may be given without a value.
 _SWITCHES = {
     *("trust_request_chat_template", "trust_request_mm_kwargs", "return_tokens_as_token_ids"),
     *("exclude_tools_when_tool_choice_none", "cohere_is_reasoning_model", "log_error_stack"),
     *("headless", "allow_credentials", "grpc"),
 }
-_LISTS = {"lora_modules"}  # of several words
+_LISTS = {"lora_modules"}  # take several words
 _SHORT = {"api_server_count": ["-asc"]}
 
 
 def add_server_flags(parser: ArgumentParser) -> None:
-    """Hidden flags for those in `FLAGS`; what is not given is not in the namespace."""
+    """Add a hidden flag for each entry of `FLAGS`; one not given is not in the namespace."""
     for name in FLAGS:
         flags = [f"--{name.replace('_', '-')}", *_SHORT.get(name, ())]
-        told: dict[str, Any] = {"dest": name, "default": SUPPRESS, "help": SUPPRESS}
+        settings: dict[str, Any] = {"dest": name, "default": SUPPRESS, "help": SUPPRESS}
         if name in _SWITCHES or name.startswith(("enable_", "disable_f", "disable_u")):
-            parser.add_argument(*flags, action=BooleanOptionalAction, **told)
+            parser.add_argument(*flags, action=BooleanOptionalAction, **settings)
         elif name in _LISTS:
-            parser.add_argument(*flags, nargs="+", **told)
+            parser.add_argument(*flags, nargs="+", **settings)
         else:
-            parser.add_argument(*flags, type=json_or_text, **told)
+            parser.add_argument(*flags, type=json_or_text, **settings)
 
 
 def check_server_flags(args: Namespace) -> None:
-    """Raise `ValueError` for the first flag that asks for what is not done, with what to do."""
+    """Raise `ValueError` for the first flag that is not implemented, with what to use instead."""
     for name, (accepts, instead) in FLAGS.items():
         if name not in args:
             continue
@@ -43,4 +43,4 @@ def check_server_flags(args: Namespace) -> None:
         given = given or f"{flag} {shown(value)}"
         if not accepts(value):
             raise ValueError(f"{given} is vLLM's and not implemented here: {instead}")
-        logger.info("%s changes nothing here: %s", given, instead)
+        logger.info("%s has no effect here: %s", given, instead)

@@ -1,7 +1,7 @@
-"""Look at a recorded trace.
+"""Convert a recorded trace to a web page or a Chrome trace, and print a summary of it.
 
 nanoserve trace run.jsonl                    writes run.html, to be opened in a browser
-nanoserve trace run.jsonl -o page.html       or another file
+nanoserve trace run.jsonl -o page.html       writes another file
 nanoserve trace run.jsonl --chrome run.json  writes a Chrome trace, for ui.perfetto.dev
 
 The address `run.html#step=12` opens the page at that step.
@@ -18,12 +18,12 @@ from nanoserve.features.trace.stages import tell_stages
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = Parser(
-        prog="nanoserve trace", description="Look at what LLM(..., trace=...) recorded."
-    )
-    parser.add_argument("trace", type=Path, help="what was recorded, as JSON Lines")
-    parser.add_argument("-o", "--output", type=Path, metavar="run.html", help="the page")
-    parser.add_argument("--chrome", type=Path, metavar="run.json", help="a Chrome trace")
+    parser = Parser(prog="nanoserve trace", description="View what LLM(..., trace=...) recorded.")
+    parser.add_argument("trace", type=Path, help="File that was recorded, in JSON Lines.")
+    page_help = "Page to write. Default: the trace's name with .html, unless --chrome is given."
+    parser.add_argument("-o", "--output", type=Path, metavar="run.html", help=page_help)
+    chrome = "Chrome trace to write, for ui.perfetto.dev. Default: none."
+    parser.add_argument("--chrome", type=Path, metavar="run.json", help=chrome)
     args = parser.parse_args(arguments)
     page = args.output
     if page is None and args.chrome is None:
@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def summary(trace: Trace) -> str:
-    """What there is to see, in a line, and one for each stage of a pipeline."""
+    """Return one line about the trace, and one for each pipeline stage."""
     pool, most_used = Pool(), 0
     for step in trace.steps:
         pool.advance(step)

@@ -1,10 +1,10 @@
-"""vLLM's names, for scripts that were written for it: change the import, and they run.
+"""vLLM's names, so that a script written for vLLM runs after a change of its import.
 
     from nanoserve.compat import EngineArgs, LLMEngine, SamplingParams
 
-Whichever of vLLM's modules a name comes from: here are those that scripts import, and of others it
-is told what to do instead. Names are resolved on first use (PEP 562), and whoever uses none of them
-loads nothing of this package.
+The names that scripts import are here, whichever module of vLLM they come from; the error for any
+other name says what to use instead. Names are resolved on first use (PEP 562), so that a program
+that uses none of them loads nothing of this package.
 """
 
 from importlib import import_module
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from nanoserve.config import EngineConfig as VllmConfig
     from nanoserve.text.prompt_types import PromptType
 
-# Besides what `nanoserve` itself exports.
+# Names in addition to those of `nanoserve` itself.
 __all__ = [
     "AdapterLogitsProcessor",
     "AsyncLLMEngine",
@@ -53,7 +53,7 @@ __all__ = [
 ]
 __all__ += nanoserve.__all__
 
-# Where those live; "module:name" where it has another name there.
+# The module of each name, or "module:name" if the name is different there.
 _HOME = {
     **dict.fromkeys(("Counter", "Gauge", "Histogram", "Metric", "Vector"), f"{__name__}.metrics"),
     **dict.fromkeys(
@@ -71,7 +71,7 @@ _HOME = {
     "init_logger": "logging:getLogger",
 }
 
-if not TYPE_CHECKING:  # or every name would be a good one to a type checker
+if not TYPE_CHECKING:  # else a type checker would accept any name
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:

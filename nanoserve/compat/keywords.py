@@ -1,4 +1,4 @@
-"""Keywords of vLLM's methods that cannot be had, or that few ask for."""
+"""Keywords of vLLM's methods: unsupported ones are rejected, and `tokenization_kwargs` applied."""
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as AbstractSequence
@@ -21,23 +21,23 @@ _ELSEWHERE = {
     "prompt": "it is called prompts, of which there may be one",
     "mm_processor_kwargs": "nanoserve runs text models only",
     "documents": "give chat_template_kwargs={'documents': ...}",
-    "use_tqdm": "a stream has no bar",
+    "use_tqdm": "a stream has no progress bar",
     "sampling_param": "did you mean sampling_params?",
 }
 
 
 def refuse_keywords(unknown: Mapping[str, Any]) -> None:
-    """Raise `ValueError` for keywords of `generate` that are not None, with what to do instead."""
+    """Raise `ValueError` for unknown keywords of `generate` that are not None, with advice."""
     for name, value in _given(unknown):
         if name in ChatOptions.__annotations__:
-            raise ValueError(f"{name}={shown(value)} is for messages: chat() takes it")
+            raise ValueError(f"{name}={shown(value)} is a keyword of chat(), which takes messages")
         near = get_close_matches(name, ["prompts", "sampling_params", "use_tqdm", "priority"])
         advice = f"did you mean {near[0]}?" if near else "generate() has no such keyword"
         raise ValueError(f"{name}={shown(value)}: {advice}")
 
 
 def refuse_chat_keywords(unknown: Mapping[str, Any]) -> None:
-    """The same of `chat`, and of a stream of messages."""
+    """Raise `ValueError` for unknown keywords of `chat`, or of a stream of messages."""
     for name, value in _given(unknown):
         known = {*ChatOptions.__annotations__, "sampling_params", "priority"} - {name}
         near = get_close_matches(name, sorted(known))
@@ -48,27 +48,28 @@ def refuse_chat_keywords(unknown: Mapping[str, Any]) -> None:
 
 
 def _given(unknown: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Those that are not None, unless it is known what to say of them, which is raised."""
+    """Yield the keywords that are not None; raise `ValueError` for those with special advice."""
     for name, value in unknown.items():
         if value is None:
             continue
         ours = LIKE.get(name, name)
         if name in _ELSEWHERE:
-            raise ValueError(f"{name}={shown(value)} cannot be had here: {_ELSEWHERE[name]}")
+            raise ValueError(f"{name}={shown(value)} is not supported here: {_ELSEWHERE[name]}")
         if ours in SamplingParams.__dataclass_fields__:
-            told = f"it is a sampling parameter: SamplingParams({ours}={shown(value)})"
-            raise ValueError(f"{name}={shown(value)} is no keyword here: {told}")
+            advice = f"it is a sampling parameter: SamplingParams({ours}={shown(value)})"
+            raise ValueError(f"{name}={shown(value)} is no keyword here: {advice}")
         yield name, value
 
 
 def tokenized(
     engine: GuardedEngine, prompts: AbstractSequence[Prompt], kwargs: Mapping[str, Any]
 ) -> list[Prompt]:
-    """The same prompts as token ids, as `tokenization_kwargs` asks for.
+    """Return the prompts as token ids, as `tokenization_kwargs` specifies.
 
-    add_special_tokens: of texts, what the tokenizer puts around them. truncate_prompt_tokens: only
-    the last so many tokens, as vLLM; -1 is as many as leave room for one. truncation=True with
-    max_length: at most so many, cut on the tokenizer's truncation_side.
+    add_special_tokens: add the tokenizer's special tokens to texts. truncate_prompt_tokens: keep
+    only the last so many tokens, as vLLM; -1 keeps as many as leave room for one token of output.
+    truncation=True with max_length: keep so many, cut on the tokenizer's truncation_side.
+    Raises `ValueError` for unknown or invalid keywords.
     """
     unknown = sorted(map(str, kwargs.keys() - _TOKENIZATION))
     require(not unknown, f"tokenization_kwargs: {unknown} are not among {sorted(_TOKENIZATION)}")
@@ -79,7 +80,7 @@ def tokenized(
 
 
 def _limit(engine: GuardedEngine, kwargs: Mapping[str, Any]) -> tuple[int | None, bool]:
-    """At most so many tokens, and whether the first ones go."""
+    """Return the maximum number of tokens, and whether the first tokens are cut off."""
     truncation = kwargs.get("truncation", False)
     check_bool("truncation", truncation)
     last = kwargs.get("truncate_prompt_tokens")
@@ -107,11 +108,11 @@ def _tokenized(
     text, token_ids = given.get("prompt"), given.get("prompt_token_ids")
     if token_ids is None and isinstance(text, str):
         require(engine.tokenizer is not None, "a text prompt needs a tokenizer, and there is none")
-        if most is None:  # else what is too long is what is to be cut
+        if most is None:  # a text that will be truncated may be too long
             engine.input_processor.text_limit.check(text)
         token_ids = engine.tokenizer.encode(text, adds)
     if token_ids is None:
-        return prompt  # which is refused where all prompts are checked
+        return prompt  # invalid, and rejected by the check of all prompts
     if most is not None:
         token_ids = token_ids[-most:] if from_left else token_ids[:most]
     return {**given, "prompt_token_ids": token_ids}

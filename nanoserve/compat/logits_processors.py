@@ -1,16 +1,16 @@
-"""vLLM's logits processors: its classes under their names, and what runs them here.
+"""vLLM's logits processors: its classes under their names, and an adapter that runs them.
 
-Such a class works on all rows of a step at once and keeps what it knows of each in a place of its
-own. Which request has which row, `update_state` learns before every step:
+Such a class processes all rows of a step at once and keeps state for each row. Before every step,
+`update_state` is given the changes in the assignment of requests to rows:
 
-    step 1  a, b, c come     added 0, 1, 2   rows a b c
-    step 2  nothing changed  None            rows a b c
-    step 3  a ends, d comes  added 0         rows d b c  (whoever is added replaces who was there)
-    step 4  b ends           removed 1       rows d - c
+    step 1  a, b, c start     added 0, 1, 2   rows a b c
+    step 2  no change         None            rows a b c
+    step 3  a ends, d starts  added 0         rows d b c  (the added request replaces a)
+    step 4  b ends            removed 1       rows d - c
 
-`VllmProcessor` keeps that book. A request keeps its row as long as it is in every step, and that is
-until it ends or is preempted: no row ever moves, and after step 4 there is one of zeros in between.
-Whoever comes back from a preemption is added again, with the tokens that it has by then.
+`VllmProcessor` keeps these assignments. A request keeps its row until it ends or is preempted: no
+row ever moves, and after step 4 the row in the middle is zeros. A request that resumes after a
+preemption is added again, with the tokens that it has by then.
 """
 
 import inspect
@@ -37,12 +37,13 @@ State = TypeVar("State")
 
 _OfOutput = Callable[[list[int], torch.Tensor], torch.Tensor]
 _WithPrompt = Callable[[list[int] | None, list[int], torch.Tensor], torch.Tensor]
-# (output_token_ids, logits [vocab_size]), or the prompt's token ids before these -> logits.
+# (output_token_ids, logits [vocab_size]) -> logits, or with the prompt's token ids as the first
+# argument.
 RequestLogitsProcessor = _OfOutput | _WithPrompt
 
 
 class MoveDirectionality(Enum):
-    """Whether the row that a request moves to is overwritten, or moves to where it came from."""
+    """Kind of a move between rows: the target is overwritten, or the two rows are swapped."""
 
     UNIDIRECTIONAL = auto()
     SWAP = auto()
@@ -50,11 +51,11 @@ class MoveDirectionality(Enum):
 
 @dataclass(frozen=True)
 class BatchUpdate:
-    """What has changed since the step before: first `removed`, then `added`, then `moved`.
+    """Changes of rows since the previous step, to be applied as `removed`, `added`, `moved`.
 
-    batch_size: rows of the logits from now on. removed: rows. added: (row, params, prompt token
-    ids, output token ids), and that last list grows in place with every token; who was in that row
-    is gone. moved: (from, to, direction), which nanoserve does not do.
+    batch_size: number of rows of the logits from now on. removed: rows. added: (row, params, prompt
+    token ids, output token ids); the last list grows in place with every token, and a request that
+    had this row has ended. moved: (from, to, direction); empty in nanoserve.
     """
 
     batch_size: int
@@ -64,42 +65,45 @@ class BatchUpdate:
 
 
 class LogitsProcessor(ABC):
-    """Sees all rows of a step at once. It is made when the first step samples."""
+    """Logits processor of all rows of a step; it is constructed when the first step samples."""
 
     @classmethod
     def validate_params(cls, sampling_params: "SamplingParams") -> None:
-        """Raise `ValueError` for parameters of a request that cannot be; it is then not queued."""
+        """Raise `ValueError` for invalid parameters of a request, which is then not queued."""
         return None
 
     @abstractmethod
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
-        """vllm_config: the `EngineConfig`. is_pin_memory: whether pinned memory helps."""
+        """Initialise from `vllm_config`, the `EngineConfig`.
+
+        is_pin_memory: True if pinned memory makes copies faster.
+        """
 
     @abstractmethod
     def is_argmax_invariant(self) -> bool:
-        """Whether a row's most likely token always stays that.
+        """Return True if `apply` never changes which token of a row is the most likely one.
 
-        Then it is applied only for rows that sample, and to logits divided by the temperature.
+        It is then applied only to rows that sample, and to logits divided by the temperature.
         """
 
     @abstractmethod
     def update_state(self, batch_update: BatchUpdate | None) -> None:
-        """Before each step; None if the rows are those of the step before."""
+        """Apply the changes of rows before each step; None if there are none."""
 
     @abstractmethod
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
-        """float32 [batch_size, vocab_size], which may be changed in place -> the same shape."""
+        """Return processed logits, float32 [batch_size, vocab_size]; the input may be changed."""
 
 
 class AdapterLogitsProcessor(LogitsProcessor):
-    """Makes a processor of all rows out of those that requests have of their own."""
+    """Logits processor of all rows that applies a separate processor to each request's row."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.req_info: dict[int, partial[torch.Tensor]] = {}  # by row
 
     @abstractmethod
     def new_req_logits_processor(self, params: "SamplingParams") -> RequestLogitsProcessor | None:
-        """That of a new request, or None if it needs none."""
+        """Return the processor of a new request, or None if it needs none."""
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         process_dict_updates(self.req_info, batch_update, self._bound)
@@ -112,7 +116,10 @@ class AdapterLogitsProcessor(LogitsProcessor):
     def _bound(
         self, params: "SamplingParams", prompt_ids: list[int] | None, output_ids: list[int]
     ) -> "partial[torch.Tensor] | None":
-        """A callable of logits alone; the list of output tokens in it grows by itself."""
+        """Bind a request's processor to its tokens, so that it takes logits alone.
+
+        The bound list of output tokens grows in place.
+        """
         processor = self.new_req_logits_processor(params)
         if processor is None:
             return None
@@ -126,10 +133,10 @@ def process_dict_updates(
     batch_update: BatchUpdate | None,
     new_state: "Callable[[SamplingParams, list[int] | None, list[int]], State | None]",
 ) -> bool:
-    """Bring entries by row up to date; returns whether one of them is new, gone or elsewhere.
+    """Update the entries by row; return True if an entry was added, removed or moved.
 
-    new_state makes the entry of a new request, from its parameters, its prompt and its output, or
-    None for a request that needs none.
+    new_state: makes the entry of a new request from its parameters, prompt and output, or returns
+    None for a request that needs no entry.
     """
     if batch_update is None:
         return False
@@ -147,7 +154,7 @@ def process_dict_updates(
 
 
 def _put(entries: dict[int, State], row: int, state: State | None) -> bool:
-    """Whether that changes anything."""
+    """Set the entry of a row, or remove it if `state` is None; return True if this is a change."""
     was_there = entries.pop(row, None) is not None
     if state is not None:
         entries[row] = state
@@ -155,33 +162,34 @@ def _put(entries: dict[int, State], row: int, state: State | None) -> bool:
 
 
 def load(entry: Any) -> Any:
-    """One of the `logits_processors` that `LLM` is given -> a class for `VllmProcessor`, or itself.
+    """Return the class that an entry of `logits_processors` names, or the entry itself.
 
-    A class, or the "package.module:Class" of one, must be such a class; other callables are
-    nanoserve's own. Raises `ValueError` for anything else.
+    A class, or the one that "package.module:Class" names, must be a `LogitsProcessor` and is run by
+    `VllmProcessor`; other callables are nanoserve's own processors. Raises `ValueError` for
+    anything else.
     """
     found = _imported(entry) if isinstance(entry, str) else entry
-    told = f"logits_processors: {shown(entry)}"
+    given = f"logits_processors: {shown(entry)}"
     if not isinstance(found, type):
-        require(not isinstance(entry, str), f"{told} is no class, but {shown(found)}")
-        require(callable(found), f"{told} is neither a class, the name of one nor a callable")
+        require(not isinstance(entry, str), f"{given} is not a class, but {shown(found)}")
+        require(callable(found), f"{given} is neither a class, the name of one nor a callable")
         return found
     methods = ("update_state", "apply", "is_argmax_invariant")
     lacking = {name for name in methods if not callable(getattr(found, name, None))}
     lacking |= getattr(found, "__abstractmethods__", frozenset())
-    require(not lacking, f"{told} is no LogitsProcessor: it has no {', '.join(sorted(lacking))}")
+    require(not lacking, f"{given} is no LogitsProcessor: it has no {', '.join(sorted(lacking))}")
     return found
 
 
 def _imported(name: str) -> Any:
     module, colon, path = name.partition(":")
     if not (module and colon and path):
-        raise ValueError(f"logits_processors: {name!r} must read 'package.module:Class'")
+        raise ValueError(f"logits_processors: {name!r} must have the form 'package.module:Class'")
     try:
         found = import_module(module)
         for part in path.split("."):
             found = getattr(found, part)
-    except Exception as error:  # whatever the module does when it is imported
+    except Exception as error:  # a module may raise anything when it is imported
         raise ValueError(
             f"logits_processors: {name!r} cannot be imported: {type(error).__name__}: {error}"
         ) from error
@@ -189,16 +197,16 @@ def _imported(name: str) -> Any:
 
 
 class VllmProcessor:
-    """Runs one such class as an engine-wide processor; see `nanoserve.sampling.processors`.
+    """Engine-wide processor that runs a class of vLLM's kind; see `nanoserve.sampling.processors`.
 
-    What the class raises goes through. An engine has one of its own: its rows are those of a step.
+    Errors of the class are passed on. Each engine has its own, since rows are those of its steps.
     """
 
     def __init__(self, processor_class: type, vllm_config: Any) -> None:
         self._class, self._config = processor_class, vllm_config
-        self._processor: Any = None  # made where the first logits are
+        self._processor: Any = None  # constructed on the device of the first logits
         self._is_invariant = False
-        self._rows: dict[SlotState, int] = {}  # of the step before
+        self._rows: dict[SlotState, int] = {}  # of the previous step
 
     def validate_params(self, params: "SamplingParams") -> None:
         check = getattr(self._class, "validate_params", None)
@@ -219,9 +227,9 @@ class VllmProcessor:
             self._apply_sampling(logits, states, rows)
 
     def _update(self, states: "list[SlotState]") -> BatchUpdate | None:
-        """Give rows to those that are new, the lowest free ones first.
+        """Assign rows to new requests, the lowest free ones first; return the changes.
 
-        A row that is taken over at once is only `added`, as in vLLM.
+        A row that is freed and taken in the same step is only in `added`, as in vLLM.
         """
         present, before = set(states), self._rows
         rows = {state: row for state, row in before.items() if state in present}
@@ -239,7 +247,7 @@ class VllmProcessor:
         return BatchUpdate(1 + max(rows.values(), default=-1), removed, added, [])
 
     def _apply(self, logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
-        """logits: [len(rows), vocab_size], which may be overwritten -> what becomes of them."""
+        """Return the processed logits [len(rows), vocab_size]; the input may be overwritten."""
         if rows == list(range(len(rows))):
             return _checked(self._processor.apply(logits), logits, self._class)
         index = tensor_of(np.array(rows), logits)
@@ -250,10 +258,11 @@ class VllmProcessor:
     def _apply_sampling(
         self, logits: torch.Tensor, states: "list[SlotState]", rows: list[int]
     ) -> None:
-        """As vLLM does it for classes that never change the most likely token.
+        """Apply a class that never changes the most likely token, to rows that sample.
 
-        A filter by probabilities expects them as they are drawn from. The temperature comes after
-        us, so what was changed is multiplied by it, and what was not stays the same to the bit.
+        As in vLLM it gets logits divided by the temperature, since a filter by probability expects
+        the probabilities that tokens are drawn from. The sampler applies the temperature later, so
+        changed logits are multiplied by it, and unchanged ones stay the same to the bit.
         """
         is_greedy = tensor_of(np.array([s.params.is_greedy for s in states]), logits)
         given = [1.0 if s.params.is_greedy else s.params.temperature for s in states]
@@ -265,10 +274,10 @@ class VllmProcessor:
 
 
 def _checked(result: Any, given: torch.Tensor, source: Any) -> torch.Tensor:
-    """What a processor returned for `given`; torch would broadcast anything."""
+    """Check the shape and type that a processor returned for `given`; torch would broadcast it."""
     name = getattr(source, "__qualname__", type(source).__qualname__)
     if not isinstance(result, torch.Tensor):
-        raise TypeError(f"{name} returned {type(result).__name__}, and must return the logits")
+        raise TypeError(f"{name} returned {type(result).__name__}, and must return a tensor")
     if result.shape != given.shape or not result.is_floating_point():
         raise ValueError(
             f"{name} returned {result.dtype} of shape {list(result.shape)}, and must return "

@@ -1,19 +1,19 @@
-"""Memory between two engines of one script."""
+"""Release of memory between two engines of one script."""
 
 import gc
 import sys
 
 
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
-    """Let go of what nobody holds any more, and of what torch keeps of a GPU for later.
+    """Collect garbage, and release the GPU memory that torch caches.
 
-    An engine leaves nothing else behind when it is closed or collected: no process group of this
-    process, no module's global. `shutdown_ray` is vLLM's, and there is no Ray.
+    An engine leaves nothing else behind when it is closed or collected: no process group in this
+    process, and no global state. `shutdown_ray` is accepted because vLLM has it, and has no effect.
     """
     gc.collect()
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         from nanoserve.worker.cuda import Cuda
 
-        # Under its lock: another thread's engine may be recording a graph.
+        # It takes a lock, because an engine in another thread may be capturing a graph.
         Cuda(torch.device("cuda", torch.cuda.current_device())).release_unused()

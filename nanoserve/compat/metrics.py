@@ -1,4 +1,4 @@
-"""Answer `LLM.get_metrics` with what /metrics of a server shows, as objects of vLLM's shape."""
+"""Metrics of `LLM.get_metrics`: those that a server shows at /metrics, as vLLM's objects."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 
 @dataclass
 class Metric:
-    """Something counted; its name begins with "vllm:", as dashboards know it."""
+    """Metric, with a name that begins with "vllm:" as in dashboards for vLLM."""
 
     name: str
     labels: dict[str, str]
@@ -20,28 +20,31 @@ class Metric:
 
 @dataclass
 class Counter(Metric):
-    """Only grows."""
+    """Metric that only grows."""
 
     value: int
 
 
 @dataclass
 class Vector(Metric):
-    """Counters in a row: accepted draft tokens, by position."""
+    """Metric with a counter for each index: accepted draft tokens by position."""
 
     values: list[int]
 
 
 @dataclass
 class Gauge(Metric):
-    """As it is now."""
+    """Metric with the current value of a quantity."""
 
     value: float
 
 
 @dataclass
 class Histogram(Metric):
-    """By upper bound, as a text ("+Inf" is the last), how many values were not above it."""
+    """Metric with the number of values up to each upper bound.
+
+    buckets: cumulative counts by upper bound as text; the last one is "+Inf".
+    """
 
     count: int
     sum: float
@@ -49,7 +52,10 @@ class Histogram(Metric):
 
 
 def start_counting(engine: "GuardedEngine") -> None:
-    """Count from here on. Raises `ValueError` if the package that knows metrics is missing."""
+    """Start to count metrics of the engine.
+
+    Raises `ValueError` if prometheus-client, or what else it takes, is not installed.
+    """
     try:
         from nanoserve.features.metrics import start_metrics
     except ModuleNotFoundError as error:
@@ -60,23 +66,23 @@ def start_counting(engine: "GuardedEngine") -> None:
 
 
 def snapshot(engine: "GuardedEngine") -> list[Metric]:
-    """Return all metrics as they are now."""
+    """Return the current values of all metrics; raise `ValueError` if none are counted."""
     try:
         from nanoserve.features.metrics import metrics_of
-    except ModuleNotFoundError:  # then nothing can have been counted
+    except ModuleNotFoundError:  # nothing can have been counted without it
         counted = []
     else:
         counted = metrics_of(engine)
     if not counted:
         raise ValueError(
-            "nothing was counted: give LLM(..., disable_log_stats=False); llm.stats has totals "
-            "anyway"
+            "no metrics are counted: give LLM(..., disable_log_stats=False); llm.stats has totals "
+            "in any case"
         )
     return [metric for family in counted[0].collect() for metric in _read(family)]
 
 
 def _read(family: Any) -> Iterator[Metric]:
-    """Yield the metrics of a family of prometheus-client's: one for each set of labels."""
+    """Yield the metrics of a family of prometheus-client, one for each set of labels."""
     name = family.name
     if family.type == "histogram":
         yield _histogram(name, family.samples)

@@ -1,29 +1,30 @@
-"""Names of vLLM's that nanoserve does not have, and what to do instead."""
+"""Names of vLLM that nanoserve does not have, and what to use instead."""
 
 from typing import NoReturn
 
-_POOLING = "nanoserve generates; for embeddings and scores take sentence-transformers or vLLM"
+_POOLING = "nanoserve generates text; use sentence-transformers or vLLM for embeddings and scores"
 _PROFILING = "trace='run.jsonl' records every step, and torch.profiler profiles a program"
 _WORKERS = (
-    "no function of yours runs in the workers. For other weights: llm.sleep(level=2), write them "
-    "with save_pretrained() into the folder that the model came from, llm.wake_up(). Do not copy "
-    "into the parameters of llm.engine.executor.model: most weights are kept in other forms, which "
-    "load_state_dict(strict=False) leaves as they were without an error"
+    "functions of a program cannot run in the workers. To replace weights, call "
+    "llm.sleep(level=2), write them with save_pretrained() into the folder that the model came "
+    "from, and call llm.wake_up(). Do not copy into the parameters of llm.engine.executor.model: "
+    "most weights are kept in other forms, which load_state_dict(strict=False) leaves unchanged "
+    "without an error"
 )
 
 _MODEL = (
-    "with one process, llm.engine.executor.model is the model, to look at: most weights are kept "
-    "in other forms"
+    "with one process, llm.engine.executor.model is the model, for inspection: most weights are "
+    "kept in other forms"
 )
 
-# Methods of `LLM`.
+# Attributes of `LLM`.
 METHODS = {
     **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), _POOLING),
     **dict.fromkeys(("start_profile", "stop_profile"), _PROFILING),
     **dict.fromkeys(("collective_rpc", "apply_model"), _WORKERS),
     **dict.fromkeys(
         ("enqueue", "enqueue_chat", "wait_for_completion"),
-        "llm.engine.add_request() queues and llm.engine.step() runs",
+        "call llm.engine.add_request() to queue and llm.engine.step() to run",
     ),
     "set_tokenizer": "give LLM(..., tokenizer=FOLDER)",
     "preprocess_chat": "chat() renders and tokenizes; get_tokenizer().apply_chat_template does too",
@@ -35,12 +36,12 @@ METHODS = {
     "step": "it is llm.engine.step()",
     "is_finished": "it is not llm.engine.has_unfinished_requests()",
 }
-# Of what vLLM's `ModelConfig` has.
+# Attributes of vLLM's `ModelConfig`.
 MODEL_CONFIG = {
-    "max_model_len": "how long a sequence may be is llm.engine.input_processor.max_model_len",
+    "max_model_len": "it is llm.engine.input_processor.max_model_len",
     **dict.fromkeys(
         ("hf_config", "hf_text_config"),
-        "names of config.json are attributes; the file lies in llm.engine.config.model, and "
+        "entries of config.json are attributes here; the file is in llm.engine.config.model, and "
         "transformers.AutoConfig reads it",
     ),
     "get_vocab_size": "it is vocab_size",
@@ -56,23 +57,23 @@ MODEL_CONFIG = {
         "llm.engine.config has all options",
     ),
 }
-# What scripts import.
+# Names that scripts import.
 NAMES = {
     **dict.fromkeys(("PoolingParams", "PoolingRequestOutput", "EmbeddingRequestOutput"), _POOLING),
     "AsyncStream": "iterate over what AsyncLLM.generate() returns",
     "CompilationConfig": "kernels are fused by hand and nothing is compiled by torch",
     "GuidedDecodingParams": "StructuredOutputsParams has the same fields; give it as "
     "SamplingParams(structured_outputs=...)",
-    "KVTransferConfig": "K and V stay in one engine",
+    "KVTransferConfig": "KV caches are not transferred between engines",
     "LoRARequest": "merge the adapter into its base (peft: merge_and_unload) and load that",
     "ModelRegistry": "nanoserve.models.registry.register_model(name, class) adds a model",
     "ProfilerConfig": _PROFILING,
     "SchedulerConfig": "options are arguments of LLM(...)",
-    "ModelConfig": "nanoserve.checkpoint.model_config.ModelConfig is what a config.json says",
+    "ModelConfig": "nanoserve.checkpoint.model_config.ModelConfig has the entries of config.json",
 }
 
 
-# What `nanoserve.compat` exports, and `nanoserve` does not.
+# Names that `nanoserve.compat` exports and `nanoserve` does not.
 IN_DROP_IN = {
     *("AdapterLogitsProcessor", "AsyncLLMEngine", "BatchUpdate", "Counter", "Gauge", "Histogram"),
     *("FlexibleArgumentParser", "LogitsProcessor", "Metric", "MoveDirectionality", "PromptType"),
@@ -82,13 +83,14 @@ IN_DROP_IN = {
 
 
 def refuse(module: str, name: str) -> NoReturn:
-    """Raise `AttributeError` for a name that a module has not, with what there is instead.
+    """Raise `AttributeError` for a name that a module does not have.
 
-    Where that is known it is an `ImportError`: `from ... import` would say nothing of the other.
+    If a replacement is known, raise `ImportError` instead: `from ... import` replaces the message
+    of an `AttributeError` by its own.
     """
-    told = f"module {module!r} has no attribute {name!r}"
+    message = f"module {module!r} has no attribute {name!r}"
     if name in IN_DROP_IN:
-        raise ImportError(f"{told}: from nanoserve.compat import {name}")
+        raise ImportError(f"{message}: from nanoserve.compat import {name}")
     if name in NAMES:
-        raise ImportError(f"{told}: {NAMES[name]}")
-    raise AttributeError(told)
+        raise ImportError(f"{message}: {NAMES[name]}")
+    raise AttributeError(message)

@@ -1,6 +1,7 @@
-"""vLLM's engine options that nanoserve does not have, today's and those of before, by subject.
+"""vLLM's engine options that nanoserve does not have, current and former ones, by subject.
 
-Each says which of its values ask for what is done anyway, and what to do instead of the others.
+Each entry has the values that match the behaviour here, which are accepted, and what to use instead
+of any other value.
 """
 
 from collections.abc import Callable
@@ -10,10 +11,10 @@ from nanoserve.utils.checks import is_number
 
 
 class Foreign(NamedTuple):
-    """An option that is vLLM's and not ours."""
+    """Option of vLLM that nanoserve does not have."""
 
     accepts: Callable[[Any], bool]
-    instead: str  # of a value that is not accepted
+    instead: str  # of a value that is not accepted: a reason, or what to use
 
 
 def _one_of(*values: Any) -> Callable[[Any], bool]:
@@ -26,7 +27,7 @@ def _anything(value: Any) -> bool:
 
 
 def _is_empty(value: Any) -> bool:
-    """Tell whether a dictionary, list or text is empty."""
+    """Return True if a dictionary, list or text is empty, or False is given."""
     return value in ({}, [], (), "", False)
 
 
@@ -43,77 +44,77 @@ def _known(
 _one, _off, _on = _one_of(1), _one_of(False), _one_of(True)
 _TEXT = "nanoserve runs text models only: leave it out"
 _REPLICAS = (
-    "one engine is one replica, of tensor_parallel_size x pipeline_parallel_size ranks; for "
-    "several take `nanoserve serve --data-parallel-size N`, or `nanoserve batch --replicas N`"
+    "one engine is one replica of tensor_parallel_size x pipeline_parallel_size ranks; for "
+    "several use `nanoserve serve --data-parallel-size N`, or `nanoserve batch --replicas N`"
 )
-_RANKS = "ranks are tensor_parallel_size x pipeline_parallel_size"
-_EXPERTS = "whole experts are distributed over the ranks of tensor_parallel_size, always"
+_RANKS = "the number of ranks is tensor_parallel_size x pipeline_parallel_size"
+_EXPERTS = "whole experts are always distributed over the ranks of tensor_parallel_size"
 _LORA = "merge the adapter into its base (peft: merge_and_unload) and load that"
-_POOLING = "nanoserve generates; for embeddings and scores take sentence-transformers or vLLM"
-_GRAPHS = "which graphs are recorded follows from max_num_seqs; enforce_eager=True records none"
+_POOLING = "nanoserve generates text; use sentence-transformers or vLLM for embeddings and scores"
+_GRAPHS = "the sizes of CUDA graphs follow from max_num_seqs; enforce_eager=True disables them"
 _COMPILED = "kernels are fused by hand and nothing is compiled by torch: leave it out"
-_STATE = "no model that nanoserve runs has such a state"
-_NOT_MOVED = "weights and K and V stay on their device: take a smaller model, or quantization"
+_STATE = "no supported model has such a state"
+_NOT_MOVED = "weights and KV cache stay on their device: use a smaller model, or quantization"
 _GUIDED = "give structured_outputs_config={'backend': ...}"
-_KERNELS = "device and dtype decide which kernels run; attention_backend can be chosen"
+_KERNELS = "device and dtype determine the kernels; only attention_backend can be chosen"
 _MACHINES = "distributed_executor_backend='ray' starts the ranks of several machines"
 _NUMA = "start the program under numactl"
 _FAULTS = "a rank that dies ends the engine; `nanoserve serve --data-parallel-size N` restarts it"
 _REASONING = "give --reasoning-parser NAME to `nanoserve serve`"
-_LOGGING = "Python's logging is used: logging.getLogger('nanoserve').setLevel('DEBUG')"
-_OBSERVED = "trace='run.jsonl' records every step, and get_metrics() and /metrics count them"
+_LOGGING = "use Python's logging: logging.getLogger('nanoserve').setLevel('DEBUG')"
+_OBSERVED = "trace='run.jsonl' records every step; get_metrics() and /metrics have statistics"
 
-# Everything of vLLM's that is neither in `EngineConfig` nor above. By subject.
+# All options of vLLM that are not in `EngineConfig`, by subject.
 FOREIGN: dict[str, Foreign] = {
-    # What there is no choice about, because it is always so.
-    **_known("enable_chunked_prefill", "prompts are always computed in chunks, of at most "
+    # Behaviour that cannot be changed here.
+    **_known("enable_chunked_prefill", "prompts are always computed in chunks of at most "
              "max_num_batched_tokens: leave it out", _on),
     **_known("use_v2_block_manager", "there is one block manager", _anything),
     **_known("fail_on_environ_validation enable_shm_tensor_arena allow_deprecated_quantization "
              "scheduler_reserve_full_isl renderer_num_workers", "it changes no result", _anything),
-    **_known("shutdown_timeout", "`nanoserve serve --grace-period S` lets requests end",
+    **_known("shutdown_timeout", "use `nanoserve serve --grace-period S`",
              _one_of(0)),
     **_known("sleep_mode_offload_cudagraph enable_cumem_allocator enable_nccl_comm_suspend",
-             "sleep() gives back the weights and the KV cache", _off),
-    **_known("enable_sleep_mode", "sleep() and wake_up() always work", _anything),
+             "sleep() always releases the weights and the KV cache", _off),
+    **_known("enable_sleep_mode", "sleep() and wake_up() are always available", _anything),
     **_known("disable_log_requests enable_log_requests", _OBSERVED, _anything),
     **_known("aggregate_engine_logging use_tqdm_on_load", "it changes no result", _anything),
     **_known("swap_space", "a preempted sequence is computed again, not swapped", _is_size),
     **_known("max_seq_len_to_capture max_context_len_to_capture", _GRAPHS, _is_size),
     **_known("disable_async_output_proc", "see async_scheduling", _anything),
-    **_known("disable_custom_all_reduce", "NCCL, or gloo on a CPU, reduces", _anything),
-    **_known("max_parallel_loading_workers", "16 threads load, at most", _is_size),
+    **_known("disable_custom_all_reduce", "NCCL, or gloo on a CPU, does all reductions", _anything),
+    **_known("max_parallel_loading_workers", "at most 16 threads load weights", _is_size),
     **_known("safetensors_load_strategy pt_load_map_location", "weights are copied from mapped "
              "files in pieces", _one_of("lazy", "auto", "cpu")),
     **_known("served_model_name", "give --served-model-name to `nanoserve serve`", _anything),
-    **_known("prefix_caching_hash_algo", "hashes only find a block, and its tokens are compared",
+    **_known("prefix_caching_hash_algo", "a hash only finds a block; its tokens are compared",
              _anything),
     **_known("safetensors_prefetch_num_threads safetensors_prefetch_block_size",
              "weights are copied from mapped files in pieces", _is_size),
-    **_known("sleep_preserve_parameter_names", "sleep() gives back all weights"),
+    **_known("sleep_preserve_parameter_names", "sleep() releases all weights"),
     # The model and its files.
     **_known("task runner convert", _POOLING, _one_of("auto", "generate", "none")),
     **_known("pooler_config override_pooler_config", _POOLING),
-    **_known("config_format", "config.json is read", _one_of("auto", "hf")),
+    **_known("config_format", "config.json is the only format", _one_of("auto", "hf")),
     **_known("tokenizer_mode", "the checkpoint's tokenizer.json is used, by the tokenizers library",
              _one_of("auto", "hf")),
-    **_known("model_impl", "models are nanoserve's own; see nanoserve.models.registry for yours",
+    **_known("model_impl", "models are nanoserve's own; nanoserve.models.registry adds others",
              _one_of("auto", "vllm")),
-    **_known("model_weights", "config.json and weights are one folder: give it as model"),
-    **_known("tokens_only", "skip_tokenizer_init=True takes and gives token ids", _off),
-    **_known("hf_config_path", "config.json lies beside the weights: make a folder of both"),
+    **_known("model_weights", "give the folder with config.json and weights as model"),
+    **_known("tokens_only", "skip_tokenizer_init=True takes and returns token ids", _off),
+    **_known("hf_config_path", "config.json must be in the folder of the weights"),
     **_known("hf_token", "set HF_TOKEN, or log in with `hf auth login`", _on),
     **_known("model_class_overrides", "nanoserve.register_model(name, class) adds a model"),
-    **_known("quantization_config", "the checkpoint's is read, and quantization= asks for another"),
-    **_known("weight_transfer_config", "make a new LLM of the new weights"),
-    **_known("code_revision", "no code of a checkpoint runs for a model"),
-    **_known("tokenizer_revision", "give tokenizer=FOLDER, of the version that you want"),
-    **_known("rope_scaling rope_theta", "give hf_overrides={'rope_scaling': ...}, in the words of "
+    **_known("quantization_config", "the checkpoint's is read; use quantization= for another one"),
+    **_known("weight_transfer_config", "construct a new LLM for new weights"),
+    **_known("code_revision", "code in a checkpoint is never run for a model"),
+    **_known("tokenizer_revision", "give tokenizer=FOLDER with the version to use"),
+    **_known("rope_scaling rope_theta", "give hf_overrides={'rope_scaling': ...}, as in "
              "config.json"),
-    **_known("disable_sliding_window", "the windows of config.json are kept; a shorter "
-             "max_model_len switches them off in effect", _off),
+    **_known("disable_sliding_window", "the windows of config.json apply; a smaller "
+             "max_model_len makes them ineffective", _off),
     **_known("override_attention_dtype", "attention computes in the model's dtype"),
-    **_known("model_loader_extra_config ignore_patterns", "only what is read is fetched",
+    **_known("model_loader_extra_config ignore_patterns", "only files that are read are downloaded",
              lambda value: _is_empty(value) or value in ("original/**/*", ["original/**/*"])),
     **_known("skip_mm_profiling limit_mm_per_prompt mm_processor_cache_gb mm_processor_cache_type "
              "mm_shm_cache_max_object_size_mb disable_mm_preprocessor_cache mm_encoder_tp_mode "
@@ -132,22 +133,22 @@ FOREIGN: dict[str, Foreign] = {
     **_known("enable_prompt_embeds", "a prompt is text or token ids", _off),
     # Steps and caches.
     **_known("max_num_partial_prefills max_long_partial_prefills",
-             "bound the tokens of one sequence with long_prefill_token_threshold", _one),
+             "limit the tokens of one sequence with long_prefill_token_threshold", _one),
     **_known("max_num_scheduled_tokens", "it is max_num_batched_tokens"),
     **_known("max_num_active_seqs", "it is max_num_seqs"),
     **_known("max_num_queued_reqs max_num_queued_tokens",
-             "`nanoserve serve --max-queue N` answers 429 when so many sequences wait"),
+             "`nanoserve serve --max-queue N` answers 429 when N sequences wait"),
     **_known("long_prefill_token_threshold_adaptive",
              "long_prefill_token_threshold is one number for all steps", _off),
-    **_known("watermark", "no block is held back: a sequence that finds none preempts", _is_size),
+    **_known("watermark", "no block is reserved: without one, sequences are preempted", _is_size),
     **_known("prefill_schedule_interval", "every step may begin with prompts", _one),
     **_known("prefix_match_unit", "cached prefixes are whole blocks of block_size tokens"),
     **_known("prefix_cache_retention_interval", "the blocks used least recently are evicted first"),
     **_known("kv_cache_dtype_skip_layers", "all layers have one kv_cache_dtype"),
-    **_known("swa_bounded_replay", "what lies behind a window is not computed again", _off),
-    **_known("use_fp64_gumbel", "noise is float32, and the same on every device", _off),
-    **_known("num_lookahead_slots", "guesses take blocks that are left over", _one_of(0)),
-    **_known("external_parameters additional_config", "there is nothing that would read it"),
+    **_known("swa_bounded_replay", "tokens behind a window are never computed again", _off),
+    **_known("use_fp64_gumbel", "noise is float32 and the same on every device", _off),
+    **_known("num_lookahead_slots", "draft tokens use only free blocks", _one_of(0)),
+    **_known("external_parameters additional_config", "nothing here reads it"),
     **_known("cpu_offload_gb kv_offloading_size", _NOT_MOVED, lambda value: value in (0, None)),
     **_known("offload_group_size", _NOT_MOVED, _one_of(0)),
     **_known("cpu_offload_params offload_params", _NOT_MOVED),
@@ -156,7 +157,7 @@ FOREIGN: dict[str, Foreign] = {
     **_known("kv_offloading_backend", _NOT_MOVED, _one_of("native")),
     **_known("calculate_kv_scales", "scales are per token and head, and always computed", _off),
     **_known("kv_sharing_fast_prefill", _STATE, _off),
-    **_known("disable_cascade_attn", "there is none", _anything),
+    **_known("disable_cascade_attn", "there is no cascade attention", _anything),
     **_known("mamba_cache_dtype mamba_ssm_cache_dtype", _STATE, _one_of("auto")),
     **_known("mamba_block_size", _STATE),
     **_known("mamba_backend mamba_ssu_algorithm mamba_cache_mode mamba_cache_philox_rounds "
@@ -174,8 +175,8 @@ FOREIGN: dict[str, Foreign] = {
     **_known("attention_config kernel_config ir_op_priority", _KERNELS),
     **_known("moe_backend linear_backend sparse_indexer_topk_backend", _KERNELS, _one_of("auto")),
     **_known("enable_flashinfer_autotune", _KERNELS, _anything),
-    **_known("performance_mode", "max_num_seqs and max_num_batched_tokens weigh the latency of "
-             "one against the throughput of all", _one_of("balanced")),
+    **_known("performance_mode", "max_num_seqs and max_num_batched_tokens trade latency for "
+             "throughput", _one_of("balanced")),
     # More than one device, machine or engine.
     **_known("nnodes", _MACHINES, _one),
     **_known("node_rank", _MACHINES, _one_of(0)),
@@ -189,7 +190,7 @@ FOREIGN: dict[str, Foreign] = {
     **_known("fault_tolerance_config", _FAULTS),
     **_known("dcp_kv_cache_interleave_size cp_kv_cache_interleave_size", _RANKS, _one),
     **_known("dcp_comm_backend dcp_q_replicate", _RANKS),
-    **_known("enable_batch_sharded_sampling", "rank 0 samples", _off),
+    **_known("enable_batch_sharded_sampling", "sampling is not distributed: rank 0 samples", _off),
     **_known("enable_hc_sp", _RANKS, _off),
     **_known("dp_sync_interval", _REPLICAS, _is_size),
     **_known("data_parallel_multi_port_external_lb", _REPLICAS),
@@ -201,8 +202,8 @@ FOREIGN: dict[str, Foreign] = {
              _REPLICAS),
     **_known("ray_workers_use_nsight worker_use_ray engine_use_ray",
              "give distributed_executor_backend='ray'", _off),
-    **_known("worker_cls", "ranks are nanoserve.worker's", _one_of("auto")),
-    **_known("worker_extension_cls", "ranks are nanoserve.worker's"),
+    **_known("worker_cls", "workers are those of nanoserve.worker", _one_of("auto")),
+    **_known("worker_extension_cls", "workers are those of nanoserve.worker"),
     **_known("enable_expert_parallel", _EXPERTS, _anything),
     **_known("enable_eplb enable_dbo eplb_log_balancedness "
              "disable_nccl_for_dp_synchronization", _EXPERTS, _off),
@@ -216,18 +217,18 @@ FOREIGN: dict[str, Foreign] = {
     **_known("eplb_window_size eplb_step_interval dbo_decode_token_threshold "
              "dbo_prefill_token_threshold", _EXPERTS, _is_size),
     **_known("kv_transfer_config ec_transfer_config ec_manager_config",
-             "K and V stay in one engine"),
+             "KV caches are not transferred between engines"),
     # Adapters.
     **_known("enable_lora enable_lora_bias fully_sharded_loras enable_prompt_adapter", _LORA, _off),
     **_known("max_loras max_lora_rank max_cpu_loras lora_extra_vocab_size lora_dtype "
              "long_lora_scaling_factors lora_target_modules max_lora_cls_labels", _LORA, _anything),
     **_known("enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format "
              "enable_moe_shared_loras", _LORA, _off),
-    # Formats of answers.
+    # Structured output and reasoning.
     **_known("reasoning_parser enable_reasoning", _REASONING),
-    **_known("reasoning_parser_plugin reasoning_config", "parsers are qwen3 and deepseek_r1, of "
-             "`nanoserve serve --reasoning-parser`"),
-    **_known("watermark_config", "texts carry no watermark"),
+    **_known("reasoning_parser_plugin reasoning_config", "the parsers of `nanoserve serve "
+             "--reasoning-parser` are qwen3 and deepseek_r1"),
+    **_known("watermark_config", "texts have no watermark"),
     **_known("aux_output_config", "outputs are tokens, texts and log-probabilities"),
     **_known("spec_method spec_model spec_tokens", "give speculative_config={'method': ..., "
              "'model': ..., 'num_speculative_tokens': ...}"),
@@ -235,8 +236,8 @@ FOREIGN: dict[str, Foreign] = {
     **_known("guided_decoding_disable_fallback", "there is no fallback", _anything),
     **_known("guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties",
              "they are fields of StructuredOutputsParams", _off),
-    **_known("logits_processor_pattern io_processor_plugin", "programs pass logits_processors"),
-    # Watching.
+    **_known("logits_processor_pattern io_processor_plugin", "pass logits_processors in a program"),
+    # Observability.
     **_known("show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces "
              "profiler_config custom_histogram_buckets", _OBSERVED),
     **_known("per_request_spec_decode_metrics", _OBSERVED, _one_of("none", False)),
@@ -244,7 +245,7 @@ FOREIGN: dict[str, Foreign] = {
              "enable_layerwise_nvtx_tracing enable_mfu_metrics enable_logging_iteration_details "
              "enable_trace_replay", _OBSERVED, _off),
     **_known("kv_cache_metrics_sample", _OBSERVED, _is_size),
-    **_known("jit_monitor_mode jit_monitor_verbose", "`nanoserve bench` and the log tell what is "
+    **_known("jit_monitor_mode jit_monitor_verbose", "`nanoserve bench` and the log report what is "
              "compiled", _anything),
     **_known("logging_config log_config_file", _LOGGING),
     **_known("log_level", _LOGGING, _one_of("info", "INFO")),

@@ -1,8 +1,8 @@
-"""vLLM's engine options -> ours. Each is known by name.
+"""Translation of vLLM's engine options to those of `EngineConfig`.
 
-Some have another name or other values here. Of the others, a value that asks for what nanoserve
-does anyway is accepted, and any other one refused with what to do instead: an option that is
-ignored in silence would be worse than none.
+Every option of vLLM is known by name. Some have another name or other values here. Of those that
+nanoserve does not have, a value that matches its behaviour is accepted, and any other value is
+rejected with what to use instead: silently ignoring an option would be worse than an error.
 """
 
 import logging
@@ -20,14 +20,14 @@ from nanoserve.utils.checks import shown
 
 logger = logging.getLogger(__name__)
 
-# vLLM's name, or nano-vllm's, and ours.
+# The name in vLLM or nano-vllm, and the name here.
 RENAMED = {
     "num_gpu_blocks_override": "num_kv_blocks",
     "num_kvcache_blocks": "num_kv_blocks",
     "kvcache_block_size": "block_size",
     "device_memory_utilization": "gpu_memory_utilization",
 }
-# Values that have another name here.
+# Values that are spelled differently here.
 SPELLINGS: dict[str, dict[Any, Any]] = {
     "dtype": {"half": "float16", "float": "float32"},
     "quantization": {"awq_marlin": "awq", "gptq_marlin": "gptq"},
@@ -40,20 +40,20 @@ SPELLINGS: dict[str, dict[Any, Any]] = {
     "load_format": {"hf": "auto"},
     "distributed_executor_backend": {"uni": "mp"},
 }
-# What to do about values that are none of ours.
+# Advice for values that are not implemented here.
 _ADVICE = {
-    ("load_format", "pt"): "pickles may run code: save the model anew, as safetensors",
+    ("load_format", "pt"): "pickles may run code: save the model as safetensors",
     ("load_format", "gguf"): "give the file itself as model: LLM('folder/model-Q4_K_M.gguf')",
-    ("load_format", "sharded_state"): "each rank reads its part of a plain checkpoint",
-    ("load_format", "mistral"): "take the repository's files in Hugging Face's form",
+    ("load_format", "sharded_state"): "each rank reads its shard of an ordinary checkpoint",
+    ("load_format", "mistral"): "use the repository's files in Hugging Face's format",
     ("load_format", "bitsandbytes"): "bitsandbytes checkpoints are read with load_format='auto'",
-    ("attention_backend", "FLASHINFER"): "take 'triton' or 'flash_attn'",
-    ("distributed_executor_backend", "external_launcher"): "'mp' starts the ranks, or 'ray'",
-    ("kv_cache_dtype", "fp8_e5m2"): "take 'fp8', which is e4m3 with a scale per token and head",
+    ("attention_backend", "FLASHINFER"): "use 'triton' or 'flash_attn'",
+    ("distributed_executor_backend", "external_launcher"): "use 'mp' or 'ray' to start ranks",
+    ("kv_cache_dtype", "fp8_e5m2"): "use 'fp8', which is e4m3 with a scale per token and head",
 }
 
 
-# Other engines' names.
+# Names in other engines, and the name here.
 _LIKE = {
     "torch_dtype": "dtype",
     "n_ctx": "max_model_len",
@@ -82,15 +82,15 @@ _LIKE = {
 
 
 def engine_config(model: str | Path, options: Mapping[str, Any]) -> EngineConfig:
-    """Return the options of `LLM`, which are vLLM's too, as our own. None is "not given" for all.
+    """Return the `EngineConfig` for options of `LLM`, including vLLM's; None is "not given".
 
-    Raises `ValueError`: for a name that neither we nor vLLM have, with those that are near it, for
-    a value of one of vLLM's that asks for what is not done here, with what to do instead, and for
-    a value out of range.
+    Raises `ValueError` for a name that neither nanoserve nor vLLM has, with similar names; for an
+    option of vLLM with a value that is not implemented, with what to use instead; and for a value
+    out of range.
     """
     name = str(model)
     if isinstance(model, Path) and not name.startswith(("/", ".", "~")):
-        name = f"./{name}"  # a Path is never looked up on the hub
+        name = f"./{name}"  # a Path is never a name on the hub
     given = {name: value for name, value in options.items() if value is not None}
     if given.get("max_model_len") in (-1, "auto"):
         del given["max_model_len"]
@@ -105,7 +105,7 @@ def engine_config(model: str | Path, options: Mapping[str, Any]) -> EngineConfig
 
 
 def _translate(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options under our names, with our names for their values."""
+    """Return the options under the names, and with the spelling of values, of `EngineConfig`."""
     known = {field.name for field in fields(EngineConfig)} - {"model"}
     options: dict[str, Any] = {}
     for name, value in given.items():
@@ -116,17 +116,20 @@ def _translate(given: Mapping[str, Any]) -> dict[str, Any]:
         if ours not in known:
             raise ValueError(_unknown(name, known))
         if ours != name and ours in given:
-            raise ValueError(f"{name}={shown(value)} is {ours}, which is given as well")
+            raise ValueError(
+                f"{name}={shown(value)} means {ours}, which is given as well: leave one out"
+            )
         options[ours] = _spelled(ours, value)
     return options
 
 
 def _accept(name: str, value: Any) -> None:
+    """Log that an option of vLLM has no effect; raise `ValueError` if its value should have one."""
     accepts, instead = FOREIGN[name]
-    told = "..." if name == "hf_token" else shown(value)  # which is a secret
+    text = "..." if name == "hf_token" else shown(value)  # a token is a secret
     if not accepts(value):
-        raise ValueError(f"{name}={told} is vLLM's and not implemented here: {instead}")
-    logger.info("%s=%s changes nothing here: %s", name, told, instead)
+        raise ValueError(f"{name}={text} is vLLM's and not implemented here: {instead}")
+    logger.info("%s=%s has no effect here: %s", name, text, instead)
 
 
 def _unknown(name: str, known: Collection[str]) -> str:
@@ -140,7 +143,10 @@ def _unknown(name: str, known: Collection[str]) -> str:
 
 
 def _of_the_same_words(name: str, names: Collection[str]) -> list[str]:
-    """As "gpu_mem_utilization" and "gpu_memory_utilization": each word begins as the other's."""
+    """Return the names with as many words, each of which begins as the word in `name`.
+
+    An example is "gpu_memory_utilization" for "gpu_mem_utilization".
+    """
     words = name.lower().replace("-", "_").split("_")
     found = []
     for one in sorted(names):
@@ -152,7 +158,7 @@ def _of_the_same_words(name: str, names: Collection[str]) -> list[str]:
 
 
 def _spelled(name: str, value: Any) -> Any:
-    """A value as `EngineConfig` has it; data types may be torch's."""
+    """Return a value in the spelling of `EngineConfig`; a data type may be torch's."""
     if name == "dtype" and type(value).__name__ == "dtype":
         value = str(value).removeprefix("torch.")
     spellings = SPELLINGS.get(name, {})
@@ -165,7 +171,7 @@ def _spelled(name: str, value: Any) -> Any:
 
 
 def _processors(make_config: Callable[..., Any], options: dict[str, Any]) -> Any:
-    """vLLM's classes among them, in the form of those that see all rows of a step at once."""
+    """Return the logits processors, with vLLM's classes wrapped as processors of all rows."""
     given = options["logits_processors"]
     if not isinstance(given, (list, tuple)) or all(map(_is_plain, given)):
         return given
@@ -173,7 +179,7 @@ def _processors(make_config: Callable[..., Any], options: dict[str, Any]) -> Any
 
     if options.get("speculative_config") is not None:
         raise ValueError(
-            "logits_processors that are vLLM's classes know nothing of guesses: leave out "
+            "logits_processors that are vLLM's classes do not support draft tokens: leave out "
             "speculative_config, or give callables (logits, states), see "
             "nanoserve.sampling.processors"
         )

@@ -1,9 +1,9 @@
-"""Names that a request may bring from another server or library, and what each means here.
+"""Request fields of other servers and libraries, and what each means here.
 
-One table for all doors: the HTTP endpoints and `SamplingParams` refuse what `FOREIGN` holds, unless
-its value asks for nothing, and say what to use instead. Clients send what is in `HARMLESS` often;
-no answer depends on it. Every other name is unknown: HTTP logs it once, `SamplingParams` refuses
-it.
+The HTTP endpoints and `SamplingParams` share these tables. They reject a field in `FOREIGN`, with
+what to use instead, unless its value has no effect. Fields in `HARMLESS` are often sent by clients
+and affect no output. Any other name is unknown: it is logged once by the server, and rejected by
+`SamplingParams`.
 """
 
 from collections.abc import Iterable
@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 
 class Foreign(NamedTuple):
-    """A name that nanoserve does not honour.
+    """Field that nanoserve does not support under this name.
 
-    instead: what to use instead. neutral: the values that ask for nothing, besides None. ours: the
-    sampling parameter of the same meaning, if there is one. in_python: what to use instead in a
-    program, where that is something else than over HTTP.
+    instead: what to use instead. neutral: values besides None that have no effect. ours: the
+    sampling parameter with the same meaning, if there is one. in_python: what to use instead in a
+    program, if that differs from HTTP.
     """
 
     instead: str
@@ -25,9 +25,9 @@ class Foreign(NamedTuple):
 
 
 def asks_nothing(value: Any, neutral: Iterable[Any]) -> bool:
-    """Return whether `value` is None or one of the `neutral` values.
+    """Return True if `value` is None or one of the `neutral` values.
 
-    JSON's true is no number: `{"best_of": true}` is a mistake, not 1.
+    JSON's true is not a number: `{"best_of": true}` is an error, not 1.
     """
     if value is None:
         return True
@@ -35,7 +35,7 @@ def asks_nothing(value: Any, neutral: Iterable[Any]) -> bool:
 
 
 def _renamed(ours: str, names: str, neutral: tuple[Any, ...] = ()) -> dict[str, Foreign]:
-    """Other names of our parameter `ours`, all with the same meaning."""
+    """Return entries for other names of the sampling parameter `ours`."""
     return {name: Foreign(f"use {ours}", neutral, ours) for name in names.split()}
 
 
@@ -49,13 +49,13 @@ def _refused(instead: str, names: str, neutral: tuple[Any, ...] = ()) -> dict[st
 
 _FILTERS = "top_p, top_k and min_p filter tokens"
 _PROCESSOR = f"{_FILTERS}; a program may also write a logits processor"
-_NO_LOOPS = "repetition_penalty and frequency_penalty act against loops"
+_NO_LOOPS = "use repetition_penalty or frequency_penalty against loops"
 _THINKING = 'use chat_template_kwargs={"enable_thinking": false} if the chat template has it'
 _TEXT_ONLY = "nanoserve runs text models only"
 _NO_LORA = "merge the adapter into its base (peft: merge_and_unload) and serve that"
 _MESSAGES = "send the text in messages"
-_EXTRA_OUTPUT = "logprobs and usage are what answers tell besides text"
-_CONTEXT = "the context's length is an option of the server: --max-model-len"
+_EXTRA_OUTPUT = "answers have text, logprobs and usage only"
+_CONTEXT = "the context length is an option of the server: --max-model-len"
 _ONE_LEVEL = "its fields belong at the top level of the request"
 _BEAMS = "LLM.beam_search(prompts, BeamSearchParams(...)) searches offline"
 _GRAMMAR = (
@@ -64,7 +64,7 @@ _GRAMMAR = (
 )
 _JSON = 'use response_format={"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}'
 _REGEX = 'use structured_outputs={"regex": ...} (or guided_regex)'
-_CUT = "cut the prompt before it is sent; POST /tokenize counts its tokens"
+_CUT = "truncate the prompt before it is sent; POST /tokenize counts its tokens"
 _CONVERSATION = "send the whole conversation in messages each time"
 
 FOREIGN: dict[str, Foreign] = {
@@ -74,23 +74,23 @@ FOREIGN: dict[str, Foreign] = {
                "maxOutputTokens max_completion_length"),
     **_renamed("min_tokens", "min_new_tokens min_length min_completion_tokens", (0,)),
     **_refused(_CONTEXT, "num_ctx n_ctx max_context_length max_seq_len truncation_length"),
-    **_refused("max_tokens bounds reasoning and answer together",
+    **_refused("max_tokens limits reasoning and answer together",
                "thinking_token_budget thinking_budget reasoning_budget thinking_budget_tokens "
                "reasoning_max_tokens", (-1,)),
     **_refused(_CUT, "truncate n_keep num_keep n_discard prompt_truncate_len max_prompt_tokens",
                (0, -1)),
     "truncate_prompt_tokens": Foreign(_CUT, (), None, "generate(..., tokenization_kwargs="
-                                      "{'truncate_prompt_tokens': ...}) cuts prompts"),
+                                      "{'truncate_prompt_tokens': ...}) truncates prompts"),
     "truncation": Foreign(_CUT, ("disabled", False)),
     "transforms": Foreign(_CUT, ([],)),
-    "context_length_exceeded_behavior": Foreign("a request that is too long is refused",
+    "context_length_exceeded_behavior": Foreign("a request that is too long is rejected",
                                                 ("error",)),
-    "t_max_predict_ms": Foreign("max_tokens bounds an answer", (0, -1)),
-    # How many answers.
+    "t_max_predict_ms": Foreign("max_tokens limits an answer", (0, -1)),
+    # Number of answers.
     **_renamed("n", "num_return_sequences num_generations candidate_count n_completions n_cmpl",
                (1,)),
-    "best_of": Foreign("ask for n completions, with logprobs to choose by", (1,), None,
-                       "ask for n completions with logprobs=0, and sort by cumulative_logprob"),
+    "best_of": Foreign("request n completions with logprobs, and choose by these", (1,), None,
+                       "request n completions with logprobs=0, and sort by cumulative_logprob"),
     **{name: Foreign(_BEAMS, neutral, None, _BEAMS.removesuffix(" offline")) for name, neutral in {
         "use_beam_search": (False,), "length_penalty": (1.0,), "early_stopping": (False,),
         "num_beams": (1,), "num_beam_groups": (1,), "diversity_penalty": (0,), "beam_width": (1,),
@@ -100,10 +100,10 @@ FOREIGN: dict[str, Foreign] = {
                (1,)),
     **_renamed("presence_penalty", "presencePenalty penalty_presence", (0,)),
     **_renamed("frequency_penalty", "frequencyPenalty penalty_freq count_penalty", (0,)),
-    **_refused("penalties count the whole output, and repetition_penalty the prompt, too",
+    **_refused("penalties count the whole output; repetition_penalty also counts the prompt",
                "repeat_last_n repetition_context_size presence_context_size frequency_context_size "
                "repetition_penalty_range rep_pen_range penalty_last_n", (-1,)),
-    **_refused("penalties act on every token alike", "penalize_nl penalize_newline", (False,)),
+    **_refused("penalties apply to every token", "penalize_nl penalize_newline", (False,)),
     **_refused(_NO_LOOPS, "no_repeat_ngram_size encoder_no_repeat_ngram_size", (0,)),
     **_refused(_NO_LOOPS, "encoder_repetition_penalty", (1,)),
     **_refused(_NO_LOOPS, "repetition_penalty_slope rep_pen_slope", (0, 1)),
@@ -114,7 +114,7 @@ FOREIGN: dict[str, Foreign] = {
     "dry_penalty_last_n": Foreign(_NO_LOOPS, (-1, 0)),
     "dry_range": Foreign(_NO_LOOPS, (0,)),
     "dry_sequence_breakers": Foreign(_NO_LOOPS, ([], ["\n", ":", '"', "*"])),
-    # Which tokens may be chosen.
+    # Selection of tokens.
     **_renamed("temperature", "temp", ()),
     **_renamed("top_p", "topP nucleus p", (1,)),
     **_renamed("top_k", "topK k", (0, -1)),
@@ -146,7 +146,7 @@ FOREIGN: dict[str, Foreign] = {
     **_refused("temperature is one number", "dynatemp_range dynatemp_low dynatemp_high", (0,)),
     "dynatemp_exponent": Foreign("temperature is one number", (1,)),
     "dynamic_temperature": Foreign("temperature is one number", (False,)),
-    "temperature_last": Foreign("filters come after temperature, as in vLLM", (False,)),
+    "temperature_last": Foreign("filters are applied after temperature, as in vLLM", (False,)),
     **_refused("the order of filters is fixed, as in vLLM",
                "samplers sampler_priority sampler_order", ([],)),
     "guidance_scale": Foreign(_PROCESSOR, (1,)),
@@ -162,15 +162,15 @@ FOREIGN: dict[str, Foreign] = {
                "force_words_ids constraints forced_bos_token_id forced_eos_token_id "
                "exponential_decay_length_penalty", ([],)),
     "vllm_xargs": Foreign("programs may use SamplingParams(extra_args=...)", ({},)),
-    # Where an answer ends.
+    # End of an answer.
     **_renamed("stop", "stop_strings stop_sequences stopSequences stop_sequence stop_words "
                "antiprompt", ([],)),
     **_renamed("stop_token_ids", "eos_token_id stop_tokens", ([],)),
-    "stop_regex": Foreign("stop takes plain texts", ([],)),
+    "stop_regex": Foreign("stop takes strings, not regular expressions", ([],)),
     **_refused("use ignore_eos", "ban_eos_token", (False,)),
     "no_stop_trim": Foreign("use include_stop_str_in_output", (False,)),
-    # What it must look like.
-    **{name: Foreign(told, (), "structured_outputs") for name, told in {
+    # Structured output.
+    **{name: Foreign(instead, (), "structured_outputs") for name, instead in {
         "grammar": _GRAMMAR, "ebnf": _GRAMMAR, "gbnf": _GRAMMAR, "lark": _GRAMMAR,
         "grammar_string": _GRAMMAR, "json_schema": _JSON, "schema": _JSON, "guided_schema": _JSON,
         "format": _JSON, "regex": _REGEX, "regex_string": _REGEX,
@@ -179,15 +179,15 @@ FOREIGN: dict[str, Foreign] = {
         "choices": 'use structured_outputs={"choice": [...]} (or guided_choice)',
     }.items()},
     "guided_decoding_backend": Foreign(
-        "whoever starts the server chooses structured_outputs_config", ("auto",)),
+        "it is an option of the server: --structured-outputs-config", ("auto",)),
     "grammar_lazy": Foreign(_GRAMMAR, (False,)),
     "grammar_triggers": Foreign('use structured_outputs={"structural_tag": ...}', ([],)),
-    # What a conversation is.
+    # Conversations.
     **_refused('send it as a message: {"role": "system", "content": ...}',
                "system system_prompt systemPrompt instructions system_instruction", ("",)),
-    **_refused("templates come from the checkpoint; chat_template_kwargs go to it",
+    **_refused("the template is the checkpoint's; chat_template_kwargs are passed to it",
                "chat_template template instruction_template chat_instruct_command"),
-    "chat_template_content_format": Foreign("it is chosen by the checkpoint's template", ("auto",)),
+    "chat_template_content_format": Foreign("the checkpoint's template determines it", ("auto",)),
     "enable_thinking": Foreign(_THINKING),
     "thinking": Foreign(_THINKING),
     "think": Foreign(_THINKING),
@@ -196,14 +196,14 @@ FOREIGN: dict[str, Foreign] = {
     "thinkingConfig": Foreign(_THINKING),
     "reasoning": Foreign('use reasoning_effort, or chat_template_kwargs={"enable_thinking": ...}',
                          ({},)),
-    "include_reasoning": Foreign("reasoning is a field of its own in the answer, which a client "
-                                 "may leave unread", (True,)),
-    "separate_reasoning": Foreign("an option of the server, --reasoning-parser, does it", (True,)),
-    "stream_reasoning": Foreign("reasoning is streamed as it comes", (True,)),
-    "reasoning_format": Foreign("an option of the server, --reasoning-parser, decides",
+    "include_reasoning": Foreign("reasoning is a separate field of the answer, which a client "
+                                 "may ignore", (True,)),
+    "separate_reasoning": Foreign("it is an option of the server: --reasoning-parser", (True,)),
+    "stream_reasoning": Foreign("reasoning is streamed as it is generated", (True,)),
+    "reasoning_format": Foreign("it is an option of the server: --reasoning-parser",
                                 ("auto", "none")),
     "thinking_forced_open": Foreign(_THINKING, (False,)),
-    "safe_prompt": Foreign("send it as a message of the system", (False,)),
+    "safe_prompt": Foreign("send it as a system message", (False,)),
     "prompt_mode": Foreign(_THINKING),
     "functions": Foreign('use tools: [{"type": "function", "function": {...}}]', ([],)),
     "function_call": Foreign("use tool_choice", ("none", "auto")),
@@ -215,10 +215,10 @@ FOREIGN: dict[str, Foreign] = {
     "text": Foreign("use prompt for a text, and response_format for a format", ({},)),
     "input_ids": Foreign("prompt of /v1/completions takes token ids"),
     "prompt_token_ids": Foreign("prompt of /v1/completions takes token ids"),
-    **_refused("an embedding is no token: send text or token ids", "prompt_embeds input_embeds"),
+    **_refused("embeddings are unsupported: send text or token ids", "prompt_embeds input_embeds"),
     **_refused(_CONVERSATION, "previous_response_id conversation context session_params"),
-    "suffix": Foreign("nanoserve continues a prompt; put the suffix into it as the model's "
-                      "fill-in-the-middle format has it", ("",)),
+    "suffix": Foreign("a prompt can only be continued; put the suffix into it in the "
+                      "model's fill-in-the-middle format", ("",)),
     **_refused("put it into the prompt", "input_prefix input_suffix", ("",)),
     "input_extra": Foreign("put it into the prompt", ([],)),
     "raw": Foreign("/v1/completions takes a text without a template", (False,)),
@@ -228,57 +228,58 @@ FOREIGN: dict[str, Foreign] = {
     "audio": Foreign(_TEXT_ONLY),
     **_refused(_TEXT_ONLY, "images image image_data audio_data video_data image_url videos", ([],)),
     **_refused(_TEXT_ONLY, "mm_processor_kwargs media_io_kwargs multi_modal_data", ({},)),
-    # What stands outside the model.
+    # Tools and services outside the model.
     "web_search_options": Foreign("give the model a tool that searches"),
     "search_parameters": Foreign("give the model a tool that searches", ({"mode": "off"},)),
     "plugins": Foreign("give the model a tool", ([],)),
     "data_sources": Foreign("give the model a tool", ([],)),
-    **_refused("a server has one model: run another one beside it", "models", ([],)),
+    **_refused("a server has one model: start another server for another one", "models", ([],)),
     **_refused(_NO_LORA, "lora_path lora_request adapter_id adapters adapter", ("",)),
     "lora": Foreign(_NO_LORA, ([],)),
-    **_refused("K and V stay in one engine", "kv_transfer_params ec_transfer_params", ({},)),
-    "background": Foreign("requests are answered at once, or by `nanoserve batch`", (False,)),
+    **_refused("KV caches are not transferred between engines",
+               "kv_transfer_params ec_transfer_params", ({},)),
+    "background": Foreign("requests are answered synchronously, or by `nanoserve batch`", (False,)),
     "stream_format": Foreign("streams are server-sent events", ("sse",)),
-    # What an answer tells besides its text.
+    # Contents of an answer besides its text.
     **_renamed("logprobs", "n_probs top_logprobs_num top_n_tokens num_logprobs", (0,)),
     **_refused("use logprobs", "return_logprob output_scores", (False,)),
     "logprob_token_ids": Foreign("use logprobs; a program may use SamplingParams("
                                  "logprob_token_ids=...)"),
     "token_ids_logprob": Foreign("use logprobs", ([],)),
-    **_refused("prompt_logprobs has all positions: take those that you want",
+    **_refused("prompt_logprobs has all positions: select from them",
                "logprob_start_len prompt_logprob_start", (-1, 0)),
-    "prompt_logprob_token_ids": Foreign("prompt_logprobs=-1 has those of all tokens"),
+    "prompt_logprob_token_ids": Foreign("prompt_logprobs=-1 has the logprobs of all tokens"),
     "decoder_input_details": Foreign("use prompt_logprobs, or echo with logprobs", (False,)),
     "details": Foreign("use logprobs and return_token_ids", (False,)),
     "return_full_text": Foreign("use echo of /v1/completions", (False,)),
     "return_tokens": Foreign("use return_token_ids", (False,)),
-    **_refused("POST /tokenize with the same messages tells the prompt's tokens",
+    **_refused("POST /tokenize with the same messages returns the prompt's tokens",
                "return_prompt_text return_token_offsets", (False,)),
     "flat_logprobs": Foreign("logprobs have one entry for each token", (False,), None,
                              "logprobs are dictionaries, one for each token"),
-    **_refused("logprobs are the model's own, before anything changes them",
+    **_refused("logprobs are the model's, before penalties and filters",
                "post_sampling_probs", (False,)),
     **_refused(_EXTRA_OUTPUT, "return_hidden_states return_routed_experts timings_per_token "
                "return_progress perf_metrics_in_response return_dict_in_generate", (False,)),
     **_refused(_EXTRA_OUTPUT, "response_fields include", ([],)),
-    "routed_experts_prompt_start": Foreign("which experts ran is not told", (0,)),
-    # Fields within a field.
+    "routed_experts_prompt_start": Foreign("answers do not have the experts that ran", (0,)),
+    # Nested fields.
     **_refused(_ONE_LEVEL, "options parameters sampling_params extra_body generation_config "
                "generationConfig model_kwargs", ({},)),
-    # How it is computed.
+    # Execution.
     "extra_key": Foreign("use cache_salt"),
     "parse_tool_calls": Foreign('use tool_choice="none", or no tools', (True,)),
-    # Of an engine's program only.
+    # Fields of programs only.
     "stream_interval": Foreign("it is an option of the server", (1,), None,
                                "it is an option of AsyncLLM, for all requests"),
     "skip_reading_prefix_cache": Foreign(
-        "use a cache_salt of its own: it then reads nothing that others wrote", (False,), None,
-        "give the prompt a 'cache_salt' of its own: it then reads nothing that others wrote"),
+        "use a unique cache_salt: no other request's blocks are then reused", (False,), None,
+        "give the prompt a unique 'cache_salt': no other request's blocks are then reused"),
     "skip_clone": Foreign("parameters are always copied when a request is made", (False,)),
     "trace_decode_token_ids": Foreign("append the tokens to the prompt, with prompt_logprobs"),
 }  # fmt: skip
 
-# Those of vLLM's `SamplingParams`, today's and those of before.
+# Fields of vLLM's `SamplingParams`, current and former ones.
 OF_VLLM = _names(
     "best_of use_beam_search length_penalty early_stopping truncate_prompt_tokens "
     "prompt_logprob_token_ids prompt_logprob_start flat_logprobs stream_interval "
@@ -286,8 +287,8 @@ OF_VLLM = _names(
     "routed_experts_prompt_start trace_decode_token_ids watermarking"
 )
 
-# No answer depends on these: who asks and for what, where a server keeps and computes things, and
-# hints that make an answer quicker or not.
+# Fields that affect no output: identity and purpose of the caller, storage and placement of the
+# computation, and hints about speed.
 HARMLESS = _names(
     "user metadata store service_tier safety_identifier prompt_cache_key "
     "prompt_cache_retention prompt_cache_options prediction session_id chat_id "
@@ -304,9 +305,8 @@ HARMLESS = _names(
     "backend_sampling"
 )
 
-# Names in the parts of a request, by the part: those that are known, and those that are refused.
-# What is neither is logged once. A template sees all of a message and a tool: what it looks at is
-# honoured.
+# By part of a request: the names that are known, and the names that are rejected. Any other name is
+# logged once. A chat template sees whole messages and tools, so names that it reads have an effect.
 PLACES: dict[str, tuple[frozenset[str], dict[str, Foreign]]] = {
     "response_format": (
         _names("type json_schema schema structures triggers"),
@@ -315,11 +315,11 @@ PLACES: dict[str, tuple[frozenset[str], dict[str, Foreign]]] = {
     ),
     "response_format.json_schema": (
         _names("name description schema strict"),
-        {"json_schema": Foreign("the schema itself is called schema")},
+        {"json_schema": Foreign("the field of the schema is called schema")},
     ),
     "stream_options": (
         _names("include_usage continuous_usage_stats include_obfuscation"),
-        {"chunk_size": Foreign("--stream-interval of the server sets it")},
+        {"chunk_size": Foreign("it is an option of the server: --stream-interval")},
     ),
     "messages": (
         _names(

@@ -1,4 +1,4 @@
-"""`SamplingParams` refuses the parameters of others by name, and says what to use instead."""
+"""Parameters of other engines in `SamplingParams`: rejected by name, with what to use instead."""
 
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
@@ -7,7 +7,7 @@ from typing import Any
 from nanoserve.compat import request_names
 from nanoserve.utils.parameter_table import PARAMETERS
 
-# Names that only HTTP requests have, and the parameters that these become.
+# Names of HTTP requests only, and the parameters that they are converted to.
 _OVER_HTTP = {
     "max_completion_tokens": "max_tokens",
     "top_logprobs": "logprobs",
@@ -17,39 +17,40 @@ _OVER_HTTP = {
     ),
 }
 LIKE = {name: one.ours for name, one in request_names.FOREIGN.items() if one.ours} | _OVER_HTTP
-# Refused over HTTP alone.
+# Names that are rejected only over HTTP.
 _OF_PROGRAMS = {"prompt", *PARAMETERS}
-# By name: what to do instead, and the values that ask for nothing.
+# By name: what to use instead, and the values that have no effect.
 FOREIGN: dict[str, tuple[str, tuple[Any, ...]]] = {
     name: (one.in_python or one.instead, one.neutral)
     for name, one in request_names.FOREIGN.items()
     if one.ours is None and name not in _OF_PROGRAMS
 }
-FOREIGN["stream"] = ("llm.stream(prompt, params) yields text as it comes", (False,))
+FOREIGN["stream"] = ("llm.stream(prompt, params) yields text as it is generated", (False,))
 
 
 def without_foreign(given: Mapping[str, Any], ours: Collection[str]) -> dict[str, Any]:
-    """The parameters that are `ours`.
+    """Return the parameters that are `ours`.
 
-    Raises `ValueError` for others, unless they are vLLM's at values that ask for nothing.
+    Raises `ValueError` for any other, unless it is one of vLLM with a value that has no effect.
     """
-    known, told = {}, []
+    known, messages = {}, []
     for name, value in given.items():
         if name in ours:
             known[name] = value
         elif name == "best_of" and value == given.get("n", 1):
             continue
         elif name not in FOREIGN or not request_names.asks_nothing(value, FOREIGN[name][1]):
-            told.append(_told(name, ours))
-    if told:
-        raise ValueError("; ".join(sorted(told)))
+            messages.append(_rejection(name, ours))
+    if messages:
+        raise ValueError("; ".join(sorted(messages)))
     return known
 
 
-def _told(name: str, ours: Collection[str]) -> str:
+def _rejection(name: str, ours: Collection[str]) -> str:
+    """Return the error message for a parameter that is not `ours`."""
     if name in FOREIGN:
         return f"{name} is not implemented: {FOREIGN[name][0]}"
     near = [LIKE[name]] if name in LIKE else get_close_matches(name, sorted(ours), n=2)
     if near:
         return f"unknown sampling parameter {name!r}: did you mean {' or '.join(near)}?"
-    return f"unknown sampling parameter {name!r}; known are {sorted(ours)}"
+    return f"unknown sampling parameter {name!r}; known parameters are {sorted(ours)}"

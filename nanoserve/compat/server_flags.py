@@ -1,7 +1,7 @@
-"""Flags of vLLM's server, and of others, that `nanoserve serve` does not have.
+"""Flags of vLLM and other servers that `nanoserve serve` does not have.
 
-As for the engine's options: a value that asks for what is done anyway is accepted, and any other
-one is refused with what to do instead.
+As for options of the engine, a value that matches the behaviour here is accepted, and any other
+value is rejected with what to use instead.
 """
 
 from collections.abc import Callable
@@ -28,16 +28,16 @@ _off, _on = _one_of(False), _one_of(True)
 _LORA = "merge the adapter into its base (peft: merge_and_unload) and serve that"
 _PROXY = "put a proxy such as nginx or Caddy in front of the server"
 _LOGGED = "neither prompts nor answers are logged"
-_ACCESS = "there is no access log unless --access-log asks for one"
+_ACCESS = "there is no access log unless --access-log is given"
 _ONE_PROCESS = "one process serves HTTP, and --data-parallel-size N starts engines behind it"
-_ALL_ALLOWED = "--allowed-origins may use every method and header"
-_PARSERS = "hermes, llama3_json and mistral are known; see --tool-call-parser"
+_ALL_ALLOWED = "origins in --allowed-origins may use every method and header"
+_PARSERS = "--tool-call-parser takes hermes, llama3_json or mistral"
 _GRPC = "the server speaks HTTP"
-_H11 = "--max-body-bytes, --max-connections and --body-timeout bound what clients send"
-_NO_DOCS = "there is no page of the API's schema"
-_OTHER_PROTOCOLS = "/v1/completions and /v1/chat/completions are served, and no other protocol"
+_H11 = "--max-body-bytes, --max-connections and --body-timeout limit what clients send"
+_NO_DOCS = "there is no page for the schema of the API"
+_OTHER_PROTOCOLS = "the server has /v1/completions and /v1/chat/completions, and no other protocol"
 
-# All of vLLM 0.32's `vllm serve` that is neither a flag of ours nor an option of its engine.
+# All flags of `vllm serve` (0.32) that are neither flags here nor options of vLLM's engine.
 FLAGS: dict[str, Foreign] = {
     # Prompts.
     **_known("chat_template_content_format", "templates get the content of a message as a text",
@@ -45,21 +45,21 @@ FLAGS: dict[str, Foreign] = {
     **_known("trust_request_chat_template", "a template is a program, which no request can bring: "
              "give the server --chat-template FILE", _off),
     **_known("trust_request_mm_kwargs", "nanoserve runs text models only", _anything),
-    **_known("response_role", "answers come from the assistant", _one_of("assistant")),
+    **_known("response_role", "the role of answers is always assistant", _one_of("assistant")),
     **_known("cohere_is_reasoning_model cohere_format anthropic_disabled_thinking_effort",
              _OTHER_PROTOCOLS, _anything),
     # Tools.
     **_known("exclude_tools_when_tool_choice_none", "leave `tools` out of such a request", _off),
     **_known("tool_parser_plugin", _PARSERS, _one_of("")),
-    **_known("tool_strict_level", "a tool with strict: true obeys its schema",
+    **_known("tool_strict_level", "calls of a tool with strict: true follow its schema",
              _one_of("auto")),
-    **_known("tool_server", "tools are called by clients"),
+    **_known("tool_server", "clients call the tools"),
     # Answers.
     **_known("return_tokens_as_token_ids", "send return_tokens_as_token_ids with each request",
              _off),
     **_known("enable_force_include_usage", "send stream_options={'include_usage': true} with each "
              "stream", _off),
-    **_known("enable_per_request_metrics", "/metrics has the times of all requests", _off),
+    **_known("enable_per_request_metrics", "/metrics has latencies of all requests", _off),
     **_known("enable_request_id_headers", "each answer has an x-request-id", _anything),
     **_known("sse_keep_alive_interval", "it is --heartbeat-interval S"),
     **_known("fingerprint_mode", "system_fingerprint is null", _one_of("none")),
@@ -70,7 +70,7 @@ FLAGS: dict[str, Foreign] = {
     **_known("enable_scale_out", _OTHER_PROTOCOLS, _off),
     **_known("disable_fastapi_docs", _NO_DOCS, _anything),
     **_known("enable_offline_docs", _NO_DOCS, _off),
-    **_known("enable_flash_late_interaction", "nanoserve generates, and scores nothing", _anything),
+    **_known("enable_flash_late_interaction", "nanoserve generates text, not scores", _anything),
     **_known("lora_modules", _LORA),
     # Logs.
     **_known("max_log_len", _LOGGED, _anything),
@@ -88,8 +88,8 @@ FLAGS: dict[str, Foreign] = {
     **_known("allowed_methods allowed_headers", _ALL_ALLOWED, _one_of(["*"], "*")),
     **_known("ssl_ca_certs", f"to ask clients for certificates, {_PROXY}"),
     **_known("ssl_cert_reqs", f"to ask clients for certificates, {_PROXY}", _one_of(0)),
-    **_known("ssl_ciphers", f"Python's are used; for others, {_PROXY}"),
-    **_known("enable_ssl_refresh", f"start the server again, or {_PROXY}", _off),
+    **_known("ssl_ciphers", f"Python's default ciphers are used; for others, {_PROXY}"),
+    **_known("enable_ssl_refresh", f"restart the server, or {_PROXY}", _off),
     **_known("h11_max_incomplete_event_size h11_max_header_count", _H11),
     **_known("headless", _ONE_PROCESS, _off),
     **_known("api_server_count", _ONE_PROCESS, _one_of(1)),
@@ -97,11 +97,11 @@ FLAGS: dict[str, Foreign] = {
     **_known("grpc_port", _GRPC),
     **_known("data_parallel_supervisor_port dp_supervisor_probe_interval_s "
              "dp_supervisor_probe_timeout_s dp_supervisor_probe_failure_threshold",
-             "with --data-parallel-size N, Ray looks after the engines", _anything),
+             "with --data-parallel-size N, Ray supervises the engines", _anything),
 }  # fmt: skip
-_TEMPLATES = "templates are always Jinja's: leave it out"
-_ON_GPU = "all layers are on the device: --device cuda or --device cpu"
-# Of llama.cpp, SGLang, TGI and of old versions, as they are written: what to do here.
+_TEMPLATES = "templates are always Jinja templates: leave it out"
+_ON_GPU = "all layers are on one device: --device cuda or --device cpu"
+# Flags of llama.cpp, SGLang, TGI and older versions, and what to use here.
 ELSEWHERE = {
     **dict.fromkeys(("-c", "--ctx-size", "--context-length", "--max-total-tokens", "--max-seq-len"),
                     "it is --max-model-len N"),
@@ -132,7 +132,7 @@ ELSEWHERE = {
     **dict.fromkeys(("--reasoning-format",), "it is --reasoning-parser NAME"),
     **dict.fromkeys(("--timeout",), "it is --body-timeout S, or the client's own"),
     **dict.fromkeys(("--embedding", "--embeddings", "--is-embedding", "--rerank", "--reranking"),
-                    "nanoserve generates; for embeddings take sentence-transformers or vLLM"),
+                    "nanoserve generates text; use sentence-transformers or vLLM for embeddings"),
     **dict.fromkeys(("--mmproj", "-mm"), "nanoserve runs text models only"),
     **dict.fromkeys(("--lora", "--lora-scaled"), _LORA),
     **dict.fromkeys(("--disable-radix-cache",), "it is --no-enable-prefix-caching"),

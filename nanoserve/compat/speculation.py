@@ -1,39 +1,39 @@
-"""vLLM's names in a `speculative_config`."""
+"""Options of vLLM in a `speculative_config`."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from nanoserve.utils.checks import require, shown
 
-# By name: what to do instead, and the values that ask for what is done anyway; none: all do.
+# By name: the reason or what to use instead, and the values that are accepted; (): any value.
 FOREIGN: dict[str, tuple[str, tuple[Any, ...]]] = {
-    "parallel_drafting": ("a draft model guesses one token after another", (False,)),
-    "disable_padded_drafter_batch": ("guesses of a step are one batch", ()),
-    "draft_tensor_parallel_size": ("a draft model runs whole on each rank", (1,)),
-    "max_model_len": ("it is the engine's", ()),
-    "code_revision": ("no code of a checkpoint runs for a model", ()),
-    "disable_by_batch_size": ("adaptive=True guesses only where it pays", ()),
-    "disable_logprobs": ("log-probabilities are those of the model", (True, False)),
-    "rejection_sample_method": ("a guess is right if it is what was sampled", ("strict",)),
-    "speculative_token_tree": ("guesses are a row, not a tree", ("",)),
+    "parallel_drafting": ("a draft model drafts one token after another", (False,)),
+    "disable_padded_drafter_batch": ("draft tokens of a step are one batch", ()),
+    "draft_tensor_parallel_size": ("a draft model is replicated on each rank", (1,)),
+    "max_model_len": ("the engine's max_model_len applies", ()),
+    "code_revision": ("code in a checkpoint is never run for a model", ()),
+    "disable_by_batch_size": ("adaptive=True drafts only where it pays", ()),
+    "disable_logprobs": ("log-probabilities are those of the target model", (True, False)),
+    "rejection_sample_method": ("a draft token equal to the sampled one is accepted", ("strict",)),
+    "speculative_token_tree": ("draft tokens are a sequence, not a tree", ("",)),
 }
 _METHODS = {
     **dict.fromkeys(
         ("eagle", "eagle3", "medusa", "mtp", "mlp_speculator", "deepseek_mtp"),
-        "heads of this kind are not read; 'hidden_head' is nanoserve's own, 'draft_model' takes a "
-        "smaller model, and 'ngram' and 'suffix' need none",
+        "heads of this kind cannot be loaded; use 'hidden_head' (nanoserve's own head), "
+        "'draft_model' (a smaller model), 'ngram' or 'suffix' (no model)",
     ),
 }
 
 
 def own_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a `speculative_config` without what only vLLM has.
+    """Return a `speculative_config` without the options that only vLLM has.
 
-    Raises `ValueError` for a method of vLLM's, and for an option of vLLM's that asks for something
-    which is not done here. Names that nobody knows stay: `SpeculativeConfig` refuses them.
+    Raises `ValueError` for a method that only vLLM has, and for an option of vLLM with a value that
+    is not implemented here. Unknown names are kept, for `SpeculativeConfig` to reject.
     """
-    told = _METHODS.get(str(options.get("method")))
-    require(told is None, f"method={options.get('method')!r} is vLLM's and not implemented: {told}")
+    advice, method = _METHODS.get(str(options.get("method"))), options.get("method")
+    require(advice is None, f"method={method!r} is vLLM's and not implemented: {advice}")
     for name in options.keys() & FOREIGN.keys():
         instead, neutral = FOREIGN[name]
         require(

@@ -2,13 +2,14 @@
 
 import json
 import sys
-from argparse import Namespace
+from argparse import SUPPRESS, ArgumentParser, Namespace
+from dataclasses import fields
 from importlib import import_module
 
 import pytest
 
 from nanoserve.cli.engine_args import EngineArgs, FlexibleArgumentParser
-from nanoserve.cli.engine_flags import engine_options
+from nanoserve.cli.engine_flags import engine_options, option_help
 from nanoserve.cli.main import main
 from nanoserve.cli.parser import Parser, whole_number
 from nanoserve.cli.serve import _OURS, parse_args
@@ -127,9 +128,62 @@ def test_advice_for_other_servers_flags_hides_none_of_ours() -> None:
     assert not ELSEWHERE.keys() & parser._option_string_actions.keys()
 
 
+class Built(Exception):
+    """Raised in the place of parsing, with the parser of a command."""
+
+
+def parser_of(command: str, monkeypatch: pytest.MonkeyPatch) -> ArgumentParser:
+    """Return the parser with which a command reads its arguments."""
+
+    def stop(parser: Parser, *_: object) -> None:
+        raise Built(parser)
+
+    monkeypatch.setattr(Parser, "parse_known_args", stop)
+    with pytest.raises(Built) as caught:
+        main(command.split())
+    sys.modules.pop("nanoserve.cli.trace", None)  # or runpy warns where it is run again
+    return caught.value.args[0]
+
+
+@pytest.mark.parametrize(
+    "command", ["serve", "batch", "chat", "info", "bench", "bench --url http://x", "trace"]
+)
+def test_every_flag_has_a_sentence_of_help_with_its_default(command: str, monkeypatch) -> None:
+    parser = parser_of(command, monkeypatch)
+    shown = [action for action in parser._actions if action.help != SUPPRESS]
+    assert len(shown) > 3
+    for action in shown:
+        if action.dest == "help":  # argparse's own
+            continue
+        name = "/".join(action.option_strings) or action.dest
+        text = parser._get_formatter()._expand_help(action)
+        assert len(text.split()) > 2 and text[0].isupper() and text.endswith("."), (name, text)
+        assert "`" not in text or "--help`" in text, (name, text)
+        if action.default not in (None, SUPPRESS, False, [], [None]):
+            assert f"Default: {action.default}." in text.replace("600.", "600.0."), (name, text)
+    for group in parser._action_groups:
+        if group.description:
+            assert group.description.endswith("."), group.description
+
+
+def test_help_of_an_engines_option_is_the_comment_above_its_field() -> None:
+    texts = option_help()
+    names = {field.name for field in fields(EngineConfig)} - {"model", "logits_processors"}
+    assert texts.keys() == names
+    for field in fields(EngineConfig):
+        if field.name in names:
+            text = texts[field.name]
+            default = "" if field.default is None else f"{field.default}."
+            assert text[0].isupper() and text.endswith(".") and "`" not in text, text
+            assert text.count("Default: ") == 1 and f"Default: {default}" in text, text
+    assert texts["block_size"] == "Number of tokens in a KV block. Default: 16."
+    assert "or --max-num-seqs if that is more" in texts["max_num_batched_tokens"]
+
+
 INTEGERS = {
-    **{"4096": 4096, "1k": 1000, "1K": 1024, "2.5k": 2500, "25.6k": 25600, "4.1k": 4100},
-    **{"4M": 4 * 2**20, "4m": 4_000_000, "1G": 2**30, " 2K ": 2048},
+    **{"4096": 4096, "1k": 1000, "1K": 1024, "32k": 32000, "2.5k": 2500, "25.6k": 25600},
+    **{"4.1k": 4100, "4M": 4 * 2**20, "2M": 2 * 2**20, "4m": 4_000_000, "1.5m": 1_500_000},
+    **{"1G": 2**30, "1g": 10**9, "2T": 2 * 2**40, "0.5t": 5 * 10**11, " 2K ": 2048},
 }
 
 
@@ -141,11 +195,21 @@ def test_integers_have_units_as_vllm_reads_them(text: str, number: int) -> None:
     assert options(*given) == {"max_num_batched_tokens": number, "kv_cache_memory_bytes": number}
 
 
-@pytest.mark.parametrize("text", ["2.5K", "k", "1kk", "1e3k", "", "infk", "1,000"])
+@pytest.mark.parametrize("text", ["2.5K", "k", "1kk", "1e3k", "", "infk", "1,000", "1.5", "4KiB"])
 def test_what_is_no_integer_is_told(text: str, capsys) -> None:
     with pytest.raises(SystemExit):
         options("--max-model-len", text)
-    assert "4.5k (4500) or 4K (4096)" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"argument --max-model-len: {text!r} must be an integer" in error
+    assert "4.5k (4500) or 4K (4096)" in error
+    assert ("K takes no decimal fraction; did you mean 2.5k?" in error) == (text == "2.5K")
+
+
+@pytest.mark.parametrize("flag", ["--max-num-seqs", "--block-size", "--num-kv-blocks"])
+def test_integers_of_other_flags_have_no_units(flag: str, capsys) -> None:
+    with pytest.raises(SystemExit):
+        options(flag, "1k")
+    assert f"argument {flag}: invalid int value: '1k'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["auto", "-1", "AUTO"])

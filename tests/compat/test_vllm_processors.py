@@ -578,15 +578,15 @@ def test_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert load(processor) is processor and load(len) is len
     refused = {
         "some_processors:Outer": "is no LogitsProcessor: it has no apply, is_argmax_invariant, up",
-        "some_processors:number": "is no class, but 7",
-        "some_processors:function": "is no class, but <function",
+        "some_processors:number": "is not a class, but 7",
+        "some_processors:function": "is not a class, but <function",
         "some_processors:Good": "cannot be imported: AttributeError",
         "no_such_processors:Good": "cannot be imported: ModuleNotFoundError",
         "breaking_processors:Good": "cannot be imported: ZeroDivisionError",
-        "some_processors.Outer": "must read 'package.module:Class'",
-        ":Good": "must read",
-        "some_processors:": "must read",
-        "": "must read",
+        "some_processors.Outer": "must have the form 'package.module:Class'",
+        ":Good": "must have the form",
+        "some_processors:": "must have the form",
+        "": "must have the form",
         ".some_processors:Good": "cannot be imported: TypeError",
     }
     for name, message in refused.items():
@@ -626,7 +626,7 @@ def test_what_a_class_raises_comes_out() -> None:
 @pytest.mark.parametrize(
     ("result", "error", "message"),
     [
-        (None, TypeError, "OfNobody returned NoneType, and must return the logits"),
+        (None, TypeError, "OfNobody returned NoneType, and must return a tensor"),
         (torch.zeros(VOCAB_SIZE), ValueError, r"torch.float32 of shape \[12\]"),
         (torch.zeros(1, VOCAB_SIZE), ValueError, r"of shape \[2, 12\]"),
         (torch.zeros(2, VOCAB_SIZE, dtype=torch.int64), ValueError, "torch.int64"),

@@ -401,13 +401,13 @@ def test_a_line_that_a_crash_cut_off_is_left_out_and_told(tmp_path: Path, capsys
     [
         (b"", "is empty"),
         (b'{"format": "nanoserve', "is empty, or its first line was cut off"),
-        (b'{"hello": 1}\n', "line 1: this is no header"),
+        (b'{"hello": 1}\n', "line 1: this is not the header"),
         (b"[1]\n", "line 1 is not a JSON object"),
         (b'HEADER\n{"step": 1, \n', "line 2 is not JSON"),
         (b"HEADER\n\xff\n", "line 2 is not JSON"),
         (b'HEADER\n{"rows": ' + b"[" * 10**5 + b"\n", "line 2 is not JSON"),
         (b'HEADER\n{"rows": ' + b"9" * 5000 + b"}\n", "line 2 is not JSON"),
-        (b'HEADER\n{"rows": []}\n{"hello": 1}\n', "line 3: this is no step"),
+        (b'HEADER\n{"rows": []}\n{"hello": 1}\n', "line 3: this is not a step"),
     ],
 )
 def test_what_is_no_trace_is_refused_with_its_line(

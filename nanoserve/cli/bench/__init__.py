@@ -1,1 +1,1 @@
-"""`nanoserve bench`: engines beside each other and beside their hardware; servers over HTTP."""
+"""`nanoserve bench`: compare engines with each other and with the hardware; measure servers."""

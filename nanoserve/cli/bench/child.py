@@ -1,10 +1,10 @@
-"""One measurement, in a process of its own: `nanoserve bench` starts it for each engine and run.
+"""One measurement in a separate process: `nanoserve bench` starts it for each engine and run.
 
     python nanoserve/cli/bench/child.py JOB SPEC.json RESULT.json
 
-JOB is "probe" (the machine), "weights" (write random ones) or an engine's name. This file and the
-peers' import nothing of nanoserve, so they run in an environment that does not have it; that is why
-it is started as a file, and finds what lies beside it under names without the package's.
+JOB is "probe" (measure the machine), "weights" (write random ones) or an engine's name. This file
+and those of other engines do not import nanoserve, so that they run in an environment without it.
+For this reason it is started as a file, and imports the files beside it without a package name.
 """
 
 import json
@@ -20,11 +20,11 @@ from engines import Engine, Tokens, engine_class, missing_packages
 from latency import latencies, serve
 
 Generate = Callable[[Tokens, list[int]], Tokens]
-_DEFAULT_BATCH = 256  # nanoserve's max_num_seqs, and vLLM's
+_DEFAULT_BATCH = 256  # max_num_seqs of nanoserve and of vLLM
 
 
 def probe(spec: Namespace) -> dict[str, Any]:
-    """The device that `--device` means, its name, how fast it is, and how many threads it gets."""
+    """Return the device that `--device` selects, its name, speeds and number of threads."""
     import hardware
     import torch
 
@@ -54,7 +54,7 @@ def weights(spec: Namespace) -> dict[str, Any]:
 
 
 def measure(name: str, spec: Namespace) -> dict[str, Any]:
-    """Load, warm up, run the workload: the whole work of an engine's process."""
+    """Load an engine, warm it up, and run the workload."""
     missing = missing_packages(name)
     if missing:
         return {"missing": f"not installed: no package {', '.join(missing)}"}
@@ -66,10 +66,10 @@ def measure(name: str, spec: Namespace) -> dict[str, Any]:
     engine = chosen(spec, spec.options)
     loaded = time.perf_counter()
     try:
-        engine.generate([[1] * 8, [2] * 4], [4, 4])  # what is set up on first use is set up now
+        engine.generate([[1] * 8, [2] * 4], [4, 4])  # warm up
         run = run_online(engine, spec) if spec.arrivals else run_offline(engine, spec)
         if [len(tokens) for tokens in run["outputs"]] != spec.output_lens:
-            raise RuntimeError("an output has not the length that was asked for")
+            raise RuntimeError("an output does not have the requested length")
         run |= {"load": loaded - started, "versions": engine.versions, "facts": engine.facts()}
         return run | {"step_times": engine.step_times(), **peak_memory(spec.device)}
     finally:
@@ -80,7 +80,7 @@ def run_offline(engine: Engine, spec: Namespace) -> dict[str, Any]:
     generate, run = engine.generate, {}
     if spec.batching == "static":
         generate = in_static_batches(generate, spec.max_num_seqs or _DEFAULT_BATCH)
-    if len(spec.prompts) == 1:  # a single stream: what its first token takes is not decoding
+    if len(spec.prompts) == 1:  # a single stream: its first token is prefill
         turned = [spec.prompts[0][1:] + spec.prompts[0][:1]]  # not in any prefix cache
         start = time.perf_counter()
         generate(turned, [1])
@@ -93,9 +93,9 @@ def run_offline(engine: Engine, spec: Namespace) -> dict[str, Any]:
 
 
 def in_static_batches(generate: Generate, size: int) -> Generate:
-    """Static batching: the next `size` requests start when the last of those before is done.
+    """Return `generate` with static batching: `size` requests start when all before have finished.
 
-    The engine is the same, and so is the order. Only nobody may join a batch that runs.
+    The engine and the order of requests are the same, but no request joins a running batch.
     """
 
     def generate_batches(prompts: Tokens, output_lens: list[int]) -> Tokens:
@@ -119,7 +119,10 @@ def run_online(engine: Engine, spec: Namespace) -> dict[str, Any]:
 
 
 def peak_memory(device: str) -> dict[str, float]:
-    """Of this process and of those that it has started; a GPU's as torch knows it here."""
+    """Return the peak memory in MiB of this process and its descendants.
+
+    "gpu_mib" is what torch reserved on a GPU in this process.
+    """
     own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     mib = own / (2**20 if sys.platform == "darwin" else 2**10)  # bytes or KiB
     mib += sum(map(_peak_mib, _descendants("self")))
@@ -129,7 +132,7 @@ def peak_memory(device: str) -> dict[str, float]:
 
 
 def _descendants(process: str) -> list[str]:
-    """Ids of all processes below one, where /proc tells (Linux)."""
+    """Return the ids of all descendants of a process, where /proc has them (Linux)."""
     found = []
     for file in Path(f"/proc/{process}/task").glob("*/children"):
         for child in _read(file).split():
@@ -143,7 +146,7 @@ def _peak_mib(process: str) -> float:
 
 
 def _read(file: Path) -> str:
-    """Nothing, if the process has just ended."""
+    """Return the text of a file of /proc, or "" if the process has just ended."""
     try:
         return file.read_text()
     except OSError:

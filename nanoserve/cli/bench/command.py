@@ -1,11 +1,11 @@
-"""`nanoserve bench`: engines on this machine, or with `--url` a server that runs somewhere."""
+"""`nanoserve bench`: measure engines on this machine, or with `--url` a running server."""
 
 from argparse import ArgumentParser
 from importlib import import_module
 
 
 def main(arguments: list[str]) -> int:
-    """Either one's options are its own; what the other one needs is not imported."""
+    """Run one of the two benchmarks; they have different flags, and import different packages."""
     parser = ArgumentParser("nanoserve bench", add_help=False, allow_abbrev=False)
     parser.add_argument("--url")
     is_server = parser.parse_known_args(arguments)[0].url is not None

@@ -1,17 +1,18 @@
-"""How fast is nanoserve, beside other engines (`engines/`) and beside the hardware?
+"""Compare the speed of nanoserve with other engines (`engines/`) and with the hardware's limit.
 
-nanoserve bench                                     the bundled model, at once
+nanoserve bench                                     the bundled model, all requests at once
 nanoserve bench --shape qwen3-0.6b --repeat 3       a real model's size, three pairs of runs
 nanoserve bench --workload single                   one stream: decoded tokens per second
-nanoserve bench --request-rate 2,4,8                requests come one by one: latencies, goodput
+nanoserve bench --request-rate 2,4,8                requests arrive one by one: latencies, goodput
 nanoserve bench --engine nanoserve,nanoserve:batching=static --max-num-seqs 8
-nanoserve bench --engine nanoserve:quantization=int8,vllm:quantization=int8          fewer bits
-nanoserve bench --workload nano-vllm --engine nanoserve,vllm,nanovllm                 for a GPU
+nanoserve bench --engine nanoserve:quantization=int8,vllm:quantization=int8       int8 weights
+nanoserve bench --workload nano-vllm --engine nanoserve,vllm,nanovllm                 on a GPU
 
-A throughput says little without another one beside it. Every engine gets the same prompts, weights,
-data type, device and threads, each in a process of its own (`child.py`), and they take
-turns. And no engine is faster than memory and matrix products (`roofline.py`): that time
-over the measured one is the share of the limit. Options after an engine's name are its own.
+A throughput means little without another one to compare it with. Every engine gets the same
+prompts, weights, data type, device and threads, each in a separate process (`child.py`), and the
+engines take turns. No engine is faster than memory and matrix products allow (`roofline.py`): that
+time divided by the measured one is the reported share of the limit. Options after an engine's name
+apply to that engine only.
 """
 
 import json
@@ -43,19 +44,19 @@ from nanoserve.cli.bench.workloads import (
 from nanoserve.cli.parser import Parser, length_or_auto, whole_number
 from nanoserve.config import DTYPES, EngineConfig
 
-_ROOT = Path(__file__).resolve().parents[3]  # where this nanoserve was found
+_ROOT = Path(__file__).resolve().parents[3]  # the folder that contains this nanoserve
 CHILD = Path(__file__).with_name("child.py")
-# What an engine may have otherwise than the others, as in nanoserve:batching=static; any other
-# option after an engine's name is handed to the engine.
+# Settings of the benchmark that may be overridden for one engine, as in nanoserve:batching=static;
+# any other option after an engine's name is passed to the engine.
 COMMON = ("batching", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "hf_batch_size")
 COMMON += ("attention_backend", "enforce_eager", "enable_prefix_caching")
 
 
 def parse_engine(label: str) -> tuple[str, dict[str, Any]]:
-    """ "name:option=value:..." -> the name, and what its spec has otherwise than the others."""
+    """Read "name:option=value:..." as the name, and what the engine overrides in its spec."""
     name, *pairs = label.split(":")
     if name not in SOURCES:
-        raise SystemExit(f"--engine {label}: known are {', '.join(SOURCES)}")
+        raise SystemExit(f"--engine {label}: the name must be one of {', '.join(SOURCES)}")
     own: dict[str, Any] = {"options": {}}
     for pair in pairs:
         option, _, text = pair.partition("=")
@@ -68,10 +69,10 @@ def parse_engine(label: str) -> tuple[str, dict[str, Any]]:
 
 
 def run_child(job: str, spec: dict[str, Any], python: str = sys.executable) -> dict[str, Any]:
-    """What the child measured, or why there is nothing: "missing" or "failed".
+    """Return what the child measured, or the reason for no result: "missing" or "failed".
 
-    Weights, too, are a child's job: this process imports no torch and stays small, because on
-    Linux a child's peak memory is at least what its parent had when it started the child.
+    Weights are made in a child, too: this process imports no torch and stays small, because on
+    Linux the peak memory of a child is at least that of its parent when it was started.
     """
     spec_file, result_file = (Path(spec["scratch"]) / name for name in ("spec.json", "result.json"))
     spec_file.write_text(json.dumps(spec))
@@ -88,10 +89,10 @@ def run_child(job: str, spec: dict[str, Any], python: str = sys.executable) -> d
 
 
 def _environment(python: str) -> dict[str, str]:
-    """With this nanoserve where it can be imported, if the child has this interpreter.
+    """Return the child's environment, in which it can import this nanoserve.
 
-    Another one has packages of its own, and need not have ours. What is installed needs no path,
-    and gets none: all that is installed beside it would come before the standard library.
+    Another interpreter has its own packages and need not have nanoserve. An installed nanoserve
+    gets no path: the packages installed beside it would come before the standard library.
     """
     environment = dict(os.environ)
     if python == sys.executable and _ROOT.name not in ("site-packages", "dist-packages"):
@@ -101,7 +102,7 @@ def _environment(python: str) -> dict[str, str]:
 
 
 def prepare(args: Namespace, scratch: Path) -> dict[str, Any]:
-    """The spec that all children share: what to run, on which weights, on which device."""
+    """Return the spec that all children share: workload, weights and device."""
     model, title = scratch, f"{args.shape} with random weights"
     if args.shape:
         (model / "config.json").write_text(json.dumps(SHAPES[args.shape]))
@@ -127,14 +128,14 @@ def prepare(args: Namespace, scratch: Path) -> dict[str, Any]:
 
 
 def find_model(name: str) -> Path:
-    """Return the folder or the GGUF file; none is fetched, since every engine is to read it."""
+    """Return the model's folder or GGUF file; nothing is downloaded, as every engine reads it."""
     try:
         model = local_checkpoint(name)
     except ValueError as error:
         raise SystemExit(f"--model {name}: {error}") from None
     if model is None or not (model.is_file() or (model / "config.json").is_file()):
         raise SystemExit(
-            f"--model {name} is no checkpoint: it is no GGUF file and has no config.json"
+            f"--model {name} is not a checkpoint: neither a GGUF file nor a folder with config.json"
         )
     return model
 
@@ -146,7 +147,7 @@ def vocab_size_of(model: Path) -> int:
 
 
 def stored_bits(model: Path) -> float | None:
-    """Return how many bits a GGUF file has for a weight, scales included; None of a folder."""
+    """Return the bits per weight of a GGUF file, including scales; None for a folder."""
     if not model.is_file():
         return None
     from nanoserve.checkpoint.gguf.container import BLOCKS, GGUFFile
@@ -159,7 +160,10 @@ def stored_bits(model: Path) -> float | None:
 def limits_of(
     spec: dict[str, Any], max_num_seqs: int | None, engines: list[str]
 ) -> tuple[roofline.Limit | None, dict[str, roofline.Limit]]:
-    """The workload's roofline in so large batches, and that of engines with fewer bits, if any."""
+    """Return the workload's roofline, and the rooflines of engines with another precision.
+
+    max_num_seqs: the batch size; None is the default of `EngineConfig`.
+    """
     budget = spec["max_num_batched_tokens"]
     chosen = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
     try:
@@ -183,7 +187,7 @@ def limits_of(
 
 
 def measure_point(args: Namespace, spec: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Every engine's runs, at one batch size and one rate. The engines take turns."""
+    """Measure every engine at one batch size and request rate; the engines take turns."""
     runs: dict[str, list[dict[str, Any]]] = {label: [] for label in args.engine}
     for number in range(1, args.repeat + 1):
         for label in args.engine:
@@ -193,13 +197,14 @@ def measure_point(args: Namespace, spec: dict[str, Any]) -> dict[str, list[dict[
             if "failed" in run:
                 print(f"{label} FAILED: {run['failed']}", flush=True)
             else:
-                told = f"not measured: {run['missing']}" if "missing" in run else ""
-                print(f"run {number}, {label}: {told or round(run['seconds'], 3)}", flush=True)
+                is_missing = "missing" in run
+                text = f"not measured: {run['missing']}" if is_missing else round(run["seconds"], 3)
+                print(f"run {number}, {label}: {text}", flush=True)
     return runs
 
 
 def compare(args: Namespace, scratch: Path) -> bool:
-    """Measure at every batch size and rate, report; True if no run failed."""
+    """Measure at every batch size and rate, and report; return True if no run failed."""
     spec, points = prepare(args, scratch), []
     for max_num_seqs, rate in product(args.max_num_seqs, args.request_rate):
         arrivals = poisson_arrivals(rate, args.num_seqs) if rate else None
@@ -218,41 +223,58 @@ def compare(args: Namespace, scratch: Path) -> bool:
 
 
 def parse_args(arguments: list[str]) -> Namespace:
-    parser = Parser("nanoserve bench", description="Speed of nanoserve and its peers.")
+    parser = Parser(
+        "nanoserve bench", description="Measure nanoserve and other engines on this machine."
+    )
     add = parser.add_argument
-    engines = "NAME[:OPTION=VALUE...],... run in turns (%(default)s); known: " + ", ".join(SOURCES)
+    engines = (
+        f"NAME[:OPTION=VALUE...],... of engines that run in turns: {', '.join(SOURCES)}. "
+        "Default: %(default)s."
+    )
     add("--engine", default="nanoserve,transformers", help=engines)
-    url = "measure a server over HTTP instead; `--url URL --help` has its options"
+    url = "Measure this server over HTTP instead; see `--url URL --help`. Default: none."
     add("--url", default=SUPPRESS, help=url)
-    python = "run that engine with another interpreter, whose environment has it"
+    python = "Interpreter for one engine, with that engine installed. Default: this interpreter."
     add("--python", action="append", default=[], metavar="NAME=PATH", help=python)
-    add("--model", help="a folder, GGUF file or name on this machine (the bundled tiny-qwen3)")
-    add("--shape", choices=SHAPES, help="random weights of that shape, instead")
+    add("--model", help="Folder, GGUF file or name of a local model. Default: tiny-qwen3.")
+    shape = "Shape of a model with random weights, instead of --model. Default: none."
+    add("--shape", choices=SHAPES, help=shape)
     add_workload(parser)
-    add("--request-rate", type=rates, default=[None], metavar="R,...", help="requests a second")
-    add("--batching", choices=("continuous", "static"), default="continuous", help="%(default)s")
-    add("--max-num-seqs", type=counts, default=[None], metavar="N,...", help="batch sizes")
-    budget = "token budget of a step"
+    arrivals = "Request rates in requests per second, a run for each. Default: all at once."
+    add("--request-rate", type=rates, default=[None], metavar="R,...", help=arrivals)
+    batching = "Batching of requests. Default: %(default)s."
+    add("--batching", choices=("continuous", "static"), default="continuous", help=batching)
+    sizes = "Maximum numbers of running sequences, a run for each. Default: the engine's."
+    add("--max-num-seqs", type=counts, default=[None], metavar="N,...", help=sizes)
+    budget = "Token budget of a step. Default: the engine's."
     add("--max-num-batched-tokens", type=whole_number, metavar="N", help=budget)
-    add("--max-model-len", type=length_or_auto, metavar="N")
-    add("--no-prefix-caching", dest="enable_prefix_caching", action="store_const", const=False)
-    add("--attention-backend", metavar="NAME", help="nanoserve's option")
-    add("--enforce-eager", action="store_const", const=True, help="no CUDA graphs")
-    add("--hf-batch-size", type=int, metavar="N", help="transformers' static batch (16)")
-    add("--dtype", choices=DTYPES, default="bfloat16", help="%(default)s")
-    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="%(default)s")
-    add("--threads", type=int, help="if not given, torch chooses; 1 for the bundled model")
+    length = "Longest sequence in tokens. Default: the engine's."
+    add("--max-model-len", type=length_or_auto, metavar="N", help=length)
+    caching, name = "Disable prefix caching. Default: the engine's.", "enable_prefix_caching"
+    add("--no-prefix-caching", dest=name, action="store_const", const=False, help=caching)
+    backend = "Attention backend of nanoserve. Default: the engine's."
+    add("--attention-backend", metavar="NAME", help=backend)
+    eager = "Use no CUDA graphs. Default: the engine's."
+    add("--enforce-eager", action="store_const", const=True, help=eager)
+    static = "Size of the static batches of transformers. Default: 16."
+    add("--hf-batch-size", type=int, metavar="N", help=static)
+    dtype = "Data type of weights and activations. Default: %(default)s."
+    add("--dtype", choices=DTYPES, default="bfloat16", help=dtype)
+    device = "Device; auto is an NVIDIA GPU if there is one. Default: %(default)s."
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help=device)
+    threads = "Number of CPU threads. Default: as torch chooses; 1 for the bundled model."
+    add("--threads", type=int, help=threads)
     args = parse_with_workload(parser, arguments)
     args.model = args.model or (None if args.shape else "tiny-qwen3")
     args.shape = None if args.model else args.shape
     if args.threads is None and args.model == "tiny-qwen3":
-        args.threads = 1  # so small a model gains nothing from more, and loses on a busy machine
+        args.threads = 1  # a small model gains nothing from more, and loses on a busy machine
     args.engine = args.engine.split(",")
     args.python = dict(pair.split("=", 1) for pair in args.python)
     for label in args.engine:
         parse_engine(label)
     if args.batching == "static" and args.request_rate != [None]:
-        parser.error("--batching static waits for whole batches: it has no --request-rate")
+        parser.error("--batching static waits for whole batches: leave out --request-rate")
     return args
 
 

@@ -1,4 +1,4 @@
-"""What a measurement was made on: the machine's name, its memory's speed and its matrix rate."""
+"""Hardware of a measurement: its name, its memory bandwidth and its rate of matrix products."""
 
 import os
 import statistics
@@ -9,29 +9,29 @@ from pathlib import Path
 
 import torch
 
-_IN_A_ROW = 8  # on a GPU, so that starting and waiting weigh little
-_LONG_ENOUGH = 0.05  # seconds of one product: what surrounds it weighs nothing then
+_IN_A_ROW = 8  # runs on a GPU, so that launching and waiting are negligible
+_LONG_ENOUGH = 0.05  # seconds of one product, so that overheads are negligible
 
 
-def choose_device(asked: str) -> str:
-    """ "cpu" or "cuda"; "auto" is a GPU if there is one."""
-    if asked == "auto":
+def choose_device(device: str) -> str:
+    """Return "cpu" or "cuda"; "auto" is a GPU if there is one."""
+    if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
-    return asked
+    return device
 
 
 def copy_bandwidth(device: str, num_bytes: int = 2**28) -> float:
-    """Bytes per second that a large copy reads and writes, median of five."""
+    """Return the bytes per second that a large copy reads and writes, the median of five."""
     source = torch.ones(num_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     return 2 * num_bytes / statistics.median(_times(lambda: target.copy_(source), device))
 
 
 def read_bandwidth(device: str, num_bytes: int = 2**30) -> float:
-    """Bytes per second at which a matrix is read to be multiplied by a vector, or summed up.
+    """Return the bytes per second at which a matrix is read for a product with a vector, or a sum.
 
-    Weights and KV are mostly read, and a limit is not to be beaten: hence the best that was seen,
-    and a matrix that no cache holds.
+    Weights and KV are mostly read, and no engine may exceed the limit: hence the best of several
+    measurements, with a matrix that is larger than any cache.
     """
     matrix = torch.ones(num_bytes // 4 // 4096, 4096, dtype=torch.float32, device=device)
     vector = matrix[0].clone()
@@ -40,14 +40,17 @@ def read_bandwidth(device: str, num_bytes: int = 2**30) -> float:
 
 
 def form_rate(make: Callable[[torch.Tensor], Callable], weight: torch.Tensor) -> float:
-    """Operations per second of a CPU's product with many rows, of a weight as `make` keeps it."""
+    """Return the operations per second of a CPU's product of 512 rows and a weight.
+
+    make: converts the weight to the form of a kernel, and returns the product with it.
+    """
     form, num_rows = make(weight), 512
     x = torch.randn(num_rows, weight.shape[1]).to(weight.dtype)
     return 2 * num_rows * weight.numel() / min(_times(lambda: form(x), "cpu"))
 
 
 def matmul_rate(device: str, dtype: torch.dtype) -> float:
-    """Operations per second of large matrix products: the best over growing sizes."""
+    """Return the operations per second of large matrix products, the best over growing sizes."""
     best, n, seconds = 0.0, 512, 0.0
     while seconds < _LONG_ENOUGH and n < 8192:
         n *= 2
@@ -58,7 +61,7 @@ def matmul_rate(device: str, dtype: torch.dtype) -> float:
 
 
 def _times(run: Callable[[], object], device: str) -> list[float]:
-    """Seconds of one run, five times over; another one before sets up."""
+    """Return the seconds of a run, measured five times after a warm-up."""
     repeats, times = 1 if device == "cpu" else _IN_A_ROW, []
     for _ in range(6):
         start = time.perf_counter()
@@ -71,7 +74,10 @@ def _times(run: Callable[[], object], device: str) -> list[float]:
 
 
 def set_threads(num_threads: int | None) -> None:
-    """Of torch, and of numba if it is imported: call it again after what may import it."""
+    """Set the number of threads of torch, and of numba if it is imported.
+
+    To be called again after an import of numba.
+    """
     if num_threads:
         torch.set_num_threads(num_threads)
         if "numba" in sys.modules:

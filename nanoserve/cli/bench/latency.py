@@ -1,8 +1,8 @@
-"""Requests that arrive one by one: when they come, how they are served, how long they waited.
+"""Requests that arrive one by one: arrival times, a loop that serves them, and latencies.
 
-TTFT, the time to first token, counts from the moment at which a request was due to arrive. An
-engine that is busy when it comes, and takes it only after its step, does not get that time for
-free (the "coordinated omission" of careless benchmarks).
+TTFT, the time to first token, counts from the time at which a request was due to arrive. The time
+in which it waits for a busy engine to end its step is thus included; a benchmark that leaves it out
+has the error known as coordinated omission.
 """
 
 import time
@@ -17,22 +17,22 @@ Tokens = list[list[int]]
 
 
 class OnlineEngine(Protocol):
-    """An engine that takes requests while others run."""
+    """Engine that accepts requests while others run."""
 
     def add(self, index: int, prompt: list[int], output_len: int) -> None: ...
 
     def poll(self, seconds: float) -> list[tuple[int, list[int]]]:
-        """New tokens, by request. It may return none, after about `seconds` at most.
+        """Return new tokens by request, maybe none, after about `seconds` at most.
 
-        An engine that is driven step by step does one step instead, however long that takes.
+        An engine that is driven step by step runs one step instead, however long it takes.
         """
         ...
 
 
 def poisson_arrivals(rate: float, num_requests: int, seed: int = 0) -> list[float]:
-    """Seconds at which requests arrive: `rate` a second on average, independent of each other.
+    """Return the arrival times in seconds of a Poisson process of `rate` requests per second.
 
-    With one seed, another rate stretches the same pattern.
+    With the same seed, another rate scales the same pattern.
     """
     rng, now, arrivals = Random(seed), 0.0, []
     for _ in range(num_requests):
@@ -44,7 +44,7 @@ def poisson_arrivals(rate: float, num_requests: int, seed: int = 0) -> list[floa
 def serve(
     engine: OnlineEngine, prompts: Tokens, output_lens: list[int], arrivals: list[float]
 ) -> tuple[Tokens, list[list[float]]]:
-    """Every request's tokens, and the seconds after the start at which each of them was there."""
+    """Serve all requests; return the tokens of each, and their times in seconds after the start."""
     outputs: Tokens = [[] for _ in prompts]
     token_times: list[list[float]] = [[] for _ in prompts]
     num_added = num_finished = 0
@@ -77,12 +77,13 @@ def latencies(
     num_tokens: list[int] | None = None,
     seconds: float | None = None,
 ) -> dict[str, float]:
-    """Means and percentiles in milliseconds, and rates per second, of one served trace.
+    """Return means and percentiles in milliseconds, and rates per second, of one run.
 
-    Of each request TTFT, then TPOT (what a token took on average after the first) and E2E (all of
-    it); of all of them together ITL, every gap between two times. A server may send several tokens
-    at a time: `num_tokens` says how many each request got, where it is not one a time. `seconds` is
-    what the trace took, where it did not end with a token.
+    Each request has a TTFT (time to first token), a TPOT (mean time per token after the first) and
+    an E2E latency (until its last token). ITL (inter-token latency) has the gaps between times of
+    all requests. num_tokens: the number of tokens of each request, for a server that may send
+    several at a time; by default one for each time. seconds: the duration of the run, if it did
+    not end with a token.
 
     Goodput (Zhong et al. 2024, arXiv 2401.09670) is the rate of the requests that met both
     objectives: the first token within `slo_ttft` seconds, and a TPOT of `slo_itl` at most.

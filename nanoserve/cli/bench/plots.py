@@ -1,6 +1,6 @@
-"""Figures as PNG: throughput over batch size, latency over rate, where a step's time goes.
+"""Plots as PNG: throughput by batch size, latency by request rate, and parts of a step's time.
 
-matplotlib comes with the extra `bench`; nothing else imports this module.
+matplotlib is installed by the extra `bench`; no other module imports this one.
 """
 
 import statistics
@@ -20,7 +20,7 @@ PARTS = ("schedule", "pack", "model", "sample", "update")
 
 
 def plot_points(points: list[Point], num_output_tokens: int, file: str) -> None:
-    """As many panels as there is something to show."""
+    """Draw a panel for each kind of measurement that the points have."""
     offline = [point for point in points if point.request_rate is None]
     online = [point for point in points if point.request_rate is not None]
     steps = [
@@ -40,7 +40,7 @@ def plot_points(points: list[Point], num_output_tokens: int, file: str) -> None:
 
 
 def plot_steps(steps: list[tuple[str, Mapping[str, float]]], file: str) -> None:
-    """All parts, and then all but the model, which hides what is the engine's own."""
+    """Draw all parts of steps, and again without the model, which dwarfs the engine's own time."""
     own = partial(draw_steps, steps=steps, parts=[part for part in PARTS if part != "model"])
     draw_all([partial(draw_steps, steps=steps), own], file)
 
@@ -56,7 +56,7 @@ def draw_all(panels: list[Callable[[Axes], None]], file: str) -> None:
 
 
 def draw_throughput(axes: Axes, points: list[Point], num_output_tokens: int) -> None:
-    """Medians, and from the slowest to the fastest run."""
+    """Draw medians, with error bars from the slowest to the fastest run."""
     for label in points[0].runs:
         at = [point for point in points if label in point.done()]
         speeds = [[num_output_tokens / run["seconds"] for run in p.done()[label]] for p in at]
@@ -73,7 +73,7 @@ def draw_throughput(axes: Axes, points: list[Point], num_output_tokens: int) -> 
 
 
 def draw_latency(axes: Axes, points: list[Point], name: str) -> None:
-    """The median as a line, the 99th percentile dashed in the same colour."""
+    """Draw the median as a line, and the 99th percentile dashed in the same colour."""
     for number, label in enumerate(points[0].runs):
         at = [point for point in points if label in point.done()]
         rates = [point.request_rate for point in at]

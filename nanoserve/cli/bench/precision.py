@@ -1,26 +1,30 @@
-"""In how many bits an engine keeps weights, K and V: its limit on a machine follows from it."""
+"""Bits in which an engine stores weights, K and V, which determine its roofline on a machine."""
 
 from typing import Any, NamedTuple
 
 from nanoserve.checkpoint.kv_formats import head_bytes, kv_format
 
 _DTYPE_BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
-_HEAD_DIM = 128  # values that share the scale of a KV cache in 8 bits
-_LLAMA_CPP = {"q8_0": 8.5, "q4_0": 4.5, "q4_k_m": 4.85}  # the last as its own tools tell it
+_HEAD_DIM = 128  # values that share a scale in an 8-bit KV cache
+_LLAMA_CPP = {"q8_0": 8.5, "q4_0": 4.5, "q4_k_m": 4.85}  # the last one as its tools report it
 
 
 class Precision(NamedTuple):
-    weight_bits: float  # of linears, scales included
+    """Numbers of bits per value."""
+
+    weight_bits: float  # of linear layers, including scales
     head_bits: float  # of the LM head
     kv_bits: float
-    is_integer: bool  # whether products are integers'
+    is_integer: bool  # True if products are of integers
 
 
 def precision_of(
     engine: str, options: dict[str, Any], dtype: str, stored: float | None = None
 ) -> Precision:
-    """`options` are the engine's own, as on the command line; `stored` is a GGUF file's bits of a
-    weight, which transformers makes floats of."""
+    """Return the precision of an engine with `options` as on the command line.
+
+    stored: bits per weight of a GGUF file; transformers converts its weights to floats.
+    """
     bits: float = _DTYPE_BITS[dtype]
     kind = kv_format(options.get("kv_cache_dtype", "auto"), dtype)
     kv_bits = 8 * head_bytes(_HEAD_DIM, kind.item_bytes, kind.has_scales) / _HEAD_DIM

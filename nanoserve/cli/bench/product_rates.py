@@ -1,4 +1,4 @@
-"""What a CPU's products can do at best: the limit is not torch's, but of all forms at hand."""
+"""Highest rates of a CPU's matrix products: the best of torch and of all kernels of nanoserve."""
 
 from importlib.util import find_spec
 
@@ -11,10 +11,13 @@ _SIZE = 2048
 
 
 def best_rates(dtype: torch.dtype, of_torch: float, num_threads: int) -> tuple[float, float]:
-    """Operations a second of products in `dtype`, and of integers, in so many threads."""
+    """Return operations per second of products in `dtype`, and of integer products.
+
+    of_torch: the rate of torch in `dtype`.
+    """
     weight = torch.randn(_SIZE, _SIZE).to(dtype)
     found = forms(dtype)
-    hardware.set_threads(num_threads)  # numba has come with the forms, and has threads of its own
+    hardware.set_threads(num_threads)  # the forms import numba, which has threads of its own
     rate = max(of_torch, *(hardware.form_rate(make, weight) for make in found.values()))
     if find_spec("numba") is None:
         return rate, rate

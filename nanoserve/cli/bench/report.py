@@ -1,4 +1,4 @@
-"""What was measured, as tables: medians over runs, ratios of runs that were neighbours."""
+"""Tables of measurements: medians over runs, and ratios of consecutive runs."""
 
 import statistics
 from dataclasses import dataclass, field
@@ -8,18 +8,18 @@ from typing import Any
 from nanoserve.cli.bench.latency import PERCENTILES
 from nanoserve.cli.bench.roofline import Limit
 
-Run = dict[str, Any]  # see `child.measure`, or {"failed": why} or {"missing": why}
+Run = dict[str, Any]  # of `child.measure`, or {"failed": reason} or {"missing": reason}
 
 
 @dataclass(frozen=True)
 class Point:
-    """One batch size and one rate of arrivals (None: the default, and all at once)."""
+    """Runs at one batch size (None: the default) and one request rate (None: all at once)."""
 
     max_num_seqs: int | None
     request_rate: float | None
     limit: Limit | None
     runs: dict[str, list[Run]]  # by the engine's label
-    limits: dict[str, Limit] = field(default_factory=dict)  # of engines with fewer bits than others
+    limits: dict[str, Limit] = field(default_factory=dict)  # of engines with another precision
 
     def limit_of(self, label: str) -> Limit | None:
         return self.limits.get(label, self.limit)
@@ -31,7 +31,7 @@ class Point:
         return {label: runs for label, runs in done.items() if runs}
 
     def missing(self) -> dict[str, str]:
-        """Why there is not a single figure, for the engines of which there is none."""
+        """Return the reason for each engine that has no measurement."""
         without = self.runs.keys() - self.done().keys()
         reasons = {label: runs[-1] for label, runs in self.runs.items() if label in without}
         return {
@@ -41,7 +41,7 @@ class Point:
 
     def title(self) -> str:
         parts = [f"max_num_seqs {self.max_num_seqs}"] if self.max_num_seqs else []
-        parts += [f"{self.request_rate:g} requests a second"] if self.request_rate else []
+        parts += [f"{self.request_rate:g} requests per second"] if self.request_rate else []
         return ", ".join(parts)
 
 
@@ -121,7 +121,7 @@ def missing_rows(point: Point) -> list[dict[str, str]]:
 
 
 def print_table(rows: list[dict[str, str]]) -> None:
-    """An engine that has no figures stands in its row all the same, with the reason."""
+    """Print a table; an engine without measurements has a row with the reason."""
     measured = dict.fromkeys(title for row in rows for title in row if title != "reason")
     titles = [*measured] if len(measured) > 1 else ["engine", "reason"]
     print(f"\n| {' | '.join(titles)} |\n{'|---' * len(titles)}|")
@@ -135,7 +135,7 @@ def print_table(rows: list[dict[str, str]]) -> None:
 
 
 def print_comparison(point: Point, spec: dict[str, Any]) -> None:
-    """The first engine beside each of the others: ratios of times, and whether they agree."""
+    """Print ratios of times and agreement of outputs of the first and each other engine."""
     done = point.done()
     first = next(iter(point.runs))
     for label in (label for label in done if label != first and first in done):
@@ -148,12 +148,15 @@ def print_comparison(point: Point, spec: dict[str, Any]) -> None:
                 spread = f"{min(ratios):.2f} to {max(ratios):.2f}, pairs of runs: {len(ratios)}"
                 print(f"{first} / {label}: {statistics.median(ratios):.2f} ({spread})")
         if not spec["temperature"]:
-            told = agreement(done[first][-1]["outputs"], done[label][-1]["outputs"])
-            print(f"{label}, greedy: {told} as {first}")
+            text = agreement(done[first][-1]["outputs"], done[label][-1]["outputs"])
+            print(f"{label}, greedy: {text} as {first}")
 
 
 def agreement(ours: list[list[int]], theirs: list[list[int]]) -> str:
-    """How far outputs are the same. In 16 bits near-ties fall either way, and then all differs."""
+    """Return the agreement of outputs as text.
+
+    In 16 bits near-ties may be resolved differently, after which all tokens differ.
+    """
     same = 0
     for mine, other in zip(ours, theirs, strict=True):
         equal = [a == b for a, b in zip(mine, other, strict=True)]
@@ -164,7 +167,7 @@ def agreement(ours: list[list[int]], theirs: list[list[int]]) -> str:
 
 
 def as_json(points: list[Point], spec: dict[str, Any]) -> dict[str, Any]:
-    """Everything but the tokens, and where things lie on this machine."""
+    """Return all measurements as JSON, without tokens and without paths of this machine."""
     left_out = ("prompts", "output_lens", "scratch", "tokenizer", "python", "json", "plot")
     kept = {name: value for name, value in spec.items() if name not in left_out}
     kept["model"] = spec["shape"] or Path(spec["model"]).name

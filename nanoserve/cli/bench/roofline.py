@@ -1,12 +1,12 @@
-"""The roofline (Williams et al. 2009): the least time that a workload can take on this machine.
+"""Roofline (Williams et al. 2009): the least time that a workload can take on this machine.
 
-A step must read the weights and the KV of its sequences, and it must do its matrix products and its
-attention; the slower of the two bounds it. How many steps a workload needs, and who shares one, is
-what the engine's own scheduler says, without a model: so the limit is the same for every engine.
+A step must read the weights and the KV of its sequences, and it must compute its matrix products
+and its attention; the slower of the two bounds it. The steps and their batches are those that
+nanoserve's scheduler plans, without a model, so the limit is the same for every engine.
 
-Norms, rotations, activations and sampling are left out: they are some thousandths. Every sequence
-reads all of its KV, a shared prefix too. Caches do not appear: a model that fits into one, or
-sequences that read the same KV at the same time, may beat the limit.
+Norms, rotary embeddings, activations and sampling are left out: they are some thousandths. Every
+sequence reads all of its KV, including a shared prefix. Hardware caches are not modelled: a model
+that fits into one, or sequences that read the same KV at the same time, may exceed the limit.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ _NO_WINDOW = 2**31 - 1  # longer than any context
 
 
 class Step(NamedTuple):
-    """Of each of its rows: new tokens, and tokens attended to with the new ones [num_rows]."""
+    """Sizes of one step: of each row its new tokens, and its context with them [num_rows]."""
 
     query_lens: np.ndarray
     context_lens: np.ndarray
@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Limit:
-    """What a workload needs, and the seconds that this takes at the very least."""
+    """Bytes and operations that a workload needs, and the least seconds that they take."""
 
     seconds: float
     num_bytes: float
@@ -45,7 +45,10 @@ class Limit:
 
 
 class Need:
-    """What a step of a model needs. A product of matrices is two operations per weight and row."""
+    """Bytes and operations of steps of a model.
+
+    A matrix product is two operations per weight and row.
+    """
 
     def __init__(self, config: ModelConfig, precision: Precision | None = None) -> None:
         self.config = config
@@ -56,8 +59,8 @@ class Need:
         self.windows = Counter(window or _NO_WINDOW for window in config.sliding_windows)
         hidden, heads = config.hidden_size, config.num_attention_heads
         attention = 2 * hidden * config.head_dim * (heads + config.num_key_value_heads)
-        self.head = hidden * config.vocab_size  # the embedding, too, where they are tied
-        # Weights that all tokens use; a mixture of experts comes on top.
+        self.head = hidden * config.vocab_size  # also the embedding, if they are tied
+        # Weights that all tokens use; those of experts are added separately.
         self.dense = config.num_hidden_layers * attention
         self.num_moe_layers, self.expert = 0, 0
         if config.moe is not None:
@@ -68,7 +71,7 @@ class Need:
         self.dense += num_dense_layers * 3 * hidden * config.intermediate_size
 
     def bytes(self, step: Step) -> float:
-        """Read: weights, embedding rows, cached KV. Written: the new tokens' KV."""
+        """Return the bytes read (weights, embedding rows, cached KV) and written (new KV)."""
         num_tokens = int(step.query_lens.sum())
         weights = self.dense + self._experts_used(num_tokens) * self.expert
         head = self.head if step.num_logits else 0
@@ -83,7 +86,10 @@ class Need:
         return weight_bytes + self.item * embedding + self.kv_item * kv
 
     def operations(self, step: Step) -> float:
-        """Products with the weights, and two per layer for each query and each key it sees."""
+        """Return the operations of products with weights, and of attention.
+
+        Attention has two products per layer for each query and each key that it attends to.
+        """
         num_tokens = int(step.query_lens.sum())
         per_token = self.dense
         if self.config.moe is not None:
@@ -96,7 +102,10 @@ class Need:
         return 2.0 * (num_tokens * per_token + attention + step.num_logits * self.head)
 
     def _experts_used(self, num_tokens: int) -> float:
-        """Over all layers, how many experts some token is expected to choose, if all are alike."""
+        """Return the expected number of experts that any token selects, over all layers.
+
+        All experts are assumed to be equally likely.
+        """
         if self.config.moe is None:
             return 0
         share = self.config.moe.num_experts_per_tok / self.config.moe.num_experts
@@ -104,7 +113,7 @@ class Need:
 
 
 def pairs_seen(query_lens: np.ndarray, context_lens: np.ndarray, window: int) -> np.ndarray:
-    """Query-key pairs of each row: a query sees itself and at most `window - 1` before it."""
+    """Return the query-key pairs of each row: a query attends to itself and `window - 1` before."""
 
     def up_to(n: np.ndarray) -> np.ndarray:
         n = n.astype(np.int64)
@@ -117,7 +126,7 @@ def pairs_seen(query_lens: np.ndarray, context_lens: np.ndarray, window: int) ->
 def planned_steps(
     config: EngineConfig, prompts: list[list[int]], output_lens: list[int]
 ) -> Iterator[Step]:
-    """The steps of an engine whose pool holds all sequences at once; no model is run."""
+    """Yield the steps of an engine whose KV block pool holds all sequences; no model is run."""
     totals = [len(prompt) + n for prompt, n in zip(prompts, output_lens, strict=True)]
     num_blocks = sum(-(-total // config.block_size) for total in totals)
     scheduler = Scheduler(config, num_blocks, max(totals))
@@ -141,7 +150,10 @@ def limit(
     matmul_rate: float,
     precision: Precision | None = None,
 ) -> Limit:
-    """At `bandwidth` bytes and `matmul_rate` operations per second; None: all in the dtype."""
+    """Return the limit at `bandwidth` bytes and `matmul_rate` operations per second.
+
+    precision: None if all values are in the model's data type.
+    """
     need = Need(model_config, precision)
     bytes_and_operations = [(need.bytes(step), need.operations(step)) for step in steps]
     seconds = sum(max(b / bandwidth, ops / matmul_rate) for b, ops in bytes_and_operations)

@@ -1,6 +1,6 @@
-"""What models are like, as `config.json`: shapes to measure with random weights.
+"""Shapes of models, as entries of `config.json`, to be measured with random weights.
 
-Speed does not depend on what a model has learned, so no download is needed to measure a real one.
+Speed does not depend on the values of weights, so a real model is measured without a download.
 """
 
 from typing import Any
@@ -28,7 +28,7 @@ _LLAMA: dict[str, Any] = {
 
 
 def _stretched(factor: float) -> dict[str, Any]:
-    """Llama 3's way to positions beyond the 8,192 that it was first trained with."""
+    """Return Llama 3's RoPE scaling, for positions beyond its first context length of 8,192."""
     frequencies = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
     before = {"original_max_position_embeddings": 8192}
     return {"rope_scaling": {"rope_type": "llama3", "factor": factor, **frequencies, **before}}

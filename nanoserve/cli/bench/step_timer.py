@@ -1,4 +1,4 @@
-"""What each part of a step took: schedule, pack, model, sample, update."""
+"""Times of the parts of steps: schedule, pack, model, sample, update."""
 
 import time
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ PARTS = ("schedule", "pack", "model", "sample", "update")
 
 
 class StepParts(NamedTuple):
-    """Seconds of one step. `between` is what lies outside of all parts, up to the step before."""
+    """Seconds of one step by part; `between` is time outside all parts since the previous step."""
 
     num_rows: int
     context: float  # mean over the rows
@@ -37,17 +37,17 @@ class StepParts(NamedTuple):
 
 
 class StepTimer:
-    """Notes every step of `engine` in `steps` from now on.
+    """Observer that appends the times of every step of `engine` to `steps`.
 
-    The engine times its own parts; the time of the sampler is taken out of the executor's. On a
-    GPU the sampler only launches work, so there it is the time between two events.
+    The engine measures its own parts; the time of the sampler is subtracted from the executor's. On
+    a GPU the sampler only launches kernels, so its time is that between two CUDA events.
     """
 
     def __init__(self, engine: GuardedEngine) -> None:
         self.steps: list[StepParts] = []
         self._sampling, self._events, self._last_end = 0.0, None, None
         sampler = getattr(engine.executor, "sampler", None)
-        if sampler is not None:  # with tensor parallelism it is out of reach, part of the model
+        if sampler is not None:  # with tensor parallelism, sampling counts as the model
             self._sample, sampler.sample = sampler.sample, self._timed_sample
             if engine.executor.context.device.type == "cuda":
                 self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
@@ -58,7 +58,7 @@ class StepTimer:
             self._events[0].record()
             result = self._sample(*args)
             self._events[1].record()
-            self._sampling = None  # known when the step is over
+            self._sampling = None  # known after the step
             return result
         start = time.perf_counter()
         result = self._sample(*args)

@@ -1,4 +1,4 @@
-"""What engines and servers are measured with: how many requests, how long, and what they share."""
+"""Workloads of benchmarks: the number of requests, their lengths and their common prefixes."""
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from importlib.util import find_spec
@@ -28,11 +28,11 @@ def draw_workload(
     turns: int = 1,
     seed: int = 0,
 ) -> tuple[Tokens, list[int]]:
-    """All prompts, then all output lengths, from one generator: for seed 0 nano-vllm's own draws.
+    """Draw all prompts, then all output lengths, from one generator; seed 0 draws as nano-vllm.
 
-    A small vocabulary wraps ids only after they are drawn, so lengths are the same for all models.
-    All prompts begin with the same `shared_len` tokens. With `turns`, a prompt repeats that of its
-    conversation's turn before, and made-up tokens as its answer, before it says something new.
+    Ids are reduced to the vocabulary only after they are drawn, so lengths are the same for all
+    models. All prompts begin with the same `shared_len` tokens. With `turns`, a prompt repeats the
+    prompt of its conversation's previous turn, then random tokens as the answer, before its own.
     """
     rng = Random(seed)
 
@@ -50,10 +50,10 @@ def draw_workload(
 
 
 def length_range(text: str) -> tuple[int, int]:
-    """ "100-200", or one number, which is both."""
+    """Read "100-200", or one number, as (lowest, highest)."""
     low, _, high = text.partition("-")
     if not (low.isdigit() and (high or low).isdigit() and 1 <= int(low) <= int(high or low)):
-        raise ArgumentTypeError(f"{text!r} must be a number of tokens, or LO-HI, from 1 on")
+        raise ArgumentTypeError(f"{text!r} must be a number of tokens, or LO-HI, of at least 1")
     low, high = int(low), int(high or low)
     return low, high
 
@@ -83,26 +83,34 @@ def milliseconds(text: str) -> float:
 
 
 def add_workload(parser: ArgumentParser) -> None:
-    """What is asked, and what is to be told of it: the same of engines and of servers."""
+    """Add the flags of workload and report that benchmarks of engines and of servers share."""
     add = parser.add_argument
-    add("--workload", choices=WORKLOADS, default="random", help="sets the defaults of what follows")
-    add("--num-seqs", type=count, metavar="N", help="prompts (%(default)s)")
-    add("--input-len", type=length_range, metavar="LO-HI", help="tokens of a prompt (%(default)s)")
-    add("--output-len", type=length_range, metavar="LO-HI", help="%(default)s")
-    add("--shared-len", type=int, default=0, metavar="N", help="tokens that all prompts begin with")
-    add("--turns", type=count, default=1, metavar="N", help="of a conversation, that repeat it")
-    add("--temperature", type=float, default=0.0, help="%(default)s, which is greedy")
-    ttft = "goodput's (%(default)s)"
+    workload = "Workload, which sets the defaults of the flags below. Default: %(default)s."
+    add("--workload", choices=WORKLOADS, default="random", help=workload)
+    add("--num-seqs", type=count, metavar="N", help="Number of prompts. Default: %(default)s.")
+    lengths = "Range of prompt lengths in tokens. Default: %(default)s."
+    add("--input-len", type=length_range, metavar="LO-HI", help=lengths)
+    lengths = "Range of output lengths in tokens. Default: %(default)s."
+    add("--output-len", type=length_range, metavar="LO-HI", help=lengths)
+    shared = "Number of tokens that all prompts begin with. Default: %(default)s."
+    add("--shared-len", type=int, default=0, metavar="N", help=shared)
+    turns = "Turns of a conversation, each of which repeats those before. Default: %(default)s."
+    add("--turns", type=count, default=1, metavar="N", help=turns)
+    temperature = "Sampling temperature; 0 is greedy. Default: %(default)s."
+    add("--temperature", type=float, default=0.0, help=temperature)
+    ttft = "Limit of the time to first token for goodput, in milliseconds. Default: %(default)s."
     add("--slo-ttft", type=milliseconds, default="1000", metavar="MS", help=ttft)
-    add("--slo-itl", type=milliseconds, default="100", metavar="MS", help="%(default)s")
-    add("--repeat", type=count, default=1, help="runs of each (%(default)s)")
-    add("--json", metavar="FILE", help="all that was measured")
-    add("--plot", metavar="FILE.png", help="needs matplotlib (extra: bench)")
+    itl = "Limit of the inter-token latency for goodput, in milliseconds. Default: %(default)s."
+    add("--slo-itl", type=milliseconds, default="100", metavar="MS", help=itl)
+    add("--repeat", type=count, default=1, help="Number of runs of each. Default: %(default)s.")
+    add("--json", metavar="FILE", help="File for all measurements, in JSON. Default: none.")
+    plot = "File for a plot; needs matplotlib (nanoserve[bench]). Default: none."
+    add("--plot", metavar="FILE.png", help=plot)
 
 
 def parse_with_workload(parser: ArgumentParser, arguments: list[str]) -> Namespace:
-    """What is given wins over what the workload says."""
-    # Apart, so that help, too, shows the workload's defaults.
+    """Parse `arguments`, with the defaults of the workload that they name."""
+    # The workload is parsed first, so that --help shows its defaults.
     chosen = ArgumentParser(add_help=False, allow_abbrev=False)
     chosen.add_argument("--workload", default="random")
     workload = chosen.parse_known_args(arguments)[0].workload

@@ -1,11 +1,11 @@
-"""What the engine did, step by step: a recorder, a reader, and a page to look at.
+"""Traces of the engine's steps: a recorder, a reader, and a page that shows them.
 
     with LLM("tiny-qwen3", trace="run.jsonl") as llm:
         llm.generate(prompts, params)
 
-    nanoserve trace run.jsonl        writes run.html, which any browser opens
+    nanoserve trace run.jsonl        writes run.html, to be opened in a browser
 
-`recorder.py` says what is in the file.
+`recorder.py` describes the file format.
 """
 
 from contextlib import ExitStack
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 
 def start_trace(engine: "GuardedEngine") -> ExitStack:
-    """Record the steps of `engine` in `config.trace` until what is returned is closed.
+    """Record the steps of `engine` in the file `config.trace` until the returned stack is closed.
 
-    An earlier file of that name is replaced. Raises `OSError` if it cannot be written. If that
-    happens later, as on a full disk, the trace ends there with a warning, and the engine goes on.
+    An existing file is replaced. Raises `OSError` if the file cannot be written. If a later write
+    fails, as on a full disk, the trace ends there with a warning, and the engine continues.
     """
     with ExitStack() as closing:  # closes the file if its header cannot be written
         file = closing.enter_context(WholeLines(engine.config.trace))

@@ -1,5 +1,5 @@
-// A trace holds what changed in each step. Here the state of any step is rebuilt from the changes,
-// and drawn. Below: the run, its state, its drawings, the hints, the controls.
+// A trace has the changes of each step. This script reconstructs the state of any step from the
+// changes, and draws it. Sections: the run, its state, drawing, hints, controls.
 
 // ---------------------------------------------------------------- the run
 
@@ -8,12 +8,12 @@ const { header, steps, phases, chrome, closed, cut_off_line: cutOffLine } = JSON
 );
 const blockSize = header.block_size;
 const PARTS = ["schedule", "pack", "execute", "update"];
-// Paul Tol's light colours: told apart with any colour vision, and black text is legible on them.
+// Paul Tol's light colours: distinct with any colour vision, and black text is legible on them.
 const PALETTE = [
   "#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#44bb99", "#bbcc33", "#99ddff", "#aaaa00",
 ];
 
-// By arrival number: the prompt, the tokens that came, and how it ended.
+// By arrival number: the prompt, the generated tokens, and how the sequence ended.
 const sequences = new Map();
 steps.forEach((step, i) => {
   for (const arrival of step.arrived) {
@@ -30,14 +30,14 @@ steps.forEach((step, i) => {
 });
 const hasTexts = [...sequences.values()].some((sequence) => sequence.texts.some(Boolean));
 
-// The token at a position of a sequence, of its prompt or of what came after.
+// The token at a position of a sequence, in its prompt or its output.
 function tokenAt(sequence, position) {
   const output = position - sequence.prompt.length;
   if (output >= 0) return sequence.outputs[output] ?? { token: null, text: "" };
   return { token: sequence.prompt[position], text: sequence.texts[position] };
 }
 
-// The text of a span of tokens; their ids where there was no tokenizer.
+// The text of a span of tokens, or their ids if there was no tokenizer.
 function textOf(sequence, first, end) {
   const tokens = [];
   for (let position = first; position < end; position++) tokens.push(tokenAt(sequence, position));
@@ -49,14 +49,14 @@ function textOf(sequence, first, end) {
 // ---------------------------------------------------------------- the state in a step
 
 // tables: the blocks of each running sequence. cached: the blocks in the prefix cache.
-// computed: how many tokens of each sequence have K and V. contents: whose tokens were written to a
-// block, and as which block of that sequence; it stays when the block is given back.
+// computed: the number of tokens of each sequence with K and V. contents: the sequence whose tokens
+// were written to a block, and its index in that sequence's table; kept when the block is freed.
 function emptyState() {
   return { tables: new Map(), cached: new Set(), computed: new Map(), contents: new Map() };
 }
 
 function copyOf(state) {
-  // Tables themselves are never changed, only replaced, so that copies can share them.
+  // Tables are replaced, never modified, so that copies can share them.
   return {
     tables: new Map(state.tables),
     cached: new Set(state.cached),
@@ -65,8 +65,8 @@ function copyOf(state) {
   };
 }
 
-// From the step `before` to `step`, as the device saw it: what a step finishes keeps its blocks
-// until the next one.
+// Advance from the step `before` to the state during `step`: a sequence that finishes in a step
+// keeps its blocks until the next one.
 function advance(state, step, before) {
   const gone = [...(before?.finished ?? []), ...step.aborted].map((ended) => ended.seq);
   for (const seq of [...gone, ...step.undone, ...step.preempted]) state.tables.delete(seq);
@@ -77,17 +77,17 @@ function advance(state, step, before) {
       if (i >= row.hits) state.contents.set(block, { seq: row.seq, index: table.length + i });
     });
     state.tables.set(row.seq, table.concat(row.blocks));
-    state.computed.set(row.seq, row.computed + row.new - numWrong(row));
+    state.computed.set(row.seq, row.computed + row.new - numRejected(row));
   }
   for (const block of step.published) state.cached.add(block);
 }
 
-// Guesses that were not right: their K and V mean nothing.
-function numWrong(row) {
+// The number of rejected draft tokens, whose K and V are not used.
+function numRejected(row) {
   return row.guesses ? row.guesses.length - row.right : 0;
 }
 
-// The sequences that hold each block.
+// The sequences that use each block.
 function ownersIn(state) {
   const owners = new Map();
   for (const [seq, table] of state.tables) {
@@ -99,11 +99,11 @@ function ownersIn(state) {
   return owners;
 }
 
-// Going back replays from the keyframe before. The counts are for the chart of the whole run.
+// To go back, replay from the previous keyframe. The counts are for the chart of the whole run.
 const KEYFRAME_INTERVAL = 32;
 const keyframes = [];
 const numUsed = [];
-const numCached = []; // and free
+const numCached = []; // cached and not in use
 {
   const state = emptyState();
   steps.forEach((step, i) => {
@@ -143,7 +143,7 @@ const names = (seqs) => seqs.map((seq) => `#${seq}`).join(", ");
 const milliseconds = (seconds) => `${(seconds * 1000).toFixed(seconds < 0.01 ? 2 : 1)} ms`;
 const percent = (i) => `${(100 * i) / steps.length}%`;
 
-let current = 0; // the index of the chosen step, its state, and who holds what in it
+let current = 0; // the index of the selected step, its state, and the sequences of each block
 let state = emptyState();
 let owners = new Map();
 
@@ -152,7 +152,7 @@ function describeRun() {
     plural(steps.length, "step"),
     plural(sequences.size, "sequence"),
     `${header.num_kv_blocks} KV blocks of ${blockSize}`,
-    `at most ${header.max_num_seqs} running, ${header.max_num_batched_tokens} tokens a step`,
+    `at most ${header.max_num_seqs} running, ${header.max_num_batched_tokens} tokens per step`,
     header.scheduling_policy,
   ];
   if (!header.enable_prefix_caching) parts.push("no prefix caching");
@@ -161,7 +161,7 @@ function describeRun() {
   byId("about").textContent = parts.join(" · ");
 }
 
-// A lane for each sequence, a column for each step; drawn once.
+// Draw a lane for each sequence and a column for each step, once.
 function drawLanes() {
   for (const seq of sequences.keys()) {
     const track = element("div", "track");
@@ -179,7 +179,7 @@ function drawLanes() {
   document.body.style.setProperty("--step", 1 / steps.length);
 }
 
-// Layers on top of each other, as areas: each is a colour and a value for every step.
+// Draw stacked areas; a layer is a colour and a value for every step.
 function drawChart(name, title, layers, limit) {
   let below = steps.map(() => 0);
   const polygons = layers.map(({ colour, values }) => {
@@ -199,10 +199,10 @@ function drawChart(name, title, layers, limit) {
 
 function drawCharts() {
   const blocks = [{ colour: "decode", values: numUsed }, { colour: "waiting", values: numCached }];
-  drawChart("blocks", "in use, and free but cached", blocks, numBlocksShown());
+  drawChart("blocks", "in use; free and cached", blocks, numBlocksShown());
   const times = PARTS.map((part) => ({ colour: part, values: steps.map((step) => step.times[part]) }));
   const totals = steps.map((step) => sum(Object.values(step.times))).sort((a, b) => a - b);
-  // A first step that compiles something would hide all others: the highest may be cut.
+  // A first step that compiles would dwarf all others, so the highest values may be cut off.
   drawChart("time", PARTS.join(", "), times, 1.2 * totals[Math.floor(0.97 * (totals.length - 1))]);
 }
 
@@ -210,7 +210,7 @@ function sum(values) {
   return values.reduce((total, value) => total + value, 0);
 }
 
-// A large pool is mostly never touched: blocks are shown up to the last one that was.
+// Most of a large pool may never be used: show blocks up to the last one that was.
 function numBlocksShown() {
   const all = header.num_kv_blocks;
   if (all <= 128) return all;
@@ -256,7 +256,7 @@ function drawPool(step) {
     (hidden ? `; the last ${hidden} are not shown` : "");
 }
 
-// How many tokens have K and V in a block. All of its owners have the same ones.
+// The number of tokens with K and V in a block, which are the same for all of its sequences.
 function numFilled(block) {
   const held = owners.get(block);
   if (!held) return state.cached.has(block) ? blockSize : 0;
@@ -264,13 +264,13 @@ function numFilled(block) {
   return Math.max(0, Math.min(blockSize, state.computed.get(held[0]) - start));
 }
 
-const MOST_TOKENS = 40; // of a row that are drawn: the first ones, and the last
+const MOST_TOKENS = 40; // drawn of a row: the first ones and the last ones
 
 function drawBatch(step) {
   const { num_tokens, num_rows, num_decode_rows, num_outputs, max_query_len } = step.batch;
   byId("layout").textContent =
-    `${plural(num_tokens, "token")} in ${plural(num_rows, "row")}, without padding; rows of one ` +
-    `token first (${num_decode_rows}), longest ${max_query_len}; ` +
+    `${plural(num_tokens, "token")} in ${plural(num_rows, "row")}, without padding; decode rows ` +
+    `first (${num_decode_rows}), longest row ${max_query_len}; ` +
     `${plural(num_outputs, "token")} with logits, longest context ${step.batch.max_context_len}`;
   byId("packed").replaceChildren(...step.rows.map(drawRow));
 }
@@ -294,10 +294,10 @@ function drawRow(row) {
     }
   }
   (row.guesses ?? []).forEach(([token, text], i) => {
-    const kind = i < row.right ? "right" : "wrong";
-    const guess = element("span", `token guess ${kind}`, visible(token, text));
-    guess.title = `guessed, and ${kind}`;
-    made.append(guess);
+    const kind = i < row.right ? "accepted" : "rejected";
+    const draft = element("span", `token draft ${kind}`, visible(token, text));
+    draft.title = `draft token, ${kind}`;
+    made.append(draft);
   });
   if (row.yields) {
     const yielded = element("span", "token yielded", `→ ${visible(row.token, row.text)}`);
@@ -315,7 +315,7 @@ function drawToken(seq, position) {
   return made;
 }
 
-// A token's text in one line. Some have none: their bytes are only a part of a character.
+// A token's text in one line; it is empty if its bytes are only part of a character.
 function visible(token, text) {
   if (!hasTexts) return String(token ?? "end");
   if (token === null) return "end";
@@ -346,7 +346,7 @@ function drawQueues(step) {
 function drawTimes(step) {
   const total = sum(Object.values(step.times));
   const bars = [];
-  const labels = [element("span", "", `in all ${milliseconds(total)}`)];
+  const labels = [element("span", "", `total ${milliseconds(total)}`)];
   for (const part of PARTS) {
     const bar = element("i");
     bar.style.flexGrow = step.times[part] / total;
@@ -361,22 +361,22 @@ function drawTimes(step) {
   byId("seconds").replaceChildren(...labels);
 }
 
-// The step in words.
+// A description of the step in sentences.
 function storyOf(step) {
   const count = (kind) => step.rows.filter((row) => row.kind === kind).length;
-  const told = [];
-  if (step.aborted.length) told.push(`Before it ${names(step.aborted.map((e) => e.seq))} ended by abort.`);
-  if (step.undone.length) told.push(`A step before it raised: ${names(step.undone)} lost their blocks.`);
-  if (step.preempted.length) told.push(`No block was free: ${names(step.preempted)} gave way.`);
+  const parts = [];
+  if (step.aborted.length) parts.push(`Aborted before it: ${names(step.aborted.map((e) => e.seq))}.`);
+  if (step.undone.length) parts.push(`A previous step failed: ${names(step.undone)} lost their blocks.`);
+  if (step.preempted.length) parts.push(`No block was free; preempted: ${names(step.preempted)}.`);
   for (const row of step.rows.filter((row) => step.admitted.includes(row.seq))) {
-    const hits = row.hits ? `, ${plural(row.hits * blockSize, "token")} of it from the prefix cache` : "";
+    const hits = row.hits ? `, with ${plural(row.hits * blockSize, "token")} from the prefix cache` : "";
     const again = phases[row.seq].some((span) => span.phase === "preempted" && span.first <= current);
-    told.push(`#${row.seq} begins${again ? " again" : ""}${hits}.`);
+    parts.push(`#${row.seq} starts${again ? " again" : ""}${hits}.`);
   }
-  told.push(`${count("decode")} decode, ${count("prefill")} prefill.`);
-  if (step.evicted.length) told.push(`Evicted from the cache: ${plural(step.evicted.length, "block")}.`);
-  for (const ended of step.finished) told.push(`#${ended.seq} ends (${ended.reason}).`);
-  return told.join(" ");
+  parts.push(`${count("decode")} decode, ${count("prefill")} prefill.`);
+  if (step.evicted.length) parts.push(`Evicted from the cache: ${plural(step.evicted.length, "block")}.`);
+  for (const ended of step.finished) parts.push(`#${ended.seq} finishes (${ended.reason}).`);
+  return parts.join(" ");
 }
 
 function show(i) {
@@ -396,7 +396,7 @@ function show(i) {
   refreshHint();
 }
 
-// Keep the lanes of what runs in sight.
+// Keep the lanes of running sequences visible.
 function followLanes(step) {
   const planned = new Set(step.rows.map((row) => row.seq));
   let first = null;
@@ -406,7 +406,7 @@ function followLanes(step) {
     if (runs) first ??= lane;
   }
   const scroll = document.querySelector(".scroll");
-  const height = scroll.clientHeight - byId("charts").offsetHeight; // the charts stay in sight
+  const height = scroll.clientHeight - byId("charts").offsetHeight; // the charts stay visible
   const isSeen =
     first.offsetTop >= scroll.scrollTop &&
     first.offsetTop + first.offsetHeight <= scroll.scrollTop + height;
@@ -422,7 +422,7 @@ const quoted = (text) =>
 function describeBlock(block) {
   const held = owners.get(block) ?? [];
   const lines = [`Block ${block}, slots ${block * blockSize} to ${(block + 1) * blockSize - 1}`];
-  if (held.length) lines.push(`held by ${names(held)}: reference count ${held.length}`);
+  if (held.length) lines.push(`used by ${names(held)}: reference count ${held.length}`);
   else lines.push("free");
   if (state.cached.has(block)) lines.push("in the prefix cache");
   if (steps[current].evicted.includes(block)) lines.push("evicted from the cache in this step");
@@ -444,7 +444,7 @@ function describeSequence(seq) {
   const numOutputs = sequence.outputs.filter((output) => output.step <= current).length;
   const numPrompt = sequence.prompt.length;
   const completion = sequence.index ? `, completion ${sequence.index}` : "";
-  const phase = isOver ? `ended (${sequence.ending.reason})` : (span?.phase ?? "not there yet");
+  const phase = isOver ? `ended (${sequence.ending.reason})` : (span?.phase ?? "not arrived yet");
   const lines = [`#${seq}, request ${sequence.request}${completion}: ${phase}`];
   const table = state.tables.get(seq);
   if (table) lines.push(`${state.computed.get(seq)} tokens computed; block table [${table.join(", ")}]`);
@@ -470,7 +470,7 @@ function describeToken(seq, position) {
 function describeYielded(seq) {
   const row = steps[current].rows.find((row) => row.seq === seq);
   const token = row.token === null ? "an end-of-sequence token" : `token ${row.token}`;
-  return `#${seq} has caught up: the logits of its last token gave ${token}`;
+  return `All tokens of #${seq} are computed: ${token} was sampled from the logits of the last one`;
 }
 
 function hintFor(target) {
@@ -481,13 +481,13 @@ function hintFor(target) {
   return describeSequence(Number(seq));
 }
 
-let hinted = null; // what the pointer is on
+let hinted = null; // the element under the pointer
 
 function showHint(event) {
   hinted = event.target.closest?.("[data-block], [data-of], [data-yielded], [data-seq]");
   refreshHint();
   if (!hinted) return;
-  // Beside the pointer, but within the window.
+  // Next to the pointer, but inside the window.
   const { width, height } = byId("hint").getBoundingClientRect();
   const below = event.clientY + 14;
   const isLow = below + height > innerHeight;
@@ -496,7 +496,7 @@ function showHint(event) {
   byId("hint").style.top = `${isLow ? Math.max(4, event.clientY - height - 10) : below}px`;
 }
 
-// Also when the step changes under a pointer that rests. Tokens and queues are then new elements.
+// Also called when the step changes under a resting pointer: some elements are then new.
 function refreshHint() {
   if (!hinted?.isConnected) hinted = null;
   byId("hint").hidden = hinted === null;
@@ -526,7 +526,7 @@ function playOn() {
   else show(current + 1);
 }
 
-// By hand: whoever steps himself wants no other hand on it.
+// Go to a step by hand, which stops playback.
 function go(i) {
   play(false);
   show(i);
@@ -547,8 +547,8 @@ function startPlaying() {
 
 // `page.html#step=12` opens at that step.
 function goToAddress() {
-  const asked = Number(/^#step=(\d+)$/.exec(location.hash)?.[1] ?? 0);
-  const i = steps.findIndex((step) => step.step >= asked);
+  const number = Number(/^#step=(\d+)$/.exec(location.hash)?.[1] ?? 0);
+  const i = steps.findIndex((step) => step.step >= number);
   show(i < 0 ? steps.length - 1 : i);
 }
 
@@ -563,14 +563,14 @@ const KEYS = {
 
 function onKey(event) {
   const isOurs = event.key in KEYS && !event.ctrlKey && !event.metaKey && !event.altKey;
-  // A button or a list that has the focus keeps the keys that it knows itself.
+  // A button or a list with the focus handles its own keys.
   const takesKey = { BUTTON: [" "], SELECT: Object.keys(KEYS) }[event.target.tagName] ?? [];
   if (!isOurs || takesKey.includes(event.key)) return;
   event.preventDefault();
   KEYS[event.key]();
 }
 
-// A click on a lane or a chart chooses the step below the pointer.
+// A click on a lane or a chart selects the step under the pointer.
 function onClick(event) {
   const track = event.target.closest(".lane, .chart")?.querySelector(".track");
   if (track) {
@@ -578,7 +578,7 @@ function onClick(event) {
     const share = (event.clientX - left) / width;
     if (share >= 0) go(Math.floor(share * steps.length));
   }
-  showHint(event); // touch screens have nothing else to point with
+  showHint(event); // touch screens have no pointer that hovers
 }
 
 function saveChromeTrace() {
@@ -593,7 +593,7 @@ function start() {
   describeRun();
   byId("chrome").onclick = saveChromeTrace;
   if (steps.length === 0) {
-    byId("story").textContent = "The engine made no step.";
+    byId("story").textContent = "The engine ran no step.";
     return;
   }
   drawLanes();

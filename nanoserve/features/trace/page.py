@@ -1,7 +1,7 @@
-"""A trace as one HTML page: it needs no server, no network and no other file.
+"""Conversion of a trace to one HTML page, which needs no server, no network and no other file.
 
-Markup, style and program are `page.html`, `page.css` and `page.js` beside this file. The program
-rebuilds the state of any step from the trace's own records, which are embedded in the page.
+Its markup, style and script are `page.html`, `page.css` and `page.js` beside this file. The script
+reconstructs the state of any step from the records of the trace, which are embedded in the page.
 """
 
 import html
@@ -16,7 +16,7 @@ from nanoserve.features.trace.reader import Trace
 
 
 def make_page(trace: Trace) -> str:
-    """The page, to be written as UTF-8."""
+    """Return the page as text, to be written as UTF-8."""
     data = {
         "header": trace.header,
         "steps": trace.steps,
@@ -31,15 +31,15 @@ def make_page(trace: Trace) -> str:
         "js": _resource("page.js"),
         "data": embed(data),
     }
-    # In one pass: what is filled in may itself look like a gap.
+    # In one pass, because the inserted text may itself contain a placeholder.
     return re.sub(r"\{\{(\w+)\}\}", lambda gap: parts[gap[1]], _resource("page.html"))
 
 
 def embed(data: Any) -> str:
-    """JSON for the inside of a `<script>`, which would end at a `</script>` in a text.
+    """Return JSON for the inside of a `<script>`, which a `</script>` in a text would end.
 
-    The escape is JSON's own, so that it reads back as it was. So is the one of half a surrogate
-    pair, which UTF-8 cannot write.
+    "<" is escaped as JSON allows, so that the data is unchanged when it is read. A lone surrogate,
+    which UTF-8 cannot encode, is escaped in the same way.
     """
     text = json.dumps(data, ensure_ascii=False, separators=(",", ":")).replace("<", "\\u003c")
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,4 +1,4 @@
-"""What each sequence of a trace did when; and the same for Perfetto, as a Chrome trace."""
+"""Phases of each sequence in a trace, and their conversion to a Chrome trace for Perfetto."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,10 +10,10 @@ _ENGINE, _REQUESTS, _STAGES = 1, 2, 3  # "processes" of a Chrome trace: each has
 
 @dataclass
 class Span:
-    """A time in which a sequence did one thing.
+    """Span of time in which a sequence was in one phase.
 
     phase: "waiting", "prefill", "decode" or "preempted".
-    first, last: indices of the first and the last step; last < first if it fell between two steps.
+    first, last: indices of the first and the last step; last < first if it lies between two steps.
     start, end: in seconds; a span ends where the next one of its sequence starts.
     """
 
@@ -25,7 +25,7 @@ class Span:
 
 
 class _Spans:
-    """The spans of all sequences, of which the last may still be open."""
+    """Spans of all sequences under construction; the last one of a sequence may be open."""
 
     def __init__(self) -> None:
         self.of: dict[int, list[Span]] = {}  # by arrival number
@@ -49,7 +49,7 @@ class _Spans:
 
 
 def phases(trace: Trace) -> dict[int, list[Span]]:
-    """The spans of each sequence, by its arrival number, without gaps from arrival to end."""
+    """Return the spans of each sequence by arrival number, without gaps from arrival to end."""
     spans = _Spans()
     for i, step in enumerate(trace.steps):
         now = step["time"]
@@ -69,7 +69,7 @@ def phases(trace: Trace) -> dict[int, list[Span]]:
 
 
 def step_end(step: Record) -> float:
-    """In seconds from the start of the trace."""
+    """Return the end of a step in seconds from the start of the trace."""
     return step["time"] + sum(step["times"].values())
 
 
@@ -78,14 +78,14 @@ def _end_of(trace: Trace) -> float:
 
 
 def chrome_trace(trace: Trace) -> dict[str, Any]:
-    """The trace in Chrome's format, which ui.perfetto.dev and chrome://tracing open.
+    """Return the trace in Chrome's format, which ui.perfetto.dev and chrome://tracing read.
 
-    A track of the steps with their parts, counters of blocks and tokens, a track for each sequence
-    with its phases, and one for each stage of a pipeline. Times are microseconds, and events are in
-    order of time.
+    It has a track of steps with their parts, counters of blocks and tokens, a track for each
+    sequence with its phases, and one for each pipeline stage. Times are in microseconds, and events
+    are ordered by time.
     """
     events = [*_step_events(trace), *_request_events(trace)]
-    # Where two begin together, the longer one is around the other.
+    # Of two events that start together, the longer one encloses the other and comes first.
     events.sort(key=lambda event: (event["ts"], -event.get("dur", 0)))
     return {"displayTimeUnit": "ms", "traceEvents": [*_names(trace), *events]}
 

@@ -1,4 +1,4 @@
-"""A recorded trace, read back; and the state of the KV pool in it, rebuilt step by step."""
+"""Reader of a recorded trace, and reconstruction of the KV block pool step by step."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -7,16 +7,16 @@ from typing import Any
 
 from nanoserve.utils.checks import json_object
 
-FORMAT, VERSION = "nanoserve-trace", 2  # whoever reads a trace need not load what records one
+FORMAT, VERSION = "nanoserve-trace", 2  # here, as a reader need not load the recorder
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The lines of a trace; `recorder.py` says what is in them.
+    """Records of a trace, a line each; `recorder.py` describes them.
 
-    closed: the last line; None if the engine was never closed, or is running.
-    cut_off_line: number of a last line that a crash cut off, which is left out.
+    closed: the last line; None if the engine was never closed, or is still running.
+    cut_off_line: number of an incomplete last line, which is left out.
     """
 
     header: Record
@@ -30,10 +30,10 @@ class Trace:
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Raises `ValueError` with the number of the line that cannot be read.
+    """Read a trace; raise `ValueError` with the number of a line that is invalid.
 
-    A line is complete when its line break is there. A last one without it is no error: the trace
-    of a process that crashed has one, or that of a process that is writing now.
+    A line is complete if it ends with a line break. An incomplete last line is not an error: the
+    process may have crashed, or be writing now.
     """
     *lines, rest = Path(path).read_bytes().split(b"\n")
     if not lines:
@@ -41,20 +41,20 @@ def read_trace(path: str | Path) -> Trace:
     records = [json_object(line, f"{path}, line {number}") for number, line in enumerate(lines, 1)]
     header, *records = records
     if header.get("format") != FORMAT or header.get("version") != VERSION:
-        raise ValueError(f"{path}, line 1: this is no header of a {FORMAT}, version {VERSION}")
+        raise ValueError(f"{path}, line 1: this is not the header of {FORMAT}, version {VERSION}")
     closed = records.pop() if records and "closed" in records[-1] else None
     for number, record in enumerate(records, 2):
         if "rows" not in record:
-            raise ValueError(f"{path}, line {number}: this is no step")
+            raise ValueError(f"{path}, line {number}: this is not a step")
     return Trace(header, records, closed, len(lines) + 1 if rest else None)
 
 
 @dataclass
 class Pool:
-    """Who holds which block, and which blocks are in the prefix cache: rebuilt from the steps.
+    """State of the KV block pool, reconstructed from steps: block tables and cached blocks.
 
-    After `advance` it is as the device saw it in that step; what the step finished still has its
-    blocks. `release` takes them away, and leaves what the engine had when the step was over.
+    After `advance` it is the state during that step: sequences that finished in it still have their
+    blocks. `release` frees these, which gives the state of the engine after the step.
     """
 
     tables: dict[int, list[int]] = field(default_factory=dict)  # by arrival number
@@ -73,10 +73,10 @@ class Pool:
             del self.tables[ended["seq"]]
 
     def ref_counts(self) -> Counter[int]:
-        """How many sequences hold each block."""
+        """Return the number of sequences that use each block."""
         return Counter(block for table in self.tables.values() for block in table)
 
 
 def lost_blocks(step: Record) -> list[int]:
-    """The sequences that had no blocks any more when this step's rows got theirs."""
+    """Return the sequences whose blocks were freed before the rows of this step got theirs."""
     return [*(ended["seq"] for ended in step["aborted"]), *step["undone"], *step["preempted"]]

@@ -1,33 +1,33 @@
-"""Every step of the engine as one line of JSON: who ran, on which KV blocks, and what gave way.
+"""Recorder of the engine's steps, a line of JSON each: rows, KV blocks, queues and times.
 
 The recorder is an observer (`LLMEngine.observers`): it is called after each step with its plan, its
-batch and its result, and the engine does not know of it. The first line of a trace is its header,
-the last one says when the engine was closed. A line in between is a step:
+batch and its result, and the engine does not depend on it. The first line of a trace is its header,
+and the last one has the time at which the engine was closed. A line in between is a step:
 
-    step        number of its batch; a number that is missing is a step that raised and was undone
+    step        number of its batch; a missing number is a step that raised and was undone
     time        seconds from the start of the trace to the start of the step
-    times       of which it spent in each part of the loop
+    times       seconds that it spent in each part of the loop
     arrived     sequences seen for the first time, with their prompts
-    aborted     sequences that ended between the step before and this one
+    aborted     sequences that ended between the previous step and this one
     undone      sequences that lost their blocks to a step that raised, before this one
-    preempted   sequences that lost their blocks in this one
-    admitted    sequences that began to run, for the first time or again
+    preempted   sequences that lost their blocks in this step
+    admitted    sequences that started to run, for the first time or again
     batch       the header of the packed batch
     rows        its rows, in order; see `TraceRecorder._row`
-    evicted     blocks that have left the prefix cache since the step before
-    published   blocks that have entered it since then, perhaps with other content than before
+    evicted     blocks evicted from the prefix cache since the previous step
+    published   blocks cached since then, maybe with other content than before
     finished    sequences that ended with this step
-    waiting     the queue after this step, its head first
+    waiting     the waiting queue after this step, its head first
     running     the running sequences after this step, in order of admission
-    stages      of a pipeline: when each of them began with this step and when it had done, in
-                seconds of its own machine's clock from the start of the trace
+    stages      with pipeline parallelism: the start and end of this step in each stage, in
+                seconds of its machine's clock from the start of the trace
 
-Where several steps are under way, those behind this one are planned already: `waiting` and
-`running` are without what they admit, and with what they preempt, and blocks that they evict and
-cache are among those of this one.
+If several steps are under way, those after this one are already planned. `waiting` and `running`
+then reflect their admissions and preemptions, too, without sequences that have not been recorded
+yet, and blocks that they evict and cache are among those of this step.
 
-A sequence goes by its arrival number, which is never used twice. A block table is not repeated: a
-row has the blocks that are new in it, after a (new) admission all of them.
+A sequence is identified by its arrival number, which is never reused. Block tables are not
+repeated: a row has the blocks that are new in its table, which after an admission are all of them.
 """
 
 import json
@@ -61,7 +61,7 @@ _OPTIONS = (
 
 
 class TraceRecorder:
-    """Writes what `engine` does to `file`, a line for every step."""
+    """Observer that writes a line to `file` for every step of `engine`."""
 
     def __init__(self, engine: GuardedEngine, file: WholeLines) -> None:
         self._engine, self._scheduler = engine, engine.scheduler
@@ -69,7 +69,7 @@ class TraceRecorder:
         self._token_texts = None if tokenizer is None else TokenTexts(tokenizer.backend)
         self._block_size = engine.config.block_size
         self._texts: dict[Sequence, SequenceTexts] = {}  # of all sequences that have not ended
-        self._tables: dict[Sequence, list[int]] = {}  # of those that run
+        self._tables: dict[Sequence, list[int]] = {}  # of running sequences
         self.cache_changes = CacheChanges()
         self._file = file
         self._start = time.perf_counter()
@@ -83,9 +83,10 @@ class TraceRecorder:
         )
 
     def observe(self, plan: Plan, batch: Batch, result: StepResult, times: StepTimes) -> None:
-        """Write one step. It is over: what finished has given back its blocks already.
+        """Write one step, after which finished sequences have already freed their blocks.
 
-        Its results must not be lost to a trace: without memory for a line, the trace ends.
+        A failure of the trace must not lose the step's results: if there is no memory for its line,
+        the trace ends.
         """
         if not self._file.is_complete:
             return
@@ -139,7 +140,7 @@ class TraceRecorder:
         return {"stages": [[self._seconds(moment) for moment in span] for span in spans]}
 
     def end(self) -> None:
-        """Write the last line. The engine is closed already: what was left in it is aborted."""
+        """Write the last line, after the engine is closed and its sequences are aborted."""
         if not self._file.is_complete:
             return
         now = self._seconds(time.perf_counter())
@@ -152,19 +153,19 @@ class TraceRecorder:
         return round(clock - self._start, 6)
 
     def _introduce(self, plan: Plan) -> list[dict[str, Any]]:
-        """Sequences that were never seen before. An arrival may run at once, or wait."""
+        """Describe the sequences seen for the first time, which may be running or waiting."""
         seen = {*(row.seq for row in plan.rows), *self._scheduler.waiting}
         new = sorted(seen.difference(self._texts), key=lambda seq: seq.arrival)
         return [self._arrival(seq) for seq in new]
 
     def _arrival(self, seq: Sequence) -> dict[str, Any]:
-        """`texts` are those of the prompt's tokens: together they are its text."""
+        """Describe a new sequence; `texts` has the text of each token of its prompt."""
         texts = self._texts[seq] = SequenceTexts(self._token_texts)
         prompt = seq.token_ids[: seq.num_prompt_tokens]
         return {
             "seq": seq.arrival,
             "request": seq.request_id,
-            "index": seq.index,  # which completion of its prompt
+            "index": seq.index,  # index among the completions of its prompt
             "priority": int(seq.priority),
             "time": self._seconds(seq.metrics.arrival_time),
             "prompt": prompt,
@@ -172,7 +173,7 @@ class TraceRecorder:
         }
 
     def _ended(self, sequences: Iterable[Sequence]) -> list[dict[str, Any]]:
-        """Forget those of `sequences` that are finished; how each of them ended."""
+        """Drop the finished ones of `sequences`, and describe how each of them ended."""
         ended = [seq for seq in sequences if seq.finished]
         for seq in ended:
             del self._texts[seq]
@@ -183,7 +184,10 @@ class TraceRecorder:
         ]
 
     def _undone(self, plan: Plan) -> list[Sequence]:
-        """Sequences that no step preempted, and that wait, or had to be admitted once more."""
+        """Return the sequences that lost their blocks although no step preempted them.
+
+        They wait, or have been admitted again.
+        """
         plans = [plan, *self._engine.plans_under_way]
         preempted = {seq for each in plans for seq in each.preempted}
         return [
@@ -196,22 +200,22 @@ class TraceRecorder:
     def _row(
         self, plan: Plan, row: Row, new_ids: list[int], packed_table: list[int]
     ) -> dict[str, Any]:
-        """Describe one sequence in a step, in which `new_ids` were sampled for it.
+        """Describe the row of a sequence in a step that sampled `new_ids` for it.
 
         seq: its arrival number.
-        kind: "decode" for a single token of the output, or else "prefill"; so a prompt is computed,
-            and all that is computed again after a preemption.
-        computed, new: tokens whose K and V were in the cache before, and those of this step.
-        hits: at an admission, how many of `blocks`, the first ones, were in the prefix cache.
-        blocks: what is new in its block table.
-        yields: whether it has got a token, which is then `token`, with its `text`; `token` is null
-            if that was an error.
-        guesses: the draft tokens behind its last token, each with its text; only if there are any.
-            The first `right` of them were accepted and have joined, before `token`.
+        kind: "decode" for a single token of the output, else "prefill": a prompt, or tokens that
+            are computed again after a preemption.
+        computed, new: number of tokens with K and V in the cache before, and computed in this step.
+        hits: at an admission, the number of `blocks`, from the first, that were cached.
+        blocks: the new blocks of its block table.
+        yields: true if a token was sampled, which is `token` with its `text`; `token` is null if
+            sampling failed.
+        guesses: the draft tokens with their texts, if there are any. The first `right` of them were
+            accepted and appended before `token`.
         """
         seq, computed, n, drafts = row.seq, row.start, row.n, plan.draft_tokens.get(row.seq, [])
-        # A table reaches beyond a step that computes a chunk; one that has been given back does
-        # not, because only a sequence that has caught up finishes.
+        # The table of a sequence may have more blocks than a chunk needs. A freed table has not:
+        # a sequence can only finish in a step that computes all of its tokens.
         num_used = blocks_needed(computed + n, self._block_size)
         table = list(seq.block_table) or packed_table[:num_used]
         is_admitted = seq not in self._tables
@@ -243,10 +247,10 @@ class TraceRecorder:
 
 
 class SequenceTexts:
-    """The texts of a sequence's tokens, one by one; together they are the text of all.
+    """Texts of a sequence's tokens, one by one; joined, they are the text of the sequence.
 
-    A token that ends within a character has none: the one that completes the character has it.
-    Without a tokenizer, no token has.
+    A token that ends within a character has no text: the token that completes the character has it.
+    Without a tokenizer, no token has a text.
     """
 
     def __init__(self, texts: TokenTexts | None) -> None:
@@ -259,14 +263,15 @@ class SequenceTexts:
         return self._decoder.feed([token_id])
 
     def alone(self, token_id: int) -> str:
-        """Of a token that has not joined."""
+        """Return the text of a token that was not accepted."""
         return "" if self._texts is None else self._texts.text_of_token(token_id)
 
 
 def _taken(seq: Sequence, new_ids: list[int], num_tokens: int) -> list[int]:
-    """Return those of `new_ids` that count: `seq` had `num_tokens` before, and may have ended.
+    """Return the used ones of `new_ids`, sampled when `seq` had `num_tokens` tokens.
 
-    They are the tokens that joined it, and a stop token or EOS that ended it without joining.
+    They are the tokens that were appended to it, and a stop token or EOS that ended it without
+    being appended.
     """
     if seq.finish_reason is None:
         return new_ids
@@ -280,10 +285,10 @@ def _numbers(sequences: Iterable[Sequence]) -> list[int]:
 
 
 class CacheChanges(BlockListener):
-    """Notes which blocks entered and left the prefix cache until they are taken."""
+    """Listener that collects which blocks were cached and evicted until `take` is called."""
 
     def __init__(self) -> None:
-        self._cached: set[int] = set()  # when changes were taken last
+        self._cached: set[int] = set()  # at the last call of `take`
         self._added: dict[int, None] = {}  # since then and still cached, in order
         self._removed: set[int] = set()  # since then, even if cached again
 
@@ -301,8 +306,8 @@ class CacheChanges(BlockListener):
     def take(self) -> tuple[list[int], list[int]]:
         """Return the blocks (evicted, cached) since the last call.
 
-        A block that was evicted and cached anew, with other content, is in both; one that came and
-        went meanwhile is in neither.
+        A block that was evicted and cached again, with other content, is in both; one that was
+        cached and evicted again is in neither.
         """
         evicted = sorted(self._cached & self._removed)
         added = list(self._added)

@@ -1,4 +1,4 @@
-"""A file that grows by whole lines, and keeps those that it has when it cannot grow any more."""
+"""File that grows by whole lines, and that keeps its lines if it cannot grow any further."""
 
 import contextlib
 import io
@@ -11,19 +11,20 @@ logger = logging.getLogger(__name__)
 
 
 class WholeLines:
-    """Writes every line at once, so that a crash of the process leaves them.
+    """File of lines that are written at once, so that they survive a crash of the process.
 
-    The first line raises `OSError` if it cannot be written. A later one must not cost what it
-    tells of: the file ends before it, a warning says so, and whatever follows is dropped.
+    The first line raises `OSError` if it cannot be written. A failure to write a later line does
+    not raise, so that the recorded work is not lost: the file ends before that line, with a
+    warning, and further lines are dropped.
     """
 
     def __init__(self, path: str | Path) -> None:
         self._path, self._size, self._is_complete = path, 0, True
-        self._file = io.FileIO(path, "w")  # unbuffered: nothing is left to be written at the end
+        self._file = io.FileIO(path, "w")  # unbuffered: closing it writes nothing
 
     @property
     def is_complete(self) -> bool:
-        """Whether every line so far is in the file."""
+        """Return True if every line so far is in the file."""
         return self._is_complete
 
     def append(self, line: str) -> None:
@@ -38,19 +39,19 @@ class WholeLines:
             self.give_up(error)
 
     def give_up(self, reason: Exception) -> None:
-        """Take no more lines."""
+        """Drop all further lines, and log the reason."""
         self._is_complete = False
-        logger.warning("%s cannot be written any more and ends here: %r", self._path, reason)
+        logger.warning("%s cannot be written any further and ends here: %r", self._path, reason)
 
     def _write(self, line: str) -> None:
-        # A request id may hold half a surrogate pair: as an escape, JSON reads it back.
+        # A request id may contain a lone surrogate; JSON reads it back from its escape.
         left = memoryview(line.encode("utf-8", "backslashreplace") + b"\n")
         size = self._size + len(left)
         try:
             while left:
                 left = left[self._file.write(left) :]
         except BaseException:
-            with contextlib.suppress(OSError):  # a pipe has no size; a reader accepts half a line
+            with contextlib.suppress(OSError):  # a pipe has no size; readers accept half a line
                 os.ftruncate(self._file.fileno(), self._size)
                 self._file.seek(self._size)
             raise
@@ -67,5 +68,5 @@ class WholeLines:
     ) -> None:
         try:
             self._file.close()
-        except OSError as late:  # a network's disk may tell only now
+        except OSError as late:  # a network file system may fail only now
             self.give_up(late)

@@ -121,7 +121,7 @@ def test_a_workload_is_a_set_of_defaults() -> None:
 def test_options_that_contradict_each_other_are_refused() -> None:
     with pytest.raises(SystemExit):
         parse_args(["--batching", "static", "--request-rate", "2"])
-    with pytest.raises(SystemExit, match="known are nanoserve, transformers"):
+    with pytest.raises(SystemExit, match="must be one of nanoserve, transformers"):
         parse_args(["--engine", "nanoserve,sglang"])
 
 
@@ -278,6 +278,6 @@ def test_a_gguf_file(tmp_path: Path, bench: Callable[..., tuple[int, str]]) -> N
 
 
 def test_what_is_no_checkpoint() -> None:
-    told = "--model nowhere is no checkpoint: it is no GGUF file and has no config.json"
+    told = "--model nowhere is not a checkpoint: neither a GGUF file nor a folder with config.json"
     with pytest.raises(SystemExit, match=told):
         compare.main(["--model", "nowhere"])

@@ -185,7 +185,7 @@ def fault(name: str, body: dict[str, Any]) -> Steps:
         ],
         "dropped unanswered": [(0.01, None)],
         "dropped in the middle": [(0.0, STREAM + chunk(ok)), (0.01, None)],
-        "a chunk that is no JSON object": [(0.0, STREAM + chunk(b"data: {oh\n\n") + whole)],
+        "a chunk that is not a JSON object": [(0.0, STREAM + chunk(b"data: {oh\n\n") + whole)],
         "the size of a chunk is": [(0.0, STREAM + b"zz\r\n" + ok)],
         "a chunk is longer than its size": [(0.0, STREAM + b"5\r\n" + ok)],
         "in the stream: out of memory": [
@@ -204,8 +204,9 @@ def fault(name: str, body: dict[str, Any]) -> Steps:
 
 FAULTS = [
     "500 Busy: come back later", "dropped unanswered", "dropped in the middle",
-    "a chunk that is no JSON object", "the size of a chunk is", "a chunk is longer than its size",
-    "in the stream: out of memory", "no end after 0.5 s", "not with a stream",
+    "a chunk that is not a JSON object", "the size of a chunk is",
+    "a chunk is longer than its size", "in the stream: out of memory", "no end after 0.5 s",
+    "not with a stream",
     "the stream ended before the answer did", "an answer without text", "no HTTP/1.1",
     "bytes behind the end",
 ]  # fmt: skip
@@ -267,8 +268,8 @@ def test_what_a_server_refuses_is_left_out_and_told(
         run = only_run(measure(server.url, "--concurrency", "2"))
         assert all("stream_options" in body for body in server.bodies[1:])
         assert [("ignore_eos" in body) for body in server.bodies] == [True] + [False] * 8
-    assert run["failed"] == 0 and run["told_usage"] == 6
-    assert "refuses ignore_eos: an output ends where the model ends it" in capsys.readouterr().out
+    assert run["failed"] == 0 and run["with_usage"] == 6
+    assert "rejects ignore_eos: outputs may end early" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("message", ["unknown: {}", "something is wrong"])
@@ -279,9 +280,9 @@ def test_without_usage_chunks_are_counted(
     with StandIn(refusing("ignore_eos", "stream_options", message=message)) as server:
         run = only_run(measure(server.url, "--concurrency", "2"))
         asked = sum(body["max_tokens"] for body in server.bodies[-6:])
-    assert run["told_usage"] == 0 and run["output_tokens"] == run["chunks"] == asked
+    assert run["with_usage"] == 0 and run["output_tokens"] == run["chunks"] == asked
     assert run["input_tokens"] == 0
-    assert "counted by chunks, each taken for a token" in capsys.readouterr().out
+    assert "counted by chunks, each counted as a token" in capsys.readouterr().out
 
 
 def test_a_server_that_knows_only_the_newer_name_gets_it(measure: Measure) -> None:
@@ -372,8 +373,8 @@ def test_paths_of_hosted_servers() -> None:
         ("http:///v1", "must be like"),
         ("http://some where/v1", "must be like"),
         ("http://somewhere/v1\r\nX: y", "must be like"),
-        ("http://me:secret@somewhere/v1", "must not hold a user"),
-        ("ftp://me:secret@somewhere/v1", "must not hold a user"),
+        ("http://me:secret@somewhere/v1", "must not have a user name"),
+        ("ftp://me:secret@somewhere/v1", "must not have a user name"),
         ("http://somewhere/v1?key=1", "must end with its path"),
         ("http://somewhere:99999/v1", "[Pp]ort"),
     ],

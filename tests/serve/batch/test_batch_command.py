@@ -273,7 +273,7 @@ def test_a_signal_lets_what_runs_end(number: int, tmp_path: Path) -> None:
             told = process.stderr.read()
         finally:
             process.kill()
-    assert "the same command goes on from here" in told
+    assert "run the same command again to resume" in told
     done = answers(out)
     # Those that ran, or waited for a slot; not all.
     assert 32 <= len(done) < 300

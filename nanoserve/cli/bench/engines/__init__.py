@@ -1,7 +1,7 @@
-"""The engines that can be measured, each in a file of its own that is imported when it runs.
+"""Engines that can be measured, each in a module that is imported only when it runs.
 
-Peers may live in an environment of their own, so nothing here but `nanoserve_engine` imports
-nanoserve, and they import each other relatively: in a child this folder is a package of its own.
+Other engines may be installed in separate environments, so only `nanoserve_engine` imports
+nanoserve, and imports between these modules are relative: in a child this folder is a package.
 """
 
 from argparse import Namespace
@@ -13,46 +13,46 @@ Tokens = list[list[int]]
 
 
 class Engine:
-    """A loaded engine. `spec` is the measurement's, see `compare.py`; `options` are its own."""
+    """Loaded engine: `spec` is that of the measurement (see `compare.py`), `options` its own."""
 
-    is_online = False  # whether it can take requests while others run
-    versions: dict[str, str]  # of the packages that matter
+    is_online = False  # True if it accepts requests while others run
+    versions: dict[str, str]  # of the relevant packages
 
     @staticmethod
     def prepare(spec: Namespace) -> None:
-        """What is done before, and does not count as loading."""
+        """Do preparations that do not count as loading."""
 
     def __init__(self, spec: Namespace, options: dict[str, Any]) -> None:
         raise NotImplementedError
 
     def begin(self) -> None:
-        """The engine is warm, and what is measured starts now."""
+        """Start the measured part of a run, after the warm-up."""
 
     def generate(self, prompts: Tokens, output_lens: list[int]) -> Tokens:
-        """Every output's tokens, all requests given at once."""
+        """Return the tokens of each output; all requests are submitted at once."""
         raise NotImplementedError
 
     def add(self, index: int, prompt: list[int], output_len: int) -> None:
-        """Take a request; this and `poll` are `latency.OnlineEngine`."""
+        """Add a request; this and `poll` are those of `latency.OnlineEngine`."""
         raise NotImplementedError
 
     def poll(self, seconds: float) -> list[tuple[int, list[int]]]:
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
-        """What the report prints of the time since `begin`: KV blocks, steps, options, ..."""
+        """Return facts since `begin` for the report: KV blocks, steps, options, ..."""
         return {}
 
     def step_times(self) -> dict[str, float] | None:
-        """Mean seconds per step of each of its parts, where an engine tells."""
+        """Return the mean seconds of each part of a step, or None if they are not known."""
         return None
 
     def close(self) -> None:
-        """Let threads and processes end."""
+        """End the engine's threads and processes."""
 
 
 class Source(NamedTuple):
-    """Where an engine's class is, and the packages without which it cannot run."""
+    """Location of an engine's class, and the packages that it needs."""
 
     module: str
     class_name: str
@@ -79,5 +79,5 @@ def engine_class(name: str) -> type[Engine]:
 
 
 def total_lens(spec: Namespace) -> list[int]:
-    """Tokens of each sequence at its end; for engines that reserve what they need."""
+    """Return the final length of each sequence, for engines that reserve their memory."""
     return [len(prompt) + n for prompt, n in zip(spec.prompts, spec.output_lens, strict=True)]

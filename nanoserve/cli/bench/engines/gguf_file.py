@@ -1,6 +1,6 @@
-"""A Qwen3 checkpoint in safetensors -> the GGUF file that llama.cpp reads, without a tokenizer.
+"""Conversion of a Qwen3 checkpoint in safetensors to GGUF for llama.cpp, without a tokenizer.
 
-Only what a benchmark needs: the weights as they are stored, and the numbers of `config.json`. It
+It has only what a benchmark needs: weights as they are stored, and the numbers of `config.json`. It
 uses the package `gguf` and numpy.
 """
 
@@ -14,9 +14,9 @@ from .stored_tensors import as_float32, read_tensors
 
 
 def write_gguf(checkpoint: Path, target: Path, kind: str | None = None) -> None:
-    """`kind` is what matrices become, of those that `gguf` quantises to: Q8_0, Q4_0, ...
+    """Write the file `target`, with matrices quantised to `kind`: Q8_0, Q4_0, ... of `gguf`.
 
-    Raises `ValueError` for a model that is no Qwen3, and for weights that are quantised.
+    Raises `ValueError` for a model other than Qwen3, and for weights that are quantised.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     if config["architectures"] != ["Qwen3ForCausalLM"]:
@@ -30,8 +30,8 @@ def write_gguf(checkpoint: Path, target: Path, kind: str | None = None) -> None:
             continue
         theirs = names.get_name(name, try_suffixes=(".weight",))
         if theirs is None:
-            raise ValueError(f"GGUF knows no tensor {name} in a Qwen3")
-        if data.ndim == 1:  # norms: llama.cpp wants them in float32
+            raise ValueError(f"GGUF has no tensor {name} for Qwen3")
+        if data.ndim == 1:  # norms: llama.cpp needs them in float32
             writer.add_tensor(theirs, as_float32(data))
         elif kind is not None:
             stored = gguf.GGMLQuantizationType[kind]
@@ -48,7 +48,7 @@ def _add_settings(writer: gguf.GGUFWriter, config: dict) -> None:
     rope = config.get("rope_parameters") or {}
     theta = config.get("rope_theta") or rope["rope_theta"]
     if config.get("rope_scaling") or rope.get("rope_type", "default") != "default":
-        raise ValueError("rope scaling is not written to GGUF")
+        raise ValueError("RoPE scaling is not supported in the conversion to GGUF")
     writer.add_tokenizer_model("no_vocab")
     writer.add_vocab_size(config["vocab_size"])
     writer.add_context_length(config["max_position_embeddings"])

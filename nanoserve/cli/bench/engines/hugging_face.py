@@ -1,6 +1,6 @@
-"""transformers: its `generate` in static batches, and its continuous batching.
+"""transformers, with `generate` in static batches, and with its continuous batching.
 
-Options of these engines go to `from_pretrained`, for instance attn_implementation.
+Options of these engines are passed to `from_pretrained`, for instance attn_implementation.
 """
 
 import shutil
@@ -19,20 +19,20 @@ from . import Engine, Tokens, total_lens
 if TYPE_CHECKING:
     from transformers import ContinuousBatchingManager
 
-_BLOCK = 256  # tokens: transformers' own choice for its KV blocks
-_BATCH_TOKENS = 8192  # and for a step
+_BLOCK = 256  # tokens per KV block, the default of transformers
+_BATCH_TOKENS = 8192  # tokens per step, its default, too
 _STATIC_BATCH = 16
 
 
 def write_weights(spec: Namespace) -> dict[str, Any]:
-    """Fill the folder `spec.model`, which has a config.json, with random weights.
+    """Write random weights to the folder `spec.model`, which has a config.json.
 
-    And with the tokenizer of the bundled model: no engine uses it, but some want to see one.
+    The tokenizer of the bundled model is copied there, since some engines need one to be present.
     """
     torch.manual_seed(0)
     dtype = getattr(torch, spec.dtype)
     config = AutoConfig.from_pretrained(spec.model)
-    with torch.device(spec.device):  # a GPU draws them in an instant
+    with torch.device(spec.device):  # fast on a GPU
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.save_pretrained(spec.model)
     for file in Path(spec.tokenizer).glob("tokenizer*.json"):
@@ -45,12 +45,12 @@ class _TransformersEngine(Engine):
         torch.set_num_threads(spec.threads)
         dtype = getattr(torch, spec.dtype)
         path = Path(spec.model)
-        if path.is_file():  # a GGUF, whose weights become floats
+        if path.is_file():  # a GGUF file, whose weights are converted to floats
             options, path = options | {"gguf_file": path.name}, path.parent
         model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
         self.model, self.spec = model.to(spec.device), spec
         self.versions = {"transformers": transformers.__version__, "torch": torch.__version__}
-        # In place of the checkpoint's own settings, whose EOS would end outputs.
+        # These replace the checkpoint's settings, whose EOS would end outputs.
         sampling = {"do_sample": True, "temperature": spec.temperature, "top_k": 0}
         self.generation_config = GenerationConfig(
             eos_token_id=None, pad_token_id=0, **(sampling if spec.temperature else {})
@@ -58,11 +58,11 @@ class _TransformersEngine(Engine):
 
 
 class StaticBatches(_TransformersEngine):
-    """transformers' `generate` at the best that static batches allow: sorted by output length.
+    """transformers' `generate` in the best static batches: sorted by output length.
 
-    A batch runs until its longest output is complete. What the other rows generate meanwhile was
-    not asked for and does not count: that is what static batching costs. Sorting, for which one
-    must know every length in advance, keeps the cost as small as it can be.
+    A batch runs until its longest output is complete. Tokens that its other rows generate meanwhile
+    are not counted: this is the cost of static batching. Sorting, which needs all lengths in
+    advance, minimises it.
     """
 
     def __init__(self, spec: Namespace, options: dict[str, Any]) -> None:
@@ -80,7 +80,7 @@ class StaticBatches(_TransformersEngine):
         for batch in (order[start : start + size] for start in range(0, len(order), size)):
             longest_output = output_lens[batch[-1]]
             rows = [torch.tensor(prompts[i]) for i in batch]
-            # Left padding, so that all rows go on at the same column; positions count the mask.
+            # Left padding, so that all rows continue at the same column; positions follow the mask.
             ids = pad_sequence(rows, batch_first=True, padding_value=-1, padding_side="left")
             ids = ids.to(self.spec.device)
             inputs = {"input_ids": ids.clamp(min=0), "attention_mask": (ids >= 0).long()}
@@ -95,27 +95,27 @@ class StaticBatches(_TransformersEngine):
 
 
 class ContinuousBatches(_TransformersEngine):
-    """transformers' continuous batching, with KV blocks enough for all sequences at once.
+    """transformers' continuous batching, with enough KV blocks for all sequences at once.
 
-    `generate_batch` knows one output length for all requests; its manager takes one for each. The
-    manager is kept from the warm-up to the measured run, and with it its cache and CUDA graphs.
+    `generate_batch` has one output length for all requests; its manager takes one for each. The
+    manager, with its cache and CUDA graphs, is kept from the warm-up to the measured run.
     """
 
     is_online = True
 
     def __init__(self, spec: Namespace, options: dict[str, Any]) -> None:
         super().__init__(spec, options)
-        self.generation_config.eos_token_id = -1  # which it takes for none
+        self.generation_config.eos_token_id = -1  # which means none
         self.batch_tokens = spec.max_num_batched_tokens or _BATCH_TOKENS
         num_blocks = sum(-(-n // _BLOCK) for n in total_lens(spec))
-        # It admits nobody while less than 15 % of the blocks are free, and warms up with a step.
+        # It admits no request while less than 15 % of the blocks are free; a step warms it up.
         self.num_blocks = 5 * num_blocks // 4 + 2 * -(-self.batch_tokens // _BLOCK)
         self._online = ExitStack()
         self._manager: ContinuousBatchingManager | None = None
         self._num_seen: dict[int, int] = {}
 
     def begin(self) -> None:
-        if self.spec.arrivals:  # its thread runs from now on, as a server's does
+        if self.spec.arrivals:  # its thread runs all the time, as in a server
             self._manager = self._online.enter_context(self._session())
 
     def generate(self, prompts: Tokens, output_lens: list[int]) -> Tokens:

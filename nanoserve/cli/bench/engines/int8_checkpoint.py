@@ -1,9 +1,9 @@
-"""A checkpoint in safetensors -> the same with int8 weights, for vLLM, which quantises none itself.
+"""Conversion of a checkpoint in safetensors to int8 weights, for vLLM, which cannot quantise it.
 
-The format is compressed-tensors' "int-quantized", which nanoserve reads, too: of every linear but
-the LM head `weight` in int8, and `weight_scale`, float32 [out, 1]: the row's largest magnitude /
-127. An engine makes int8 of each token's activations as it comes to them. Embedding, LM head and
-norms stay as they are.
+The format is "int-quantized" of compressed-tensors, which nanoserve reads, too: every linear layer
+but the LM head has `weight` in int8 and `weight_scale`, float32 [out, 1]: the largest magnitude of
+the row / 127. An engine quantises each token's activations to int8 while it runs. Embedding, LM
+head and norms are unchanged.
 """
 
 import json
@@ -30,11 +30,11 @@ _QUANTIZATION = {
         }
     },
 }
-_PIECE = 2**21  # values that are quantised at a time
+_PIECE = 2**21  # values quantised at a time
 
 
 def write_int8(checkpoint: Path, target: Path) -> None:
-    """Fill the folder `target`. One tensor at a time: little memory is taken.
+    """Write the checkpoint to the folder `target`, one tensor at a time to save memory.
 
     Raises `ValueError`, before anything is written, for weights that are quantised already and for
     a mixture of experts.
@@ -43,7 +43,7 @@ def write_int8(checkpoint: Path, target: Path) -> None:
     if config.get("quantization_config"):
         raise ValueError("quantization=int8: the checkpoint's weights are quantised already")
     if config.get("num_experts") or config.get("num_local_experts"):
-        raise ValueError("quantization=int8 is not written for a mixture of experts")
+        raise ValueError("quantization=int8 is not supported for a mixture of experts")
     target.mkdir(exist_ok=True)
     config["quantization_config"] = _QUANTIZATION
     (target / "config.json").write_text(json.dumps(config))
@@ -65,7 +65,7 @@ def write_int8(checkpoint: Path, target: Path) -> None:
 
 
 def _entries(checkpoint: Path) -> Iterator[tuple[str, str, list[int], int]]:
-    """Name, dtype, shape and bytes of what is written, in its order."""
+    """Yield name, dtype, shape and number of bytes of each tensor to write, in order."""
     for name, dtype, data in read_tensors(checkpoint):
         if _is_linear(name, data):
             outputs, inputs = data.shape
@@ -80,7 +80,7 @@ def _is_linear(name: str, data: np.ndarray) -> bool:
 
 
 def _write_codes(file: BinaryIO, weight: np.ndarray) -> None:
-    """Codes, then scales. As nanoserve's quantization=int8 has them, to the bit."""
+    """Write codes, then scales, which equal those of nanoserve's quantization=int8 to the bit."""
     step, scales = max(1, _PIECE // weight.shape[1]), []
     for row in range(0, len(weight), step):
         values = as_float32(weight[row : row + step])

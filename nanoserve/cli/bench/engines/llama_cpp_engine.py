@@ -1,11 +1,11 @@
 """llama.cpp through the low-level interface of llama-cpp-python, whose `Llama` is single-stream.
 
-The library gives a batch and sequence ids; who is in a batch is decided here, as its own server
-does: every running sequence its next token, and what is left of the batch to prompts, in chunks.
-Tokens are chosen greedily.
+The library provides batches and sequence ids; batches are composed here as in its own server: the
+next token of every running sequence, and chunks of prompts in the rest of the batch. Decoding is
+greedy.
 
-Options: n_ubatch, kv_unified, type_k, ... (fields of `llama_context_params`), by their names; and
-quantization=q8_0, q4_0 or q4_k_m, which its own quantiser makes of the weights.
+Options: n_ubatch, kv_unified, type_k, ... (fields of `llama_context_params`); and
+quantization=q8_0, q4_0 or q4_k_m, for which the library's quantiser converts the weights.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from . import Engine, Tokens, total_lens
 from .gguf_file import write_gguf
 
 _BATCH_TOKENS = 2048
-_MOST_SEQUENCES = 256  # that the library is compiled for
+_MOST_SEQUENCES = 256  # the limit that the library is compiled for
 
 
 @dataclass
@@ -49,7 +49,7 @@ class LlamaCppEngine(Engine):
         if spec.temperature:
             raise ValueError("llama.cpp is measured with greedy decoding only")
         lib.llama_backend_init()
-        self._log = lib.llama_log_callback(_print_nothing)  # kept: the library calls it
+        self._log = lib.llama_log_callback(_print_nothing)  # kept alive, since the library calls it
         lib.llama_log_set(self._log, ctypes.c_void_p(0))
         settings = lib.llama_model_default_params()
         settings.n_gpu_layers = -1 if spec.device == "cuda" else 0
@@ -59,7 +59,7 @@ class LlamaCppEngine(Engine):
             raise ValueError(f"llama.cpp cannot load {file}")
         self.context = lib.llama_init_from_model(self.model, self._context_params(spec, options))
         if not self.context:
-            raise ValueError("llama.cpp cannot make a context; is there memory for its KV cache?")
+            raise ValueError("llama.cpp cannot create a context; is there memory for its KV cache?")
         self.vocab_size = lib.llama_vocab_n_tokens(lib.llama_model_get_vocab(self.model))
         self.batch = lib.llama_batch_init(self.batch_tokens, 0, 1)
         self.versions = {"llama-cpp-python": lib.__version__}
@@ -84,7 +84,7 @@ class LlamaCppEngine(Engine):
         self.waiting.append((index, prompt, output_len))
 
     def poll(self, seconds: float) -> list[tuple[int, list[int]]]:
-        """One batch: decode it, choose the next tokens, let go of who is done."""
+        """Run one batch: compute it, choose the next tokens, and release finished sequences."""
         while self.waiting and self.free_slots:
             self.running.append(_Running(*self.waiting.popleft(), self.free_slots.pop()))
         rows = self._fill_batch()
@@ -109,7 +109,7 @@ class LlamaCppEngine(Engine):
         return {"sequences": self.num_slots, "batches": self.num_batches, **self.options}
 
     def _fill_batch(self) -> list[tuple[int, _Running]]:
-        """The rows whose logits are needed, and whose they are. Decoding comes first."""
+        """Fill the batch, decode rows first; return the rows with logits and their sequences."""
         rows, self.batch.n_tokens = [], 0
         for sequence in sorted(self.running, key=lambda s: not s.output):
             if sequence.output:
@@ -138,9 +138,9 @@ class LlamaCppEngine(Engine):
     def _context_params(self, spec: Namespace, options: dict[str, Any]) -> Any:
         self.batch_tokens = spec.max_num_batched_tokens or _BATCH_TOKENS
         self.num_slots = min(spec.max_num_seqs or _MOST_SEQUENCES, len(spec.prompts))
-        self.num_slots = max(2, min(self.num_slots, _MOST_SEQUENCES))  # warming up takes two
+        self.num_slots = max(2, min(self.num_slots, _MOST_SEQUENCES))  # the warm-up has two
         params = lib.llama_context_default_params()
-        # Each sequence has a cache of its own, of one size; the library rounds up to 256 tokens.
+        # Each sequence has a separate cache of equal size, which is rounded up to 256 tokens.
         params.n_ctx = self.num_slots * -(-max(total_lens(spec)) // 256) * 256
         params.n_seq_max, params.n_batch = self.num_slots, self.batch_tokens
         params.n_threads = params.n_threads_batch = spec.threads
@@ -162,12 +162,12 @@ def _plain(spec: Namespace) -> Path:
 def _file(spec: Namespace) -> Path:
     quantization = spec.options.get("quantization")
     if quantization and Path(spec.model).is_file():
-        raise ValueError(f"{spec.model} is quantised: quantization={quantization!r} is for floats")
+        raise ValueError(f"{spec.model} is quantised: leave out quantization={quantization!r}")
     return Path(spec.scratch) / f"model-{quantization}.gguf" if quantization else _plain(spec)
 
 
 def _make(file: Path, write: Callable[[Path], None]) -> None:
-    """Whole, or not at all, and once."""
+    """Write a file unless it exists; it is renamed when complete, so that it is never partial."""
     if not file.exists():
         unfinished = file.with_suffix(".unfinished")
         write(unfinished)
@@ -183,4 +183,4 @@ def _quantize(plain: Path, target: Path, kind: str) -> None:
 
 
 def _print_nothing(level: int, text: bytes, user_data: Any) -> None:
-    """The library tells a great deal when it loads a model."""
+    """Discard a log message: the library writes many when it loads a model."""

@@ -1,9 +1,9 @@
-"""nano-vllm (github.com/GeeeekExplorer/nano-vllm). It needs an NVIDIA GPU and flash-attn.
+"""nano-vllm (github.com/GeeeekExplorer/nano-vllm), which needs an NVIDIA GPU and flash-attn.
 
-It samples only: give a temperature above zero. Its step says nothing of a sequence before its end,
-so there is no latency to measure. Options of this engine go to `nanovllm.LLM`.
+It has no greedy decoding: give a temperature above zero. A step returns a sequence only at its end,
+so that latencies cannot be measured. Options of this engine are passed to `nanovllm.LLM`.
 
-Written from its public interface, and not run yet.
+Written for its public interface, and not run yet.
 """
 
 from argparse import Namespace
@@ -19,10 +19,10 @@ class NanoVllmEngine(Engine):
         import torch
 
         if not spec.temperature:
-            raise ValueError("nano-vllm does not do greedy decoding: give --temperature")
+            raise ValueError("nano-vllm has no greedy decoding: give a --temperature above 0")
         if spec.device != "cuda":
             raise ValueError(f"nano-vllm runs on an NVIDIA GPU, not on {spec.device}")
-        # It takes no budget that is smaller than its longest sequence.
+        # It rejects a token budget that is smaller than its longest sequence.
         longest = spec.max_model_len or max(16, *total_lens(spec))
         chosen = {
             "max_model_len": longest,

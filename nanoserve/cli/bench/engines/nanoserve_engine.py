@@ -1,4 +1,4 @@
-"""nanoserve, through its front door; request by request through the engine underneath."""
+"""nanoserve: offline through `LLM`, and online through its engine, request by request."""
 
 from argparse import Namespace
 from typing import Any

@@ -1,7 +1,7 @@
-"""The tensors of a checkpoint in safetensors, by numpy alone.
+"""Reader of the tensors of a checkpoint in safetensors, with numpy only.
 
-The format is simple enough to be read here: eight bytes with the length of a JSON header, the
-header, and the tensors one after the other.
+The format is simple: eight bytes with the length of a JSON header, the header, and the tensors one
+after another.
 """
 
 import json
@@ -14,9 +14,9 @@ _STORED = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
 
 
 def read_tensors(checkpoint: Path) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Name, dtype and values of every tensor; bfloat16 is the bits of it, as uint16.
+    """Yield name, dtype and values of every tensor; bfloat16 values are their bits as uint16.
 
-    Each is a mapping of its own into the file, so what is let go of takes no memory any more.
+    Each tensor is a separate memory map of the file, so that it takes no memory once it is dropped.
     """
     for file in sorted(checkpoint.glob("*.safetensors")):
         with file.open("rb") as content:
@@ -25,7 +25,7 @@ def read_tensors(checkpoint: Path) -> Iterator[tuple[str, str, np.ndarray]]:
         header.pop("__metadata__", None)
         for name, entry in header.items():
             if entry["dtype"] not in _STORED:
-                raise ValueError(f"{name} in {file} is stored as {entry['dtype']}")
+                raise ValueError(f"{name} in {file} is stored as {entry['dtype']}, not in floats")
             start, shape = 8 + length + entry["data_offsets"][0], tuple(entry["shape"])
             stored = _STORED[entry["dtype"]]
             yield name, entry["dtype"], np.memmap(file, stored, "r", start, shape)

@@ -1,9 +1,9 @@
-"""vLLM, offline through its `LLM`, request by request through the engine underneath.
+"""vLLM: offline through its `LLM`, and online through its engine, request by request.
 
-Its build for CPUs is a package of its own and lives in an environment of its own: see
-`--python` of `nanoserve bench`. Options of this engine go to `vllm.LLM`, but for quantization=int8:
-it makes no integers of plain weights, so a checkpoint that has them is written of the same ones.
-Its LM head stays in the data type: vLLM knows no other.
+Its build for CPUs is a separate package for a separate environment: see `--python` of `nanoserve
+bench`. Options of this engine are passed to `vllm.LLM`, except quantization=int8: vLLM does not
+quantise plain weights to int8, so a checkpoint with int8 weights is written from them. The LM head
+stays in the data type, since vLLM does not support an int8 one.
 """
 
 import os
@@ -14,7 +14,7 @@ from typing import Any
 from . import Engine, Tokens, total_lens
 from .int8_checkpoint import write_int8
 
-_WARM_UP = 16  # tokens that a sequence has at least
+_WARM_UP = 16  # minimum length of a sequence in tokens
 
 
 class VllmEngine(Engine):
@@ -22,12 +22,12 @@ class VllmEngine(Engine):
 
     @staticmethod
     def prepare(spec: Namespace) -> None:
-        """Raises `ValueError` for a model that is not written in int8."""
+        """Write the int8 checkpoint; raise `ValueError` for a model that cannot be converted."""
         folder = _model(spec)
         if folder != Path(spec.model) and not folder.exists():
             unfinished = folder.with_suffix(".unfinished")
             write_int8(Path(spec.model), unfinished)
-            unfinished.rename(folder)  # whole, or not at all
+            unfinished.rename(folder)  # so that it is never partial
 
     def __init__(self, spec: Namespace, options: dict[str, Any]) -> None:
         _set_environment(spec)
@@ -45,7 +45,7 @@ class VllmEngine(Engine):
         self.options |= options
         model, chosen = _model(spec), dict(self.options)
         if model != Path(spec.model):
-            del chosen["quantization"]  # the checkpoint says what it is
+            del chosen["quantization"]  # it is in the checkpoint's config.json
         self.llm = vllm.LLM(
             str(model), dtype=spec.dtype, skip_tokenizer_init=True, seed=0, **chosen
         )
@@ -89,7 +89,7 @@ def _model(spec: Namespace) -> Path:
 
 
 def _set_environment(spec: Namespace) -> None:
-    """What vLLM reads from the environment when it is imported; what is set already wins."""
+    """Set environment variables that vLLM reads on import, unless they are set already."""
     settings = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
     if spec.device == "cpu":
         settings["VLLM_CPU_KVCACHE_SPACE"] = "4"  # GiB; nanoserve's default

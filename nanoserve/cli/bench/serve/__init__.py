@@ -1,1 +1,1 @@
-"""`nanoserve bench --url`: what a client sees of a server that speaks OpenAI's protocol."""
+"""`nanoserve bench --url`: measure a server with OpenAI's protocol as its clients see it."""

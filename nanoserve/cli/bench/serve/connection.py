@@ -9,11 +9,11 @@ from urllib.parse import urlsplit
 from nanoserve.cli.bench.serve.response import Response
 from nanoserve.utils.checks import require, shown
 
-_IDLE = 1.0  # seconds after which a connection is left: servers close those that idle, some soon
+_IDLE = 1.0  # seconds after which an idle connection is not reused: some servers close it soon
 
 
 class Connection(asyncio.Protocol):
-    """One request at a time. A time stamp is taken as soon as the event loop hands bytes over."""
+    """Connection with one request at a time; bytes are time-stamped when they are received."""
 
     def __init__(self) -> None:
         self.is_open, self.idle_since = False, 0.0
@@ -22,8 +22,11 @@ class Connection(asyncio.Protocol):
         self._waiter: asyncio.Future[Response]
 
     async def exchange(self, request: bytes, timeout: float) -> Response:
-        """Raises `TimeoutError` after so many seconds, `OSError` for a connection that is lost, and
-        `ValueError` for what is no HTTP. The connection is gone then."""
+        """Send a request and return its response.
+
+        Raises `TimeoutError` after `timeout` seconds, `OSError` for a lost connection, and
+        `ValueError` for a response that is not HTTP. The connection is then closed.
+        """
         loop = asyncio.get_running_loop()
         self._response, self._waiter = Response(), loop.create_future()
         timer = loop.call_later(timeout, self._fail, TimeoutError(f"no end after {timeout:g} s"))
@@ -44,7 +47,7 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
         if self._response is None or self._waiter.done():
-            self.close()  # nobody has asked for this
+            self.close()  # bytes without a request
             return
         try:
             self._response.feed(data, now)
@@ -81,20 +84,20 @@ class Connection(asyncio.Protocol):
 
 
 class Server:
-    """Where requests go: `http://host:port/v1`, with or without the `/v1`.
+    """Server at `http://host:port/v1`, with or without the `/v1`.
 
-    Connections are kept and used again, as many as there are requests at a time. There are no
-    proxies, and no redirections, which could lead the key elsewhere.
+    Connections are kept and reused, as many as there are concurrent requests. Proxies and
+    redirections are not followed, since these could send the API key elsewhere.
     """
 
     def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
         parts = urlsplit(url)
-        require(parts.username is None, "--url must not hold a user: give a key with --api-key")
-        told = f"--url {shown(url)}"
+        require(parts.username is None, "--url must not have a user name: give --api-key")
+        given = f"--url {shown(url)}"
         is_plain = url.isascii() and url.isprintable() and " " not in url
         is_http = parts.scheme in ("http", "https") and parts.hostname
-        require(bool(is_plain and is_http), f"{told} must be like http://127.0.0.1:8000/v1")
-        require(not (parts.query or parts.fragment), f"{told} must end with its path")
+        require(bool(is_plain and is_http), f"{given} must be like http://127.0.0.1:8000/v1")
+        require(not (parts.query or parts.fragment), f"{given} must end with its path")
         is_key = api_key is None or (api_key.isascii() and api_key.isprintable())
         require(is_key, "the API key must be of printable ASCII characters")
         self.path = parts.path.rstrip("/")
@@ -111,7 +114,7 @@ class Server:
         self._idle: list[Connection] = []
 
     def request(self, path: str, body: bytes | None = None) -> bytes:
-        """Its bytes, to be made before the time counts. With a body it is a POST."""
+        """Return the bytes of a request, a POST if it has a body; built before time is measured."""
         method = "GET" if body is None else "POST"
         head = f"{method} {self.path}/{path} HTTP/1.1\r\n{self._head}"
         if body is not None:
@@ -119,7 +122,7 @@ class Server:
         return f"{head}\r\n".encode("ascii") + (body or b"")
 
     async def send(self, request: bytes) -> Response:
-        """Raises what `Connection.exchange` raises."""
+        """Send a request over an idle or new connection; raises as `Connection.exchange` does."""
         connection = await self._connection()
         response = await connection.exchange(request, self._timeout)
         if connection.is_open:
@@ -132,7 +135,7 @@ class Server:
         self._idle.clear()
 
     async def _connection(self) -> Connection:
-        """The one that was used last, which the server has the least reason to close just now."""
+        """Return the connection used last, which the server will close last, or a new one."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open and time.perf_counter() - connection.idle_since < _IDLE:
@@ -146,5 +149,5 @@ class Server:
             transport, connection = await asyncio.wait_for(making, self._timeout)
         except asyncio.TimeoutError:  # Python 3.10's own
             raise TimeoutError(f"no connection after {self._timeout:g} s") from None
-        self._host = transport.get_extra_info("peername")[0]  # to look up a name takes time
+        self._host = transport.get_extra_info("peername")[0]  # a name look-up takes time
         return connection

@@ -1,4 +1,4 @@
-"""What one run has shown: rates, latencies, failures, and how much of it the client took."""
+"""Results of one run: rates, latencies, failures, and the load of the client itself."""
 
 from collections import Counter
 from typing import Any
@@ -17,17 +17,17 @@ def figures(
     slo_itl: float,
     client_seconds: float,
 ) -> dict[str, Any]:
-    """`client_seconds` is the processor time of this process during the run.
+    """Return the results of one run.
 
-    The run lasts from when its first request was due until all have ended, in whichever way.
-    Latencies are those of requests that were answered; what failed is in no figure but its own, and
-    in the goodput's share.
+    client_seconds: processor time of this process during the run. The run lasts from the time at
+    which its first request was due until all requests have been answered or have failed. Latencies
+    are those of answered requests; failed ones count only in "failed" and "goodput_share".
     """
     start = min(exchange.due for exchange in exchanges)
     seconds = max(exchange.ended for exchange in exchanges) - start
     answers, errors = _read(exchanges)
     tokens = {
-        i: answer.output_tokens or len(answer.times)  # a count of none would be none
+        i: answer.output_tokens or len(answer.times)  # a count of 0 cannot be right
         for i, answer in answers.items()
     }
     late = [1000 * (exchange.sent - exchange.due) for exchange in exchanges]
@@ -36,12 +36,12 @@ def figures(
     run["input_tokens"] = sum(answer.input_tokens or 0 for answer in answers.values())
     run["output_tokens"] = sum(tokens.values())
     run["cached_tokens"] = sum(answer.cached_tokens or 0 for answer in answers.values())
-    run["told_usage"] = sum(answer.output_tokens is not None for answer in answers.values())
+    run["with_usage"] = sum(answer.output_tokens is not None for answer in answers.values())
     run["chunks"] = sum(len(answer.times) for answer in answers.values())
-    run["as_long_as_asked"] = sum(tokens[i] == output_lens[i] for i in answers)
+    run["full_length"] = sum(tokens[i] == output_lens[i] for i in answers)
     run["client"] = {"late_ms_p99": float(np.percentile(late, 99)), "late_ms_max": max(late)}
     run["client"]["core"] = client_seconds / seconds
-    run["requests"] = [_told(exchanges[i], answers.get(i), start) for i in range(len(exchanges))]
+    run["requests"] = [_record(exchanges[i], answers.get(i), start) for i in range(len(exchanges))]
     if answers:
         due = [exchanges[i].due - start for i in answers]
         times = [[time - start for time in answer.times] for answer in answers.values()]
@@ -61,15 +61,15 @@ def _read(exchanges: list[Exchange]) -> tuple[dict[int, Answer], Counter[str]]:
         except ValueError as error:
             exchange.error = str(error)
             errors[exchange.error] += 1
-        exchange.response = None  # a run of many tokens holds a great deal
+        exchange.response = None  # responses of many tokens take much memory
     return answers, errors
 
 
-def _told(exchange: Exchange, answer: Answer | None, start: float) -> dict[str, Any]:
-    """For the file: seconds after the start."""
+def _record(exchange: Exchange, answer: Answer | None, start: float) -> dict[str, Any]:
+    """Return the record of a request for the JSON file, with times in seconds after the start."""
     times = {"due": exchange.due, "sent": exchange.sent, "ended": exchange.ended}
-    told: dict[str, Any] = {name: time - start for name, time in times.items()}
+    record: dict[str, Any] = {name: time - start for name, time in times.items()}
     if answer is None:
-        return told | {"error": exchange.error}
-    told |= {"input_tokens": answer.input_tokens, "output_tokens": answer.output_tokens}
-    return told | {"chunk_times": [round(time - start, 6) for time in answer.times]}
+        return record | {"error": exchange.error}
+    record |= {"input_tokens": answer.input_tokens, "output_tokens": answer.output_tokens}
+    return record | {"chunk_times": [round(time - start, 6) for time in answer.times]}

@@ -1,4 +1,4 @@
-"""How requests come: by themselves, at random times, or from so many clients that wait."""
+"""Load generators: an open loop of given arrival times, and a closed loop of waiting clients."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ from nanoserve.cli.bench.serve.response import Response
 
 @dataclass
 class Exchange:
-    """One request. Times are `time.perf_counter`'s; there is a response or an error."""
+    """One request, with its response or an error; times are those of `time.perf_counter`."""
 
     due: float
     sent: float
@@ -23,7 +23,7 @@ class Exchange:
 async def open_loop(
     server: Server, requests: Sequence[bytes], arrivals: Sequence[float]
 ) -> list[Exchange]:
-    """Each at its time (seconds after the start), whether the server is ready for it or not."""
+    """Send each request at its arrival time, in seconds after the start, without waiting."""
     tasks, start = [], time.perf_counter()
     for request, arrival in zip(requests, arrivals, strict=True):
         wait = start + arrival - time.perf_counter()
@@ -36,7 +36,7 @@ async def open_loop(
 async def closed_loop(
     server: Server, requests: Sequence[bytes], concurrency: int
 ) -> list[Exchange]:
-    """So many clients, each of which sends its next request when it has the answer to its last."""
+    """Send requests from `concurrency` clients, each of which waits for its answer."""
     left, done = iter(enumerate(requests)), {}
 
     async def work() -> None:

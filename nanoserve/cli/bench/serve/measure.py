@@ -1,12 +1,12 @@
-"""How fast is a server that speaks OpenAI's protocol, as its clients see it?
+"""Measurement of a server with OpenAI's protocol, as its clients see it.
 
 nanoserve bench --url http://127.0.0.1:8000                           all requests at once
 nanoserve bench --url http://127.0.0.1:8000/v1 --request-rate 1,2,4   requests at random times
 nanoserve bench --url http://127.0.0.1:8000 --concurrency 1,8,32      clients that wait
 
-The client reads bytes and notes when they came; what they mean is looked at when the run is over.
-It is asyncio and nothing else, because what a client spends on a chunk is taken from a server that
-shares its machine. How much of a core that was, and how late its requests went out, is told.
+The client reads bytes with their times, and parses them after the run. It uses asyncio and no HTTP
+library, because time that a client spends on a chunk is taken from a server on the same machine.
+The report has the share of a core that the client used, and how late it sent its requests.
 """
 
 import asyncio
@@ -29,11 +29,11 @@ from nanoserve.cli.bench.serve.stream import read_answer
 from nanoserve.cli.bench.serve.tables import Point, as_json, line, print_report
 from nanoserve.cli.bench.workloads import draw_workload
 
-_FEW, _MANY = 8, 72  # words of the two prompts that warm up
+_FEW, _MANY = 8, 72  # words of the two warm-up prompts
 
 
 class Measurement:
-    """One server, and what all runs share."""
+    """Server under test, with the prompts and settings of all runs."""
 
     def __init__(self, args: Namespace, server: Server, model: str) -> None:
         self.args, self.server, self.model = args, server, model
@@ -45,13 +45,13 @@ class Measurement:
         self.length, self.num_runs = WordLength(), 0
 
     async def warm_up(self) -> None:
-        """Two requests that do not count: they tell what the server takes, and how it counts words.
+        """Send two requests that find out which fields the server accepts, and tokens per word.
 
-        Raises `ValueError` with the server's words if it refuses.
+        Raises `ValueError` with the server's message if it rejects them.
         """
         counted = []
         for num_words in (_FEW, _MANY):
-            ids = [(-1 - i) % self.vocab_size for i in range(num_words)]  # is the last one taken?
+            ids = [(-1 - i) % self.vocab_size for i in range(num_words)]  # test the last id, too
             prompt = self._prompt(ids, WordLength())
             answer = read_answer(await self.requests.first(prompt, 8))
             counted.append((num_words, answer.input_tokens))
@@ -59,12 +59,12 @@ class Measurement:
             self.length = word_length(*counted)
 
     async def run(self, rate: float | None, concurrency: int | None) -> dict[str, Any]:
-        """One run, at one load. Its prompts are its own: none is in a cache from a run before."""
+        """Do one run at one load, with prompts that no cache has from a previous run."""
         self.num_runs += 1
         pairs = zip(self.prompts, self.output_lens, strict=True)
         made = [self.requests.make(self._prompt(ids, self.length), n) for ids, n in pairs]
         gc.collect()
-        gc.disable()  # it would stop the clock of whatever comes in meanwhile
+        gc.disable()  # a collection would delay time stamps
         try:
             before = time.process_time()
             if rate is not None:
@@ -85,7 +85,7 @@ class Measurement:
 
 
 async def measure(args: Namespace) -> list[Point]:
-    """Every load as often as was asked for, in turns."""
+    """Measure all loads in turns, `--repeat` times."""
     server = Server(args.url, args.api_key, args.timeout)
     try:
         measurement = Measurement(args, server, args.model or await first_model(server))
@@ -110,24 +110,24 @@ async def measure(args: Namespace) -> list[Point]:
 
 
 def _headline(measurement: Measurement) -> Iterator[str]:
-    """What is measured, and what the server did not take."""
+    """Yield lines about the measurement, and about fields that the server rejected."""
     args, requests = measurement.args, measurement.requests
     where = f"{requests.server.url}/{requests.path}"
     yield f"{where}, model {measurement.model}, temperature {args.temperature:g}"
     num_in, num_out = sum(map(len, measurement.prompts)), sum(measurement.output_lens)
-    yield f"{args.num_seqs} requests a run, for {num_in} tokens in and {num_out} out"
+    yield f"{args.num_seqs} requests per run, for {num_in} tokens in and {num_out} out"
     if not args.token_ids:
         length = measurement.length
-        yield f"prompts are words, {length.per_word:.2f} tokens each and {length.around:.0f} around"
+        yield f"prompts are words of {length.per_word:.2f} tokens, with {length.around:.0f} around"
     for name in requests.refused:
         without = {
-            "ignore_eos": "an output ends where the model ends it",
-            "stream_options": "it is not asked for its counts",
+            "ignore_eos": "outputs may end early",
+            "stream_options": "chunks are counted instead of tokens",
         }
-        yield f"the server refuses {name}: {without[name]}"
+        yield f"the server rejects {name}: {without[name]}"
 
 
 def main(arguments: list[str]) -> int:
-    """0 if some request was answered at every load."""
+    """Run the benchmark; return 0 if at least one request was answered in every run, else 1."""
     points = asyncio.run(measure(parse_args(arguments)))
     return 0 if all(run["ok"] for point in points for run in point.runs) else 1

@@ -1,4 +1,4 @@
-"""What `nanoserve bench --url` can be asked."""
+"""Flags of `nanoserve bench --url`."""
 
 import os
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
@@ -18,24 +18,28 @@ from nanoserve.utils.checks import require
 
 
 def parse_args(arguments: list[str]) -> Namespace:
-    """Raises `ValueError` for files that cannot be written, before anything is measured."""
-    parser = Parser("nanoserve bench", description="Speed of a server, over HTTP.")
+    """Parse the flags; raise `ValueError` for an output file that cannot be written."""
+    parser = Parser("nanoserve bench", description="Measure a server over HTTP.")
     add = parser.add_argument
-    add("--url", required=True, help="http://HOST:PORT, with /v1 behind it or without")
-    add("--endpoint", choices=PATHS, default="chat", help="%(default)s")
-    add("--model", help="by default the first that the server names")
-    add("--api-key", help="better given as OPENAI_API_KEY, which others cannot read from here")
-    loads = "requests a second that come by themselves, each number a run; inf: all at once (inf)"
+    add("--url", required=True, help="Address of the server: http://HOST:PORT, or with /v1.")
+    add("--endpoint", choices=PATHS, default="chat", help="Endpoint. Default: %(default)s.")
+    add("--model", help="Name of the model. Default: the first that the server lists.")
+    key = "API key. Default: the variable OPENAI_API_KEY, which a list of processes does not show."
+    add("--api-key", help=key)
+    loads = (
+        "Request rates in requests per second, a run for each; inf is all at once. Default: inf."
+    )
     add("--request-rate", type=rates, metavar="R,...", help=loads)
-    clients = "so many clients that wait for each answer, each number a run"
+    clients = "Numbers of clients that wait for each answer, a run for each. Default: none."
     add("--concurrency", type=counts, metavar="N,...", help=clients)
     add_workload(parser)
-    ids = "prompts of random ids below N in place of words: exact lengths (completions only)"
+    ids = "Prompts of random ids below N, of exact lengths, for completions. Default: words."
     add("--token-ids", type=count, metavar="N", help=ids)
-    ignore = "outputs as long as asked for, from servers that know the option (%(default)s)"
+    ignore = "Generate the full output length, on servers with this option. Default: %(default)s."
     add("--ignore-eos", action=BooleanOptionalAction, default=True, help=ignore)
-    add("--seed", type=int, default=0, help="of prompts, lengths and arrivals (%(default)s)")
-    timeout = "seconds for a request (%(default)g)"
+    seed = "Seed of prompts, lengths and arrival times. Default: %(default)s."
+    add("--seed", type=int, default=0, help=seed)
+    timeout = "Seconds for a request. Default: %(default)g."
     add("--timeout", type=positive, default=600.0, metavar="S", help=timeout)
     args = parse_with_workload(parser, arguments)
     _check(parser, args)
@@ -47,11 +51,11 @@ def parse_args(arguments: list[str]) -> Namespace:
 
 def _check(parser: ArgumentParser, args: Namespace) -> None:
     if args.token_ids and args.endpoint == "chat":
-        parser.error("--token-ids needs --endpoint completions: a chat is of text")
+        parser.error("--token-ids needs --endpoint completions: chat takes text only")
     if args.shared_len < 0:
         parser.error(f"--shared-len {args.shared_len} must not be negative")
     if not 0 <= args.temperature < float("inf"):
-        parser.error(f"--temperature {args.temperature} must be a number from 0")
+        parser.error(f"--temperature {args.temperature} must be a finite number of at least 0")
     for file in filter(None, (args.json, args.plot)):
         folder = Path(file).parent
         is_writable = folder.is_dir() and os.access(folder, os.W_OK) and not Path(file).is_dir()

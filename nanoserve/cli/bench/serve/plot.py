@@ -1,4 +1,4 @@
-"""A server's throughput and latencies over its load, as PNG. Needs matplotlib (extra: bench)."""
+"""Plot of a server's throughput and latencies by load, as PNG; needs the extra `bench`."""
 
 import statistics
 from functools import partial
@@ -12,10 +12,10 @@ _TITLES = {"ttft": "Time to first token", "itl": "Between chunks", "e2e": "Whole
 
 
 def plot_points(points: list[Point], file: str) -> None:
-    """Loads stand side by side, in the order of the report."""
+    """Draw all loads in the order of the report; raise `ValueError` if none was answered."""
     shown = [point for point in points if point.answered()]
     if not shown:
-        raise ValueError(f"nothing to draw in {file}: no request was answered")
+        raise ValueError(f"{file} is not drawn: no request was answered")
     panels = [partial(_draw_rates, points=shown)]
     panels += [partial(_draw_waits, points=shown, name=name) for name in _TITLES]
     draw_all(panels, file)

@@ -1,8 +1,9 @@
-"""Prompts for a server whose tokenizer nobody has told us: words, or random token ids."""
+"""Prompts for a server with an unknown tokenizer: words, or random token ids."""
 
 from typing import NamedTuple
 
-# Common enough to be a token each, with the space before it, in a vocabulary of tens of thousands.
+# Common words, each a single token with the space before it in most vocabularies of tens of
+# thousands of tokens.
 _TEXT = """
 apple autumn bank bird board boat book bottle box bread bridge car chair cloud coat coffee corner
 day desk dog door farm field fire fish floor flower forest game garden glass gold grass green hand
@@ -16,14 +17,14 @@ WORDS = tuple(_TEXT.split())
 
 
 class WordLength(NamedTuple):
-    """Tokens of a word, and of what the server puts around a prompt (its template, BOS)."""
+    """Tokens per word, and tokens that the server adds around a prompt (chat template, BOS)."""
 
     per_word: float = 1.0
     around: float = 0.0
 
 
 def word_length(short: tuple[int, int | None], long: tuple[int, int | None]) -> WordLength:
-    """From two prompts, each with its words and the tokens that the server counted, if it does."""
+    """Return the length of words from two prompts: (words, tokens by the server or None)."""
     (few, fewer), (many, more) = short, long
     if fewer is None or more is None or more <= fewer:
         return WordLength()
@@ -32,10 +33,10 @@ def word_length(short: tuple[int, int | None], long: tuple[int, int | None]) -> 
 
 
 def text(token_ids: list[int], length: WordLength, shift: int) -> str:
-    """As many words as make about so many tokens, at least one.
+    """Return a text of about as many tokens as `token_ids`, and at least one word.
 
-    A position is left out, or has its id's word, whatever follows it: prompts that begin with the
-    same ids begin with the same words. Another `shift` gives another text of the same length.
+    The word at a position does not depend on later ids, so that prompts with a common prefix of ids
+    begin with the same words. Another `shift` gives another text of the same length.
     """
     chosen, spent = [], length.around
     for position, token_id in enumerate(token_ids, start=1):

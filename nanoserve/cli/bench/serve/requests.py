@@ -1,4 +1,4 @@
-"""The requests of a measurement, as this server takes them."""
+"""Requests of a measurement, with only those fields that the server accepts."""
 
 import json
 from typing import Any
@@ -8,8 +8,8 @@ from nanoserve.cli.bench.serve.response import Response
 from nanoserve.cli.bench.serve.stream import error_in
 
 PATHS = {"chat": "chat/completions", "completions": "completions"}
-# What not everybody takes, the least needed first. vLLM and nanoserve know `ignore_eos`; of the
-# others some refuse a name that they do not know, and some ignore it.
+# Fields that not all servers accept, the least important first. vLLM and nanoserve know
+# `ignore_eos`; other servers reject or ignore an unknown field.
 _OPTIONAL: dict[str, Any] = {
     "ignore_eos": True,
     "stream_options": {"include_usage": True},
@@ -35,23 +35,25 @@ class Requests:
         return self.server.request(self.path, json.dumps(body).encode())
 
     async def first(self, prompt: str | list[int], output_len: int) -> Response:
-        """Asks, and asks again without what the server refuses. Raises `ValueError` if it refuses
-        all the same, with what it said at first."""
-        told = None
+        """Send a request, and again without the fields that the server rejects.
+
+        Raises `ValueError` with the server's first message if it rejects all variants.
+        """
+        first_error = None
         while True:
             response = await self.server.send(self.make(prompt, output_len))
             if response.status == 200:
                 return response
             message = error_in(response.body)
             refusal = f"{response.status} {response.reason}: {message[:500]}"
-            told = told or f"the server refuses: {refusal}"
-            if response.status not in (400, 422) or not self._give_way(message):
-                raise ValueError(told)
+            first_error = first_error or f"the server rejects a request: {refusal}"
+            if response.status not in (400, 422) or not self._drop_field(message):
+                raise ValueError(first_error)
 
-    def _give_way(self, message: str) -> bool:
-        """Whether there is something else to try."""
+    def _drop_field(self, message: str) -> bool:
+        """Drop or rename the field that an error names; return False if none is left to drop."""
         if "max_completion_tokens" in message and self.max_tokens == "max_tokens":
-            self.max_tokens = "max_completion_tokens"  # OpenAI's newer models know no other
+            self.max_tokens = "max_completion_tokens"  # the only name for OpenAI's newer models
             return True
         named = [name for name in self.optional if name in message] or [*self.optional]
         if not named:
@@ -62,10 +64,10 @@ class Requests:
 
 
 async def first_model(server: Server) -> str:
-    """Raises `ValueError` if the server does not tell."""
+    """Return the first model that the server lists; raise `ValueError` if it lists none."""
     response = await server.send(server.request("models"))
     try:
         return str(json.loads(response.body)["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-        told = f"{server.url}/models names none ({response.status}): give --model"
-        raise ValueError(told) from None
+        message = f"{server.url}/models lists no model ({response.status}): give --model"
+        raise ValueError(message) from None

@@ -1,7 +1,7 @@
-"""One HTTP/1.1 response as it comes off a connection (RFC 9112), cut anywhere.
+"""Parser of one HTTP/1.1 response (RFC 9112) that arrives in arbitrary pieces.
 
-Only what a client of a stream needs. A general client library spends more time on a chunk than a
-fast server does, and a client that shares the server's machine takes that time from it.
+It supports only what a streaming client needs. A general client library spends more time on a chunk
+than a fast server does, and takes that time from a server on the same machine.
 """
 
 from collections.abc import Callable
@@ -11,21 +11,21 @@ _MAX_CHUNK = 2**24
 
 
 class Response:
-    """`feed` it until `is_complete`. The body is kept as it came: `pieces[i]` at `times[i]`.
+    """HTTP response, to be given bytes by `feed` until `is_complete`.
 
-    What is in the body is looked at when the measurement is over. A body without a length ends with
-    its connection, which must be told by `end`.
+    The body is kept as it was received, `pieces[i]` at `times[i]`, and is parsed after the
+    measurement. A body without a length ends with its connection, for which `end` is called.
     """
 
     def __init__(self) -> None:
         self.status, self.reason = 0, ""
         self.headers: dict[str, str] = {}
-        # Two lists of plain values: the garbage collector has nothing to walk through.
+        # Two lists of plain values, which the garbage collector need not traverse.
         self.times: list[float] = []
         self.pieces: list[bytes] = []
         self.is_complete = False
         self._left = b""
-        self._missing = 0  # bytes, of a body that has a length
+        self._missing = 0  # bytes of a body with a length
         self._read: Callable[[bytes, float], bytes] = self._read_head
 
     @property
@@ -37,14 +37,14 @@ class Response:
         return self.headers.get("connection", "").lower() != "close"
 
     def feed(self, data: bytes, now: float) -> None:
-        """Raises `ValueError` for what is no HTTP/1.1, and for bytes behind the end."""
+        """Add received bytes; raise `ValueError` if they are not HTTP/1.1 or follow its end."""
         data = self._left + data if self._left else data
         self._left = self._read(data, now)
         if self.is_complete and self._left:
             raise ValueError("bytes behind the end of the response")
 
     def end(self) -> None:
-        """The connection is closed. Raises `ValueError` if something is missing."""
+        """End the response as its connection is closed; raise `ValueError` if it is incomplete."""
         if self._read != self._read_to_the_end:
             raise ValueError("the connection was dropped in the middle of the response")
         self.is_complete = True
@@ -64,7 +64,7 @@ class Response:
         self.headers = {name.lower(): value.strip() for name, _, value in pairs}
         if version == "HTTP/1.0":
             self.headers.setdefault("connection", "close")
-        if 100 <= self.status < 200:  # not the answer yet
+        if 100 <= self.status < 200:  # an interim response
             return self._read_head(rest, now)
         self._read = self._body_reader()
         return self._read(rest, now)
@@ -98,7 +98,7 @@ class Response:
         return rest
 
     def _read_chunks(self, data: bytes, now: float) -> bytes:
-        """Chunks that are whole; what is left is the beginning of the next one."""
+        """Read complete chunks; return the remaining bytes, the beginning of the next one."""
         body, start = [], 0
         while (line_end := data.find(b"\r\n", start)) >= 0:
             size = _chunk_size(data[start:line_end])
@@ -122,7 +122,7 @@ class Response:
 
 
 def _chunk_size(line: bytes) -> int:
-    digits = line.partition(b";")[0].strip()  # extensions mean nothing to us
+    digits = line.partition(b";")[0].strip()  # extensions are ignored
     try:
         size = int(digits, 16)
     except ValueError:

@@ -1,8 +1,8 @@
-"""What a server has said: its body as server-sent events, each with a chunk of an answer.
+"""Parser of a streamed answer: server-sent events, each with a chunk of the answer.
 
-Events are taken apart as the HTML standard has it (9.2.6, "Interpreting an event stream"): lines
-end with LF or CR LF, an empty one ends an event, `: ...` is a comment, several `data:` lines are
-one text. This is done when the measurement is over, from the pieces and their times.
+Events are parsed as in the HTML standard (9.2.6, "Interpreting an event stream"): lines end with LF
+or CR LF, an empty line ends an event, `: ...` is a comment, and several `data:` lines are one text.
+This is done after the measurement, from the received pieces and their times.
 """
 
 import json
@@ -12,13 +12,13 @@ from typing import Any
 
 from nanoserve.cli.bench.serve.response import Response
 
-_TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls")  # of a chat's delta
-_SHOWN = 160  # characters of what a server says, in a message
+_TEXTS = ("content", "reasoning_content", "reasoning", "tool_calls")  # fields of a chat's delta
+_SHOWN = 160  # characters of a server's text in an error message
 
 
 @dataclass
 class Answer:
-    """Times are `Response`'s; tokens are the server's count, None if it has told none."""
+    """Parsed answer: times of its chunks, and token counts of the server or None."""
 
     times: list[float] = field(default_factory=list)  # of each chunk with content
     input_tokens: int | None = None
@@ -28,7 +28,7 @@ class Answer:
 
 
 def read_answer(response: Response) -> Answer:
-    """Raises `ValueError` for an error, a chunk that is none, and an answer without its end."""
+    """Parse an answer; raise `ValueError` for an error, an invalid chunk or a missing end."""
     if response.status != 200:
         raise ValueError(f"{response.status} {response.reason}: {_short(error_in(response.body))}")
     kind = response.headers.get("content-type", "nothing")
@@ -48,16 +48,16 @@ def read_answer(response: Response) -> Answer:
 
 
 def events(pieces: Iterable[tuple[bytes, float]]) -> Iterator[tuple[bytes, float]]:
-    """The data of each event that has some, and when its last byte was there."""
+    """Yield the data of each event that has data, and the time of its last byte."""
     left, now = b"", 0.0
     for piece, now in pieces:
         *whole, left = (left + piece).replace(b"\r\n", b"\n").split(b"\n\n")
         yield from _data_of(whole, now)
-    yield from _data_of([left], now)  # whose empty line is missing
+    yield from _data_of([left], now)  # without the empty line at its end
 
 
 def error_in(body: bytes) -> str:
-    """The message of an OpenAI error, or whatever it is."""
+    """Return the message of an error in OpenAI's format, or else the body as text."""
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
@@ -81,18 +81,18 @@ def _parsed(data: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         chunk = None
     if not isinstance(chunk, dict):
-        raise ValueError(f"a chunk that is no JSON object: {_short(repr(data)[1:])}")
+        raise ValueError(f"a chunk that is not a JSON object: {_short(repr(data)[1:])}")
     if chunk.get("error"):
         raise ValueError(f"in the stream: {_short(error_in(data))}")
     return chunk
 
 
 def _read_chunk(chunk: dict[str, Any], now: float, answer: Answer) -> None:
-    """The last chunk may have no choices, but the usage of all."""
+    """Read a chunk into `answer`; the last chunk may have only the usage, and no choices."""
     choices, usage = chunk.get("choices") or [], chunk.get("usage")
     for choice in choices if isinstance(choices, list) else [choices]:
         if not isinstance(choice, dict):
-            raise ValueError(f"a choice that is no JSON object: {_short(repr(choice))}")
+            raise ValueError(f"a choice that is not a JSON object: {_short(repr(choice))}")
         delta = choice.get("delta")
         delta = delta if isinstance(delta, dict) else {}
         if choice.get("text") or any(delta.get(name) for name in _TEXTS):

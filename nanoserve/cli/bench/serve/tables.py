@@ -1,4 +1,4 @@
-"""A server's figures as tables: medians over the runs at a load."""
+"""Tables of a server's results: medians over the runs at each load."""
 
 import statistics
 from argparse import Namespace
@@ -16,7 +16,7 @@ _COLUMNS = ("mean", *(f"p{p}" for p in PERCENTILES))
 
 @dataclass(frozen=True)
 class Point:
-    """One load: requests a second, or clients that wait."""
+    """Runs at one load: a request rate per second, or a number of waiting clients."""
 
     request_rate: float | None
     concurrency: int | None
@@ -40,22 +40,22 @@ def print_report(points: list[Point], args: Namespace) -> None:
     waits = [row for point in points if point.answered() for row in _waits(point)]
     if waits:
         print_table(waits)
-    for told in notes([run for point in points for run in point.runs]):
-        print(told)
+    for note in notes([run for point in points for run in point.runs]):
+        print(note)
 
 
 def notes(runs: list[Run]) -> list[str]:
-    """What the figures rest on."""
+    """Return notes on how tokens were counted, on the client's own load, and on errors."""
     chunks, tokens = (sum(run[name] for run in runs) for name in ("chunks", "output_tokens"))
-    answered, told = (sum(run[name] for run in runs) for name in ("ok", "told_usage"))
-    full = sum(run["as_long_as_asked"] for run in runs)
+    answered, counted = (sum(run[name] for run in runs) for name in ("ok", "with_usage"))
+    full = sum(run["full_length"] for run in runs)
     found = []
     if answered:
-        by = "the server's usage" if told == answered else "chunks, each taken for a token"
-        if 0 < told < answered:
-            by = f"the server's usage for {told} answers, chunks for the others"
+        by = "the server's usage" if counted == answered else "chunks, each counted as a token"
+        if 0 < counted < answered:
+            by = f"the server's usage for {counted} answers, and by chunks for the rest"
         found += [
-            f"tokens are counted by {by}; {full} of {answered} answers are as long as asked for",
+            f"tokens are counted by {by}; {full} of {answered} answers have the requested length",
             f"ITL is the time between chunks with content, of {tokens / chunks:.2f} tokens each; "
             "TPOT is (E2E - TTFT) / (tokens - 1)",
         ]
@@ -64,7 +64,7 @@ def notes(runs: list[Run]) -> list[str]:
         found.append(f"{cached} prompt tokens were in the server's prefix cache")
     late = max(run["client"]["late_ms_max"] for run in runs)
     core = max(run["client"]["core"] for run in runs)
-    found.append(f"the client took {core:.0%} of a core, and was {late:.1f} ms late, at most")
+    found.append(f"the client used at most {core:.0%} of a core and was at most {late:.1f} ms late")
     errors: Counter[str] = Counter()
     for run in runs:
         errors.update(run["errors"])
@@ -74,7 +74,7 @@ def notes(runs: list[Run]) -> list[str]:
 
 
 def _rates(point: Point, args: Namespace) -> dict[str, str]:
-    """Rates are of what was answered, over all of the run."""
+    """Return the row of rates: answered requests over the whole duration of a run."""
     runs = point.runs
 
     def middle(value: Any) -> float:
@@ -113,7 +113,7 @@ def _waits(point: Point) -> list[dict[str, str]]:
 
 
 def as_json(points: list[Point], args: Namespace, model: str) -> dict[str, Any]:
-    """Everything but the key, and where files lie on this machine."""
+    """Return all results as JSON, without the API key and paths of this machine."""
     left_out = ("api_key", "json", "plot", "request_rate", "concurrency", "shape")
     spec = {name: value for name, value in vars(args).items() if name not in left_out}
     results = [
