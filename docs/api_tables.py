@@ -1,6 +1,7 @@
 """Tables of options and parameters, read from where they are defined."""
 
 import ast
+import inspect
 import re
 from collections.abc import Callable
 from dataclasses import fields
@@ -13,8 +14,6 @@ from nanoserve.compat.sampling import FOREIGN as FOREIGN_PARAMETERS
 from nanoserve.config import EngineConfig
 from nanoserve.sampling_params import SamplingParams
 
-ROOT = Path(__file__).parents[1]
-
 # Options that vLLM does not have. All others it has, under the same name.
 _OWN_OPTIONS = {
     *("num_kv_blocks", "prefix_cache_seed", "enable_prompt_tokens_details", "trace", "device"),
@@ -22,6 +21,8 @@ _OWN_OPTIONS = {
     "capture_mixed_steps",
     *("distributed_timeout_seconds", "worker_timeout_seconds", "quantization_activations"),
 }
+# Those that are dictionaries, whatever their annotation says.
+DICTIONARIES = ("speculative_config", "structured_outputs_config", "kv_events_config")
 # What may ask for nothing.
 _TEXTS = (
     *("auto", "generate", "none", "hf", "mp", "uni", "lazy", "cpu", "vllm", "linear", "native"),
@@ -32,21 +33,9 @@ _NEUTRAL = (False, True, 0, 1, *_TEXTS, "raw_logprobs")
 _OURS_ALONE = {"logits_processors", "num_speculative_tokens"}
 
 
-def engine_options() -> list[tuple[str, str, str]]:
-    """(name, default, meaning) of each option of `LLM(...)`, in the order of `EngineConfig`."""
-    of_readme, of_source = _meanings_in_readme(), _comments_of(EngineConfig)
-    rows = []
-    for field in fields(EngineConfig):
-        if field.name == "model":
-            continue
-        default, meaning = of_readme.get(field.name, (f"`{field.default!r}`", ""))
-        rows.append((f"`{field.name}`", default, meaning or of_source[field.name]))
-    return rows
-
-
 def sampling_parameters() -> list[tuple[str, str, str]]:
     """(name, default, meaning) of each field of `SamplingParams`, in the order of its docstring."""
-    described = _descriptions(SamplingParams.__doc__ or "")
+    described = descriptions(SamplingParams.__doc__ or "")
     defaults = {field.name: field.default for field in fields(SamplingParams)}
     names = sorted(defaults, key=lambda name: [*described, name].index(name))
     return [
@@ -61,7 +50,7 @@ def vllm_options() -> list[tuple[str, str, str]]:
     rows = [(name, "have", _spellings(name)) for name in ours if name not in _OWN_OPTIONS]
     rows += [(name, f"have, as `{own}`", "") for name, own in RENAMED.items()]
     for name, (accepts, instead) in FOREIGN.items():
-        what = _what_is_accepted(accepts)
+        what = what_is_accepted(accepts)
         rows.append((name, what, instead))
     return [(f"`{name}`", what, told) for name, what, told in sorted(rows)]
 
@@ -82,7 +71,7 @@ def vllm_parameters() -> list[tuple[str, str, str]]:
     return [(f"`{name}`", what, told) for name, what, told in sorted(rows)]
 
 
-def _what_is_accepted(accepts: Callable[[Any], bool]) -> str:
+def what_is_accepted(accepts: Callable[[Any], bool]) -> str:
     if accepts(object()):
         return "accepted, and changes nothing"
     if accepts(1.5):
@@ -98,20 +87,9 @@ def _spellings(name: str) -> str:
     return ", ".join(told)
 
 
-def _meanings_in_readme() -> dict[str, tuple[str, str]]:
-    """By option, default and meaning as the README's table has them."""
-    text = (ROOT / "README.md").read_text("utf-8")
-    rows = re.findall(r"^\| (`[a-z_]+`(?:, `[a-z_]+`)*) \| ([^|]+) \| (.*) \|$", text, re.M)
-    return {
-        name: (default, meaning)
-        for names, default, meaning in rows
-        for name in re.findall(r"\w+", names)
-    }
-
-
-def _comments_of(config: type) -> dict[str, str]:
+def comments_of(config: type) -> dict[str, str]:
     """By field, the comment beside it, or the ones right above."""
-    lines = (ROOT / "nanoserve" / "config.py").read_text("utf-8").splitlines()
+    lines = Path(inspect.getfile(config)).read_text("utf-8").splitlines()
     (body,) = (
         node.body
         for node in ast.parse("\n".join(lines)).body
@@ -129,7 +107,7 @@ def _comments_of(config: type) -> dict[str, str]:
     return found
 
 
-def _descriptions(docstring: str) -> dict[str, str]:
+def descriptions(docstring: str) -> dict[str, str]:
     """Of entries such as "top_p: only the ...", with further lines indented."""
     found: dict[str, str] = {}
     names: list[str] = []

@@ -24,6 +24,7 @@ for folder in (DOCS, DOCS.parent / "benchmarks"):
 import api_tables  # noqa: E402
 import facts  # noqa: E402
 import reading  # noqa: E402
+import reference_tables  # noqa: E402
 from reading import beside_the_path, lines_of_code, readme  # noqa: E402
 from tables import table  # noqa: E402
 
@@ -37,9 +38,10 @@ def names() -> dict[str, Any]:
     functions = (
         *(file, lines, how_many, num_chapters, readme, beside_the_path, evening_lines),
         *(reading_order, map_of_the_rooms, glossary, glossary_in_chinese, how_many_terms),
-        *(stops, hours, options, parameters, vllm_options, vllm_parameters, own_options),
+        *(stops, hours, vllm_options, vllm_parameters, own_options),
     )
-    return {"worked": worked(), **{function.__name__: function for function in functions}}
+    modules = {"worked": worked(), "reference": reference_tables}
+    return {**modules, **{function.__name__: function for function in functions}}
 
 
 def worked() -> SimpleNamespace:
@@ -169,16 +171,6 @@ def glossary_in_chinese() -> str:
     """The same terms with their Chinese names and definitions."""
     terms = sorted(load_glossary(), key=lambda term: term.term.lower())
     return "\n\n".join(f"### {term.zh_term}（{term.term}）\n\n{term.zh}" for term in terms)
-
-
-def options() -> str:
-    """The options of `LLM(...)`."""
-    return table(("option", "default", "what it does"), api_tables.engine_options())
-
-
-def parameters() -> str:
-    """The fields of `SamplingParams`."""
-    return table(("parameter", "default", "what it does"), api_tables.sampling_parameters())
 
 
 def vllm_options() -> str:

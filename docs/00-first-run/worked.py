@@ -3,7 +3,7 @@
 from functools import cache
 from pathlib import Path
 
-from api_tables import engine_options
+from reference_tables import option_rows
 
 from nanoserve import LLM, RequestOutput, SamplingParams
 
@@ -52,7 +52,7 @@ def megabytes(name: str) -> str:
 
 def options_table() -> str:
     """The options that chapters speak of."""
-    rows = {name.strip("`"): (default, meaning) for name, default, meaning in engine_options()}
+    rows = option_rows()
     lines = ["| option | default | what it does |", "|---|---|---|"]
     lines += [f"| `{name}` | {rows[name][0]} | {rows[name][1]} |" for name in _OPTIONS]
     return "\n".join(lines)

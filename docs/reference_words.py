@@ -1,0 +1,532 @@
+"""Sentences of the reference that the code does not have.
+
+Keys are names of the code; `reference_tables` raises where a key and the code do not agree.
+"""
+
+# Options of `EngineConfig` whose comment there is missing, or no sentence.
+OPTIONS = {
+    "model": "A checkpoint folder, a GGUF file, a bundled or packaged model, or a name on the "
+    "Hugging Face hub; see [models](models.md#names).",
+    "tokenizer": "Where the tokenizer is: a folder, a GGUF file or a name, as for `model`. "
+    "None: with the model.",
+    "skip_tokenizer_init": "True loads no tokenizer: prompts and outputs are token ids only.",
+    "chat_template": "A Jinja file, or its text, in the place of the checkpoint's template.",
+    "revision": "Branch, tag or commit of a model from the hub. None: the newest.",
+    "download_dir": "Where files from the hub are kept. None: the hub's own cache.",
+    "trust_remote_code": "True lets a tokenizer run code that comes with its checkpoint. Code of "
+    "a checkpoint never runs for a model.",
+    "dtype": 'Type of the computation and of plain weights. "auto": the checkpoint\'s own.',
+    "load_format": '"dummy" makes random weights from a `config.json`, for benchmarks; the others '
+    "read the checkpoint's files.",
+    "quantization_group_size": 'Weights that share a scale in `quantization="int4"`. None: 32.',
+    "seed": "Seeds the requests that bring no seed of their own.",
+    "generation_config": '"auto": sampling parameters that a request does not give are those of '
+    'the checkpoint\'s `generation_config.json`. "vllm": they are not.',
+    "override_generation_config": "Sampling parameters that go before those of "
+    "`generation_config.json`.",
+    "hf_overrides": "Entries that go before those of `config.json`, such as "
+    '`{"rope_scaling": {...}}`.',
+    "max_model_len": "Longest prompt and output together, in tokens. None: the model's limit, or "
+    "what the KV pool can hold if that is less.",
+    "max_num_seqs": "The most sequences that run at a time.",
+    "long_prefill_token_threshold": "The most tokens of one sequence in a step; 0 is no limit.",
+    "scheduling_policy": '"fcfs": first come, first served. "priority": the lowest value of a '
+    "request's `priority` first.",
+    "block_size": "Tokens per KV block.",
+    "num_kv_blocks": "Size of the KV pool, in blocks. None: `kv_cache_memory_bytes` decides.",
+    "kv_cache_memory_bytes": "Size of the KV pool, in bytes. None: up to 4 GiB on a CPU; on a GPU "
+    "what `gpu_memory_utilization` leaves.",
+    "kv_cache_dtype": '"auto": K and V in the dtype of the model. "int8", "fp8": in 8 bits with a '
+    'scale per token and head. "fp8" is "fp8_e4m3".',
+    "enable_prefix_caching": "Whether K and V of shared prefixes are reused.",
+    "prefix_cache_seed": "Seeds the hashes of blocks. None: a random seed, so that hashes differ "
+    "from engine to engine.",
+    "enable_prompt_tokens_details": "Whether a request is told how many of its prompt's tokens "
+    "were cached. That shows whether others have asked the same.",
+    "speculative_config": "Proposes draft tokens and verifies several in a step: a dictionary, see "
+    "[below](#speculative_config).",
+    "structured_outputs_config": "How grammars are computed: a dictionary, see "
+    "[below](#structured_outputs_config).",
+    "logits_processors": "Callables that change the logits of all rows of a step at once, and "
+    "vLLM's classes; see [recipes](../recipes/index.md).",
+    "max_logprobs": "The most log-probabilities that a request may ask for; -1 is the whole "
+    "vocabulary.",
+    "trace": "File that gets a record of every step, which `nanoserve trace` shows.",
+    "disable_log_stats": "False counts what `LLM.get_metrics` returns, under the names of "
+    "[metrics](metrics.md).",
+    "kv_events_config": "Publishes which KV blocks are cached and evicted: a dictionary, see "
+    "[below](#kv_events_config).",
+    "num_threads": "Threads that compute on a CPU. None: torch's number, or one for less than 64 "
+    "MiB of weights.",
+    "device": '"auto": an NVIDIA GPU if there is one, else the CPU.',
+    "attention_backend": '"auto": on a CPU "numba" if it is installed, else "torch"; on a GPU '
+    '"triton". See [models](models.md#attention-backends).',
+    "enforce_eager": "True records no CUDA graphs. Accepted on a CPU, where there are none.",
+    "gpu_memory_utilization": "Part of the GPU's memory that this engine may take.",
+    "tensor_parallel_size": "Ranks that share each layer: GPUs, or processes on a CPU.",
+    "distributed_timeout_seconds": "How long a rank waits for another one within a step, in "
+    "seconds.",
+    "worker_timeout_seconds": "A process of the engine that shows no sign of life for so many "
+    "seconds is killed; a busy one shows some.",
+}
+
+# What an endpoint answers.
+ENDPOINTS = {
+    "/v1/chat/completions": "An answer to a conversation; with `stream` as server-sent events.",
+    "/v1/completions": "The continuation of a text, of several texts, or of token ids; with "
+    "`stream` as server-sent events.",
+    "/v1/models": "The served names, each with its `max_model_len`.",
+    "/v1/models/{name:path}": "One of them; 404 for a name that is not served.",
+    "/tokenize": "The token ids of a prompt or of a conversation, their `count` and "
+    "`max_model_len`; with `return_token_strs` the tokens as texts, too.",
+    "/detokenize": "The text of token ids, at most `max_model_len` of them.",
+    "/health": "200 while requests are answered; 503 when the engine has failed, when a step "
+    "hangs, and while the server stops.",
+    "/ping": "The same.",
+    "/version": "The version of nanoserve.",
+    "/metrics": "[Metrics](metrics.md#prometheus) in Prometheus' text format.",
+    "/live": "What the engine does, as server-sent events for the page at `/`: the running "
+    "requests and the KV pool, block by block.",
+    "/": "A page for a browser: conversations with the model, and the engine at work.",
+    "/page/{name}": "The files of that page.",
+}
+
+# Fields of requests that are no sampling parameter of the same name.
+FIELDS = {
+    "model": "One of the served names; 404 for another one.",
+    "messages": "The conversation: `role`, and `content` as a text or a list of parts of text.",
+    "prompt": "A text, a list of texts, token ids, or a list of lists of them. /tokenize: a text.",
+    "tokens": "Token ids.",
+    "max_completion_tokens": "OpenAI's newer name of `max_tokens`; it goes before that one.",
+    "logprobs": "Completions: how many log-probabilities a token has. Chat: whether it has any.",
+    "top_logprobs": "How many candidates each token has, besides itself; needs `logprobs`.",
+    "logit_bias": "Added to logits, by token id (a text, as keys of JSON are).",
+    "response_format": '`{"type": "text"}`, "json_object" (with or without a `schema`), '
+    '"json_schema" or "structural_tag".',
+    "structured_outputs": "A grammar as [`StructuredOutputsParams`](../api.md#formats) "
+    "has it, as an object.",
+    "guided_json": 'vLLM\'s older name of `structured_outputs={"json": ...}`.',
+    "guided_regex": "The same, of a regular expression.",
+    "guided_choice": "The same, of a choice.",
+    "guided_grammar": "The same, of a grammar.",
+    "guided_whitespace_pattern": "What may stand between the parts of JSON of `guided_json`.",
+    "return_tokens_as_token_ids": 'Tokens in `logprobs` are called "token_id:5".',
+    "echo": "The answer begins with the prompt, whose tokens then have log-probabilities, too. "
+    "Only of /v1/completions.",
+    "stream": "Answers as server-sent events.",
+    "stream_options": "`include_usage`: a last event with the usage. `continuous_usage_stats`: "
+    "usage in every event.",
+    "priority": "Needs `--scheduling-policy priority`: the lowest value first.",
+    "cache_salt": "Cached prefixes are shared only with requests of the same salt.",
+    "return_token_ids": "Adds the token ids of prompt and answer.",
+    "request_id": "What the `id` of the answer ends with: 1 to 128 printable ASCII characters.",
+    "add_special_tokens": "Whether the tokenizer adds its special tokens, such as BOS, to a text.",
+    "return_token_strs": "Adds the tokens as texts.",
+    "add_generation_prompt": "Whether the template opens the answer.",
+    "continue_final_message": "The answer continues the last message.",
+    "chat_template_kwargs": 'Variables of the template, such as `{"enable_thinking": false}`.',
+    "tools": "Functions that the model may call.",
+    "tool_choice": '"none", "auto", "required", or an object that names a function.',
+    "parallel_tool_calls": "False: at most one call in an answer.",
+    "documents": "Given to the template.",
+    "reasoning_effort": 'Given to a template that looks at it. "none" is `enable_thinking=false` '
+    "in one that knows that.",
+    "verbosity": "Given to a template that looks at it.",
+    "allow_special_tokens": "Special tokens that messages spell out are control tokens. Only "
+    "nanoserve has this field.",
+}
+
+# Models by the name that their `config.json` has.
+FAMILIES = {
+    "Gemma2ForCausalLM": "Gemma 2",
+    "Gemma3ForCausalLM": "Gemma 3 (text)",
+    "LlamaForCausalLM": "Llama 2, 3, 3.1, 3.2 and their many relatives",
+    "MiniCPMForCausalLM": "MiniCPM, MiniCPM4 (dense attention)",
+    "MistralForCausalLM": "Mistral, with and without sliding window",
+    "MixtralForCausalLM": "Mixtral",
+    "Phi3ForCausalLM": "Phi-3, Phi-3.5",
+    "Qwen2ForCausalLM": "Qwen2, Qwen2.5",
+    "Qwen3ForCausalLM": "Qwen3",
+    "Qwen3MoeForCausalLM": "Qwen3's mixtures of experts",
+}
+
+# By `quant_method`: what is read, and what is refused by name, among others.
+FORMATS = {
+    "compressed-tensors": (
+        "int-quantized, pack-quantized (4 and 8 bits), float-quantized, mxfp4-pack-quantized; "
+        "several schemes in one checkpoint",
+        "static activations, quantised K and V, sparsity, transforms, nvfp4",
+    ),
+    "fp8": (
+        "blocks (`weight_scale_inv`), scales per tensor or per output; float or ue8m0 scales",
+        "static activations",
+    ),
+    "awq": ("gemm", "gemv, llm-awq"),
+    "gptq": (
+        "2, 4 and 8 bits; both conventions of zero points; act-order",
+        "3 bits, marlin, schemes per module",
+    ),
+    "bitsandbytes": ("NF4, FP4, nested or not; int8", "weights that are kept in 16 bits"),
+    "gguf": ("a file of llama.cpp: see [GGUF](#gguf)", "types, architectures and settings that "
+             "are not listed there"),
+}  # fmt: skip
+
+# By the value of `quantization`, what is made of plain weights as they are loaded.
+SCHEMES = {
+    "int8": ("a scale for each output of a weight", "CPU, GPU"),
+    "int4": ("a scale for each `quantization_group_size` weights", "CPU, GPU"),
+    "fp8": ("e4m3 with a scale for each output", "GPU"),
+}
+
+# By name: device, what it needs, what it is.
+BACKENDS = {
+    "torch": ("CPU, GPU", "nothing", "The reference, in plain torch operations: clear and correct, "
+              "not fast."),
+    "numba": ("CPU", "the package numba (extra `cpu`); float32 or bfloat16", "Kernels compiled by "
+              "numba that read the paged cache in place. The default on a CPU if it is installed."),
+    "triton": ("GPU", "the package triton, a C compiler, compute capability 8.0 or newer",
+               "Triton kernels, CUDA graphs of all kinds of steps. The default on a GPU. On a CPU "
+               "only in Triton's interpreter (`TRITON_INTERPRET=1`), for tests."),
+    "flash_attn": ("GPU", "the package flash-attn (version 2, with `block_size` a multiple of "
+                   "256), or `flash_attn_interface` (version 3) on Hopper; float16 or bfloat16",
+                   "FlashAttention. K and V in 8 bits are refused."),
+}  # fmt: skip
+
+# Bounds that reject a request or a checkpoint, by subject: the constant, its unit, and where it
+# applies.
+BOUNDS = {
+    "request": {
+        "nanoserve.utils.list_checks.MOST_TOKEN_IDS": (
+            "entries", "a list of token ids of `SamplingParams`, and `logit_bias`"),
+        "nanoserve.utils.list_checks.MOST_STOPS": ("texts", "`stop`"),
+        "nanoserve.utils.list_checks.MOST_STOP_CHARACTERS": ("characters", "all of `stop` together"),
+        "nanoserve.utils.list_checks.MOST_LOGPROB_IDS": ("entries", "`logprob_token_ids`"),
+        "nanoserve.utils.list_checks.MOST_BAD_WORDS": ("texts", "`bad_words`"),
+        "nanoserve.utils.list_checks.MOST_BAD_WORD_CHARACTERS": (
+            "characters", "all of `bad_words` together"),
+        "nanoserve.utils.list_checks.LONGEST_BAD_WORD": ("characters", "one of `bad_words`"),
+        "nanoserve.text.chat._MOST_CHARACTERS": (
+            "characters", "the messages of a conversation; more if `max_model_len` tokens may "
+            "stand for more"),
+        "nanoserve.text.chat._DEEPEST": ("levels", "lists and dictionaries within each other in a "
+                                    "message"),
+        "nanoserve.text.chat_template._LARGEST_FILE": ("bytes", "the file of a chat template"),
+        "nanoserve.features.speculative.config._MOST_DRAFT_TOKENS": (
+            "tokens", "`num_speculative_tokens` of `speculative_config`"),
+    },
+    "grammar": {
+        **{f"nanoserve.features.structured.params._MOST_CHARACTERS[{name}]": (
+            "characters", f"`{name}`" if name != "%llguidance" else "a grammar that the server "
+            "makes of tools")
+           for name in ("json", "regex", "choice", "grammar", "%llguidance", "structural_tag",
+                        "whitespace_pattern")},
+        "nanoserve.features.structured.params._MOST_CHOICES": ("texts", "`choice`"),
+        "nanoserve.features.structured.params._MOST_STRUCTURES": ("structures", "`structural_tag`"),
+        "nanoserve.features.structured.params._DEEPEST": (
+            "levels", "lists and objects within each other in a JSON schema"),
+        "nanoserve.features.structured.limits.MOST_LEVELS": (
+            "levels", "lists and objects that the references of a JSON schema lead through"),
+        "nanoserve.features.structured.limits.MOST_LEVELS_OF_XGRAMMAR": (
+            "levels", "the same, with the backend xgrammar"),
+        "nanoserve.features.structured.limits.MOST_NAMES_OF_ONE": (
+            "names", "`properties`, `patternProperties` or `required` of one object of a schema"),
+        "nanoserve.features.structured.limits.MOST_NAMES": ("names", "the same, of all its objects"),
+        "nanoserve.features.structured.limits.MOST_RULES": ("rules", "`grammar`"),
+        "nanoserve.features.structured.limits.MOST_BRACKETS": (
+            "brackets", "brackets of `grammar` that are open at the same time"),
+        "nanoserve.features.structured.schemas._MOST_PARTS": (
+            "schemas", "a JSON schema whose references are written out, values of enums included"),
+        "nanoserve.features.structured.schema_numbers._MOST_MULTIPLE": (
+            "", "`multipleOf` of a JSON schema, as a whole number of its smallest step"),
+        "nanoserve.features.structured.xgrammar_schemas._MOST_LENGTH": (
+            "", "counts in a JSON schema, such as `maxLength`, with the backend xgrammar"),
+        "nanoserve.features.structured.checker._TIME_LIMIT": ("seconds", "checking a grammar"),
+        "nanoserve.features.structured.extension._TIME_LIMIT": ("seconds", "compiling a grammar"),
+    },
+    "server": {
+        "nanoserve.serve.http.connection._MOST_HEADER_BYTES": ("bytes", "the headers of a request"),
+        "nanoserve.serve.http.connection._HEADER_SECONDS": (
+            "seconds", "the time in which the headers of a request arrive"),
+        "nanoserve.serve.http.port._STALLED_SECONDS": (
+            "seconds", "the time in which a client reads nothing of what was sent to it"),
+        "nanoserve.serve.http.dashboard.MAX_WATCHERS": ("clients", "readers of `/live` at a time"),
+        "nanoserve.serve.http.tools.tool_choice._MOST_TOOLS": ("functions", "`tools`"),
+        "nanoserve.serve.http.tools.tool_choice._MOST_ARGUMENTS": (
+            "items", "arguments of all tool calls in `messages`, counted as those of a body"),
+        "nanoserve.serve.http.tools.grammar._MOST_CALLS": (
+            "calls", "tool calls of one answer, where they follow a grammar"),
+        "nanoserve.serve.batch.requests.MOST_BYTES": ("bytes", "a line of a batch file"),
+    },
+    "checkpoint": {
+        "nanoserve.checkpoint.config_json._MAX_JSON_BYTES": (
+            "bytes", "`config.json` and the other files in JSON"),
+        "nanoserve.checkpoint.config_json._LARGEST_SIZE": (
+            "", "sizes in `config.json`, such as `hidden_size`"),
+        "nanoserve.checkpoint.config_json._LARGEST[vocab_size]": (
+            "", "`vocab_size` in `config.json`"),
+        "nanoserve.checkpoint.config_json._LARGEST[max_position_embeddings]": (
+            "", "`max_position_embeddings` in `config.json`"),
+        "nanoserve.checkpoint.gguf.container._MAX_DIMS": (
+            "dimensions", "a tensor of a GGUF file"),
+        "nanoserve.checkpoint.formats.bitsandbytes._MAX_STATE_BYTES": (
+            "bytes", "the quantisation state of a tensor of bitsandbytes"),
+        "nanoserve.checkpoint.formats.schemes._MAX_PATTERN": (
+            "characters", "a regular expression that names modules (compressed-tensors)"),
+        "nanoserve.checkpoint.formats.schemes._MAX_NAME": (
+            "characters", "the name of a module that such an expression is compared with"),
+        "nanoserve.checkpoint.formats.schemes._MAX_REPEATS": (
+            "repetitions", "repetitions in such an expression"),
+        "nanoserve.features.speculative.hidden_head._MAX_SIZE": (
+            "", "sizes in the file of a hidden head"),
+        "nanoserve.attention.flash._MAX_HEAD_DIM": ("", "`head_dim` with flash-attn"),
+        "nanoserve.kernels.triton.add_rms_norm._MAX_HIDDEN": (
+            "", "`hidden_size` with the Triton kernels"),
+        "nanoserve.worker.cuda_device._MOST_POSITIONS": (
+            "positions", "`max_position_embeddings` of a model on a GPU, unless `max_model_len` is "
+            "given"),
+    },
+    "time": {
+        "nanoserve.checkpoint.hub._TIMEOUT": (
+            "seconds", "the hub's answer, before the local cache is used"),
+        "nanoserve.features.parallel.tensor_parallel._START_TIMEOUT": ("seconds", "a rank's start"),
+        "nanoserve.features.parallel.tensor_parallel._LOAD_TIMEOUT": (
+            "seconds", "loading the weights, compiling and recording graphs in a rank"),
+        "nanoserve.features.parallel.ray_workers._PLACE_TIMEOUT": (
+            "seconds", "the time in which Ray finds a place for all ranks"),
+        "nanoserve.features.parallel.ray_workers._CONNECT_TIMEOUT": (
+            "seconds", "the time in which a rank that Ray has started connects"),
+        "nanoserve.serve.engine_process._IMPORT_TIMEOUT": (
+            "seconds", "the time to the first sign of life of the engine's process"),
+        "nanoserve.serve.replicas.router_client._LONGEST_ABSENCE": (
+            "seconds", "the time without any replica, after which waiting requests fail"),
+    },
+}  # fmt: skip
+# Constants with such names that reject nothing: sizes of caches, pieces, messages and waits.
+NO_BOUNDS = """
+    nanoserve.attention.quantized_kv
+    nanoserve.serve.batch.batch_job
+    nanoserve.serve.batch.ray_runner
+    nanoserve.serve.batch.restarts
+    nanoserve.text.chat_template._LONGEST_PATH
+    nanoserve.checkpoint.loader
+    nanoserve.checkpoint.misfits
+    nanoserve.checkpoint.names
+    nanoserve.checkpoint.rope_types
+    nanoserve.utils.checks
+    nanoserve.config._SMALLEST
+    nanoserve.engine.bad_words
+    nanoserve.text.detokenizer
+    nanoserve.text.incremental_decoder
+    nanoserve.engine.kv_groups
+    nanoserve.engine.text_limit
+    nanoserve.kernels.triton.grouped_linear
+    nanoserve.kernels.triton.paged_attention
+    nanoserve.kernels.triton.quantized_kv
+    nanoserve.kernels.triton.quantized_rows
+    nanoserve.kernels.cpu.attention
+    nanoserve.kernels.cpu.fixed_point
+    nanoserve.kernels.cpu.integer_inputs
+    nanoserve.kernels.cpu.quantized_kv
+    nanoserve.features.progress
+    nanoserve.checkpoint.quantized_loader
+    nanoserve.models.quantization.gpu_method
+    nanoserve.serve.replicas.app
+    nanoserve.serve.replicas.messages
+    nanoserve.serve.replicas.router_client._MOST_FAILURES
+    nanoserve.serve.replicas.fleet_llm
+    nanoserve.serve.replicas.discovery
+    nanoserve.serve.http.app
+    nanoserve.serve.async_llm
+    nanoserve.serve.engine_process
+    nanoserve.serve.engine_thread
+    nanoserve.serve.http.errors
+    nanoserve.serve.http.unknown_fields
+    nanoserve.serve.http.dashboard._MOST_SHARE
+    nanoserve.serve.http.dashboard_state
+    nanoserve.serve.http.port._QUIET_SECONDS
+    nanoserve.serve.http.response_writer
+    nanoserve.serve.http.run
+    nanoserve.serve.http.settings._SMALLEST
+    nanoserve.features.speculative.config._SMALLEST
+    nanoserve.features.speculative.goodput
+    nanoserve.features.speculative.step_costs
+    nanoserve.features.speculative.suffix
+    nanoserve.features.structured.backends
+    nanoserve.features.structured.checker
+    nanoserve.features.structured.compiler
+    nanoserve.features.structured.extension.MOST_FORCED
+    nanoserve.features.structured.guidance
+    nanoserve.features.structured.constrained_sequence
+    nanoserve.features.structured.schema_numbers
+    nanoserve.features.structured.schemas._MOST_NAMED
+    nanoserve.features.structured.xgrammar_schemas._LARGEST
+    nanoserve.worker.gpu_memory
+    nanoserve.features.parallel.heartbeat
+    nanoserve.worker.mixed_program
+    nanoserve.features.parallel.process_group
+    nanoserve.features.parallel.tensor_parallel._LEFT_TIMEOUT
+"""
+
+# Combinations that `EngineConfig` refuses; the table has its messages.
+REFUSED_OPTIONS = (
+    {"max_num_batched_tokens": 8, "max_num_seqs": 16},
+    {"num_kv_blocks": 64, "kv_cache_memory_bytes": 2**20},
+    {"priority_aging": 8},
+    {"quantization_group_size": 64},
+    {"kv_events_config": {"enable_kv_cache_events": True, "publisher": print},
+     "enable_prefix_caching": False},
+    {"trace": "run.jsonl", "async_scheduling": True},
+    {"capture_sampling": True, "enforce_eager": True},
+    {"capture_sampling": True, "tensor_parallel_size": 2},
+    {"capture_mixed_steps": True, "enforce_eager": True},
+    {"pipeline_parallel_size": 2, "async_scheduling": True},
+    {"pipeline_parallel_size": 2, "capture_sampling": True},
+    {"pipeline_parallel_size": 2, "capture_mixed_steps": True},
+    {"pipeline_parallel_size": 2,
+     "speculative_config": {"method": "hidden_head", "model": "tiny-qwen3"}},
+    {"distributed_executor_backend": "ray"},
+    {"speculative_config": {"method": "ngram"}, "logits_processors": [print]},
+    {"speculative_config": {"method": "ngram", "enforce_eager": False}, "enforce_eager": True},
+    {"speculative_config": {"method": "ngram", "enforce_eager": False},
+     "pipeline_parallel_size": 2},
+    {"speculative_config": {"method": "ngram", "model": "tiny-qwen3-draft"}},
+    {"speculative_config": {"method": "draft_model"}},
+)  # fmt: skip
+# Those that are refused once the model, or the device, is known.
+REFUSED_ON_CPU = (
+    {"quantization_activations": "none"},
+    {"max_model_len": 10**6},
+    {"max_model_len": 512, "num_kv_blocks": 4},
+    {"attention_backend": "numba", "dtype": "float16"},
+    {"quantization": "awq"},
+    {"quantization": "fp8"},
+)
+REFUSED_PARAMETERS = (
+    {"min_tokens": 8, "max_tokens": 4},
+    {"n": 2, "temperature": 0},
+    {"detokenize": False, "stop": ["."]},
+)
+
+# Features of vLLM's that are not there, and the option that says what to do instead.
+UNSUPPORTED = {
+    "LoRA adapters": "enable_lora",
+    "embeddings, pooling, scores, reranking": "pooler_config",
+    "images, audio, video": "limit_mm_per_prompt",
+    "prompts as embeddings": "enable_prompt_embeds",
+    "KV transfer between engines, disaggregated prefill": "kv_transfer_config",
+    "KV offloading to host memory or disk": "kv_offloading_size",
+    "weights offloaded to host memory": "cpu_offload_gb",
+    "swapping of preempted sequences": "swap_space",
+    "torch.compile": "compilation_config",
+    "context parallelism": "decode_context_parallel_size",
+    "expert parallelism with all-to-all, EPLB": "enable_eplb",
+    "data parallelism within one engine": "data_parallel_size",
+    "models through transformers' own code": "model_impl",
+    "weights sent by a trainer": "weight_transfer_config",
+}
+
+# Flags of `nanoserve serve` that concern the server, and replicas.
+FLAGS = {
+    "--host": "Address to listen at; 0.0.0.0 is every address of this machine.",
+    "--port": "Port to listen at; 0 is any free one.",
+    "--ssl-keyfile": "Private key, for https.",
+    "--ssl-certfile": "Certificate, for https. Both files are needed.",
+    "--grace-period": "Seconds that running requests have to end after SIGTERM, SIGHUP or Ctrl-C.",
+    "--served-model-name": "Names that clients may use as `model`; answers have the first one. "
+    "None: the model as it was given.",
+    "--api-key": "Keys that clients may send; several may be given. The environment variable "
+    "`NANOSERVE_API_KEY` is one, too. None: no key is needed.",
+    "--allowed-origins": "Sites whose pages may call the server (CORS), or `*`.",
+    "--default-chat-template-kwargs": "`chat_template_kwargs` of requests that do not give them.",
+    "--max-queue": "Sequences that may wait; beyond that, requests get a 429 with `Retry-After`. "
+    "None: any number.",
+    "--tool-call-parser": "How the model writes tool calls: `hermes`, `llama3_json` or `mistral`. "
+    "None: as the chat template shows.",
+    "--reasoning-parser": "Splits reasoning from the answer: `qwen3` or `deepseek_r1`. "
+    "None: nothing is split.",
+    "--max-n": "The most completions of a request.",
+    "--max-prompts": "The most prompts of a request to /v1/completions. Prompts times `n` are at "
+    "most the larger of this and `--max-n`.",
+    "--max-body-bytes": "The most bytes of a request's body; 413 beyond.",
+    "--max-connections": "The most connections at a time; 503 beyond.",
+    "--body-timeout": "Seconds for a body to arrive; 408 beyond.",
+    "--heartbeat-interval": "Seconds of silence in a stream before a comment is sent.",
+    "--metrics-prefix": "What the names at `/metrics` begin with.",
+    "--enable-auto-tool-choice": "Accepted for scripts that were made for vLLM: it is always on.",
+    "--access-log": "Logs a line for each request.",
+    "--engine-process": "Runs the engine in a process of its own; otherwise in a thread.",
+    "--stream-interval": "The fewest tokens of an event of a stream, but for the first and the "
+    "last one.",
+    "--data-parallel-size": "Engines behind this server (replicas), or the fewest of them; more "
+    "than one needs Ray.",
+    "--max-data-parallel-size": "The most replicas: more are started while all are busy. None: "
+    "always `--data-parallel-size`.",
+    "--target-ongoing-requests": "Requests at each replica above which another one is started.",
+    "--ray-address": "Address of a running Ray cluster. None: Ray is started here, and stopped.",
+    "--router": "How it is known which prefixes a replica has cached: `approximate`, from the "
+    "requests that were sent to it, or `exact`, from its own messages.",
+}
+
+# Histograms, whose help text is their name.
+HISTOGRAMS = {
+    "time_to_first_token_seconds": "From a request's arrival to its first token.",
+    "inter_token_latency_seconds": "From one token of a completion to the next.",
+    "e2e_request_latency_seconds": "From a request's arrival to its end.",
+    "request_queue_time_seconds": "From a request's arrival to its first step.",
+    "request_inference_time_seconds": "From a request's first step to its last token.",
+    "request_prefill_time_seconds": "From a request's first step to its first token.",
+    "request_decode_time_seconds": "From a request's first token to its last one.",
+    "iteration_tokens_total": "Tokens computed in a step.",
+    "request_params_n": "`n` of a request.",
+    "request_prompt_tokens": "Tokens of a request's prompt.",
+    "request_generation_tokens": "Tokens of a request's completions together.",
+    "request_max_num_generation_tokens": "Tokens of the longest completion of a request that "
+    "came to its own end.",
+    "request_params_max_tokens": "`max_tokens` of a request.",
+}
+
+# Attributes of outputs whose comment is missing, or no sentence.
+ATTRIBUTES = {
+    "EngineStats.num_steps": "Steps.",
+    "EngineStats.num_prompt_tokens": "Prompt tokens of finished requests.",
+    "EngineStats.num_output_tokens": "Output tokens of finished requests.",
+    "EngineStats.num_computed_tokens": "Tokens that went through the model, those that were "
+    "computed again included.",
+    "EngineStats.num_preemptions": "Preemptions.",
+    "EngineStats.prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "EngineStats.prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "EngineStats.num_accepted_tokens": "Draft tokens that were accepted.",
+    "EngineStats.num_accepted_tokens_per_pos": "Accepted draft tokens by their position in a row.",
+    "RequestMetrics.arrival_time": "When the request was made.",
+    "RequestMetrics.first_scheduled_time": "When the first step began that worked on it.",
+    "RequestMetrics.first_token_time": "When the first token was sampled, even if it was EOS.",
+    "RequestMetrics.last_token_time": "When the last token of the output was sampled.",
+    "RequestMetrics.finished_time": "When the request ended.",
+    "RequestMetrics.num_output_tokens": "Tokens of all completions together.",
+    "RequestMetrics.num_intervals": "Pairs of successive tokens of one completion.",
+    "RequestMetrics.interval_seconds": "Seconds between the tokens of all these pairs together.",
+    "RequestMetrics.num_preemptions": "How often its sequences were preempted.",
+}
+
+# Fields of dictionaries among the options whose docstring has no sentence.
+CONFIG_FIELDS = {
+    "speculative_config.num_speculative_tokens": "The most draft tokens of a row, up to 32. "
+    "None: 8 on a CPU and 7 on a GPU.",
+    "speculative_config.adaptive": "True: as many draft tokens as pay, by the time that steps take "
+    "and by how many of them are accepted. False: as many as are proposed.",
+    "speculative_config.model": 'The model of "draft_model", as `LLM` takes it; the file of '
+    '"hidden_head" ("tiny-qwen3": the one that ships).',
+    "speculative_config.revision": 'Revision of the model of "draft_model".',
+    "speculative_config.dtype": 'Dtype of the model of "draft_model".',
+    "speculative_config.quantization": 'Quantization of the model of "draft_model".',
+    "speculative_config.enforce_eager": "On a GPU, whether steps with draft tokens are launched "
+    "kernel by kernel instead of by CUDA graphs. None: False, except with `enforce_eager=True` of "
+    "the engine, with several ranks, and with another attention backend than Triton's.",
+    "speculative_config.prompt_lookup_min": "The fewest tokens that must agree. None: the same as "
+    "`prompt_lookup_max`, or 3.",
+    "speculative_config.prompt_lookup_max": "The most tokens that are looked up, which is tried "
+    "first. None: the same as `prompt_lookup_min`, or 4.",
+    "kv_events_config.enable_kv_cache_events": "Whether anything is published.",
+    "kv_events_config.replay_endpoint": "Unsupported: a subscriber that has missed something "
+    "begins anew.",
+}
