@@ -1,14 +1,14 @@
-"""Attention by flash-attn, where it is installed: version 3 on Hopper, version 2 anywhere else.
+"""Attention with flash-attn, if it is installed: version 3 on Hopper, version 2 on other GPUs.
 
-FlashAttention-2 (Dao 2023) is the package flash_attn. Its two paged entry points share the batch
-between them: `flash_attn_with_kvcache` takes the rows of one token, `flash_attn_varlen_func` the
-packed rows of several. FlashAttention-3 (Shah et al. 2024) is flash_attn_interface, built from the
-folder "hopper" of the same repository. There, `flash_attn_with_kvcache` takes packed rows of any
+FlashAttention-2 (Dao 2023) is the package flash_attn. It has two paged entry points, which share
+the batch: `flash_attn_with_kvcache` gets the decode rows, `flash_attn_varlen_func` the packed rows
+of several tokens. FlashAttention-3 (Shah et al. 2024) is flash_attn_interface, built from the
+folder "hopper" of the same repository. There, `flash_attn_with_kvcache` accepts packed rows of any
 length, and pages of any size, which `flash_attn_varlen_func` does not.
 
-Behind a sliding window, tables name the dummy block 0. Whether flash-attn multiplies its V by 0 or
-leaves it alone is known from reading its source only: no version has been run with blocks that were
-given back. The dummy block's content is finite, so either way nothing is added.
+For blocks before a sliding window, tables contain the dummy block 0. Whether flash-attn multiplies
+its V by 0 or skips it is known only from reading its source: no version has been run with blocks
+that were freed. The dummy block has finite values, so nothing is added in either case.
 """
 
 from importlib.util import find_spec
@@ -23,32 +23,32 @@ from nanoserve.attention.kv_cache import KVCache, KVCacheSpec
 
 _PAGE_MULTIPLE = 256  # tokens: FlashAttention-2 reads a page in tiles, and a tile from one page
 _MAX_HEAD_DIM = 256
-_HOPPER = (9, 0)  # compute capability: version 3 rests on what only these GPUs have
+_HOPPER = (9, 0)  # compute capability: version 3 needs features of these GPUs
 
 
 def check_flash_attention(
     block_size: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> str:
-    """Which version it will be: "flash_attn3" or "flash_attn".
+    """Return the version to use: "flash_attn3" or "flash_attn".
 
-    Raises `ValueError`, with the number and what to do, if neither can serve this.
+    Raises `ValueError`, with the number and what to do, if neither supports the configuration.
     """
-    asked = "attention_backend='flash_attn'"
+    option = "attention_backend='flash_attn'"
     is_3 = _has_version_3(device)
     if not is_3 and find_spec("flash_attn") is None:
-        raise ValueError(f"{asked} needs the package flash-attn: pip install 'nanoserve[flash]'")
+        raise ValueError(f"{option} needs the package flash-attn: pip install 'nanoserve[flash]'")
     if device.type != "cuda":
-        raise ValueError(f"{asked} needs an NVIDIA GPU, not device {device}")
+        raise ValueError(f"{option} needs an NVIDIA GPU, not device {device}")
     if dtype not in (torch.float16, torch.bfloat16):
-        raise ValueError(f"{asked} works in 16 bits, not {dtype}: choose dtype='bfloat16'")
+        raise ValueError(f"{option} needs a 16-bit dtype, not {dtype}: choose dtype='bfloat16'")
     if not is_3 and block_size % _PAGE_MULTIPLE:
         raise ValueError(
-            f"{asked} needs a block_size that is a multiple of {_PAGE_MULTIPLE}, not {block_size}; "
-            f"'triton' takes any, and so does FlashAttention-3"
+            f"{option} needs a block_size that is a multiple of {_PAGE_MULTIPLE}, not "
+            f"{block_size}; 'triton' and FlashAttention-3 support any block_size"
         )
     if head_dim > _MAX_HEAD_DIM or head_dim % 8:
         raise ValueError(
-            f"{asked} needs a head_dim that is a multiple of 8 and at most {_MAX_HEAD_DIM}, "
+            f"{option} needs a head_dim that is a multiple of 8 and at most {_MAX_HEAD_DIM}, "
             f"not {head_dim}"
         )
     return "flash_attn3" if is_3 else "flash_attn"
@@ -71,20 +71,24 @@ class _FlashBackend(AttentionBackend):
         dtype: torch.dtype,
         kv_cache_dtype: str = "auto",
     ) -> KVCacheSpec:
-        """See `AttentionBackend`; flash-attn keeps K and V in the type of the queries."""
+        """Return the layout of the cache: see `AttentionBackend`.
+
+        flash-attn supports K and V only in the dtype of the queries; others raise `ValueError`.
+        """
         if kv_cache_dtype != "auto":
             raise ValueError(
                 f"kv_cache_dtype={kv_cache_dtype!r} and attention_backend='flash_attn': flash-attn "
-                f"knows no scale per token and head; ['torch', 'numba', 'triton'] do"
+                f"has no scales per token and head; choose 'torch', 'numba' or 'triton'"
             )
         return super().kv_cache_spec(block_size, num_kv_heads, head_dim, dtype)
 
 
 class FlashAttention3(_FlashBackend):
-    """Version 3.
+    """FlashAttention-3.
 
-    By its source, tiles of keys need not begin where a page does, so one in which a window begins
-    may reach into pages behind it and multiply their V by 0: finite values do no harm, NaN would.
+    According to its source, tiles of keys need not begin where a page does, so a tile in which a
+    window begins may include pages before the window and multiply their V by 0: finite values do no
+    harm, NaN would.
     """
 
     def attend(
@@ -106,10 +110,10 @@ class FlashAttention3(_FlashBackend):
 
 
 class FlashAttention(_FlashBackend):
-    """Version 2.
+    """FlashAttention-2.
 
-    By its source, tiles of keys lie within a page, so what it reads of the page in which a window
-    begins is the sequence's own.
+    According to its source, a tile of keys lies within a page, so all that it reads of the page in
+    which a window begins belongs to the sequence.
     """
 
     def attend(
@@ -164,10 +168,12 @@ def _attend_chunks(
 
 
 def _ends_of_chunks(metadata: AttentionMetadata) -> tuple[Tensor, ...]:
-    """Of the rows behind the decode rows: where each ends in q, and where its context would, laid
-    side by side. Both int32 [num_chunks + 1], from 0 on."""
+    """Return (cu_seqlens_q, cu_seqlens_k) of the rows after the decode rows.
+
+    Both are int32 [num_chunks + 1] and start at 0: cumulative lengths of queries and of contexts.
+    """
     if "flash_attn" not in metadata.scratch:
-        first = metadata.num_decode_rows  # and so many tokens are before the first chunk
+        first = metadata.num_decode_rows  # also the number of tokens before the first chunk
         contexts = metadata.context_lens[first:].cumsum(0, dtype=torch.int32)
         ends = metadata.cu_seqlens_q[first:] - first, F.pad(contexts, (1, 0))
         metadata.scratch["flash_attn"] = ends
@@ -175,18 +181,21 @@ def _ends_of_chunks(metadata: AttentionMetadata) -> tuple[Tensor, ...]:
 
 
 def _pages(kv_cache: KVCache) -> Tensor:
-    """Return K and V, each [num_blocks, block_size, num_kv_heads, head_dim], as flash-attn has
-    them. It reads strides, so views will do."""
+    """Return K and V in flash-attn's order: [num_blocks, block_size, num_kv_heads, head_dim].
+
+    flash-attn supports strides, so these are views.
+    """
     return kv_cache.values.transpose(2, 3)
 
 
 def _scores(layer: AttentionLayer) -> dict[str, Any]:
-    """flash-attn's arguments for the scale, the mask and the cap of the scores."""
+    """Return flash-attn's arguments for the scale, the mask and the soft cap of the scores."""
     window = layer.sliding_window
     return {
         "softmax_scale": layer.scale,
         "causal": True,
-        # Tokens seen before a query and after it, -1 for all; its own is not counted.
+        # Number of tokens before and after a query that it attends to, -1 for all; its own is not
+        # counted.
         "window_size": (-1, -1) if window is None else (window - 1, 0),
         "softcap": layer.soft_cap or 0.0,
     }

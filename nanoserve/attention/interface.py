@@ -1,4 +1,4 @@
-"""The interface of an attention backend: its inputs, and what it must do."""
+"""Interface of attention backends: their inputs, and the operation they implement."""
 
 from dataclasses import dataclass, field, replace
 
@@ -10,47 +10,47 @@ from nanoserve.attention.kv_cache import KVCache, KVCacheSpec
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """The layer that a backend computes for."""
+    """Parameters of the attention layer that a backend computes."""
 
     num_heads: int
     num_kv_heads: int  # query head h reads KV head h // (num_heads // num_kv_heads)
     head_dim: int
     scale: float
-    sliding_window: int | None = None  # how many tokens a query sees, its own included
+    sliding_window: int | None = None  # number of tokens that a query attends to, its own included
     soft_cap: float | None = None  # c: scores become c tanh(score / c)
 
 
 @dataclass
 class AttentionMetadata:
-    """The batch as attention sees it: a few tensors and integers, the same for every layer.
+    """Metadata of a batch for attention: a few tensors and integers, the same for every layer.
 
-    A row is a sequence; its tokens are q[cu_seqlens_q[row] : cu_seqlens_q[row + 1]], they are the
-    last of its context, and each attends to itself and to all that came before it. `slot_mapping`
+    A row is a sequence; its tokens are q[cu_seqlens_q[row] : cu_seqlens_q[row + 1]], the last
+    tokens of its context, and each attends to itself and to all tokens before it. `slot_mapping`
     and `block_tables` differ by group of layers, see `nanoserve.engine.kv_groups`.
     """
 
     positions: Tensor  # int32 [num_tokens]
-    slot_mapping: Tensor  # int32 [num_tokens]: where each token's K and V go
+    slot_mapping: Tensor  # int32 [num_tokens]: the cache slot of each token's K and V
     cu_seqlens_q: Tensor  # int32 [num_rows + 1]
     context_lens: Tensor  # int32 [num_rows]
     block_tables: Tensor  # int32 [num_rows, max_blocks]
     num_decode_rows: int  # rows with one token; they come first
     max_query_len: int
     max_context_len: int
-    # In a graph of mixed steps int32 [2], on the device: all rows, and decode rows. What the other
-    # tensors have behind is padding, and `num_decode_rows` says nothing.
+    # In a graph of mixed steps, int32 [2] on the device: the numbers of rows and of decode rows.
+    # Tensor entries beyond these are padding, and `num_decode_rows` is not used.
     row_counts: Tensor | None = None
-    # What a backend computes in a step's first layer for all the others, by the backend's name.
+    # Values that a backend computes in the first layer of a step for all layers, by backend name.
     scratch: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
     _other_groups: list["AttentionMetadata"] = field(default_factory=list, repr=False)
 
     def add_group(self, slot_mapping: Tensor, block_tables: Tensor) -> None:
-        """Add where the K and V of one more group of layers are; all else is the same."""
+        """Add the slots and block tables of one more group of layers; the rest is shared."""
         group = replace(self, slot_mapping=slot_mapping, block_tables=block_tables)
         self._other_groups.append(group)
 
     def of_group(self, group: int) -> "AttentionMetadata":
-        """Return the step as the layers of a group see it; this one is that of group 0."""
+        """Return the metadata for the layers of a group; `self` is that of group 0."""
         return self._other_groups[group - 1] if group else self
 
     @property
@@ -59,13 +59,14 @@ class AttentionMetadata:
 
 
 class AttentionBackend:
-    """Attends over a KV cache in which K and V of the whole batch are already stored.
+    """Base class of attention backends.
 
-    In this order: a sequence may read blocks that another one of the same batch fills.
+    A backend attends over a KV cache in which K and V of the whole batch are already stored: a
+    sequence may read blocks that another one of the same batch fills.
     """
 
     capturable = False  # whether a decode step can be captured in a CUDA graph
-    captures_mixed_steps = False  # and a step of decode rows and chunks, of any numbers of both
+    captures_mixed_steps = False  # also a mixed step, for any numbers of decode rows and chunks
 
     def kv_cache_spec(
         self,
@@ -75,18 +76,18 @@ class AttentionBackend:
         dtype: torch.dtype,
         kv_cache_dtype: str = "auto",
     ) -> KVCacheSpec:
-        """Return how a layer's K and V are kept for this backend.
+        """Return the layout of a layer's K and V for this backend.
 
-        num_kv_heads: of this rank. dtype: the model's. kv_cache_dtype: the user's choice. Raises
-        `ValueError` for a format that the backend cannot read.
+        num_kv_heads: of this rank. dtype: the model's. kv_cache_dtype: the configured format.
+        Raises `ValueError` for a format that the backend does not support.
         """
         return KVCacheSpec.of_format(block_size, num_kv_heads, head_dim, dtype, kv_cache_dtype)
 
     def attend(
         self, layer: AttentionLayer, q: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> Tensor:
-        """Attend from q [num_tokens, num_heads, head_dim]; return the same shape.
+        """Compute attention of q [num_tokens, num_heads, head_dim]; return the same shape.
 
-        Blocks behind the windows of all of a row's queries may hold anything, even NaN.
+        Blocks before the windows of all of a row's queries may contain anything, even NaN.
         """
         raise NotImplementedError

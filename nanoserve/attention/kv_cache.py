@@ -1,7 +1,8 @@
-"""The paged KV cache of a layer: how it is laid out, written and read, in floats or in 8 bits.
+"""Paged KV cache of a layer: layout, writes and reads, in floating point or in 8 bits.
 
-K and V are kept in blocks of `block_size` tokens. A token's place is its *slot*, its block's number
-x block_size + offset. With the head before the token, what one head reads of a block is contiguous.
+K and V are stored in blocks of `block_size` tokens. A token's location is its *slot*: its block's
+number x block_size + offset. The head dimension precedes the token dimension, so what one head
+reads of a block is contiguous.
 """
 
 from collections.abc import Callable
@@ -16,13 +17,13 @@ from nanoserve.checkpoint.kv_formats import head_bytes, kv_format
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """The layout of a layer's cache on one rank."""
+    """Layout of a layer's cache on one rank."""
 
     block_size: int  # tokens
     num_kv_heads: int  # of this rank
     head_dim: int
     dtype: torch.dtype  # of values, or of codes
-    has_scales: bool = False  # codes have one for every token and head
+    has_scales: bool = False  # True for codes, which have a scale for every token and head
 
     @classmethod
     def of_format(
@@ -46,16 +47,16 @@ class KVCacheSpec:
 
     @property
     def cache_key(self) -> str:
-        """The format's name. K and V of the same tokens are others in another format."""
+        """Name of the format, part of the key of cached blocks: formats store different K and V."""
         name = str(self.dtype).removeprefix("torch.")
         return "fp8_e4m3" if self.has_scales and name == "uint8" else name
 
     def allocate(
         self, num_layers: int, num_blocks: int, zeros: Callable[..., Tensor] = torch.zeros
     ) -> list["KVCache"]:
-        """Return the caches of layers, which lie side by side in one piece of memory.
+        """Allocate the caches of several layers as one contiguous piece of memory.
 
-        num_blocks: with the dummy block 0. `zeros(shape, dtype=dtype)` takes the memory.
+        num_blocks: including dummy block 0. `zeros(shape, dtype=dtype)` allocates the memory.
         """
         shape = (num_layers, 2, num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
         values = zeros(shape, dtype=self.dtype)
@@ -67,10 +68,10 @@ class KVCacheSpec:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class KVCache:
-    """K and V of one layer, K before V."""
+    """KV cache of one layer, K before V."""
 
     values: Tensor  # or codes: [2, num_blocks, num_kv_heads, block_size, head_dim]
-    scales: Tensor | None = None  # float32 [2, num_blocks, num_kv_heads, block_size], of codes
+    scales: Tensor | None = None  # float32 [2, num_blocks, num_kv_heads, block_size]
     group: int = 0  # the index of the layer's `KVCacheGroup`
 
     def store(self, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
@@ -83,9 +84,10 @@ class KVCache:
             self.values[index][blocks, :, offsets] = x
 
     def read(self, block_ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return blocks in floats: of [..., n] ids [2, ..., n, num_kv_heads, block_size, head_dim].
+        """Return blocks in `dtype`: [..., n] -> [2, ..., n, num_kv_heads, block_size, head_dim].
 
-        In memory, the heads lie before the n blocks: a head's tokens follow each other.
+        block_ids: [..., n]. In memory, the heads precede the n blocks: a head's tokens are
+        contiguous.
         """
         num_blocks, num_kv_heads = self.values.shape[1:3]
         heads = torch.arange(num_kv_heads, device=block_ids.device)[:, None]
@@ -98,7 +100,7 @@ class KVCache:
         return blocks.view(*index.shape, *blocks.shape[1:]).transpose(-3, -4)
 
     def fill_(self, value: float) -> None:
-        """Make every K and V `value`."""
+        """Set all of K and V to `value`."""
         if self.scales is None:
             self.values.fill_(value)
             return

@@ -1,4 +1,4 @@
-"""Attention on a CPU with numba (extra: `nanoserve[cpu]`): its own kernel for decode rows."""
+"""Attention on a CPU with numba (extra: `nanoserve[cpu]`): a compiled kernel for short rows."""
 
 import math
 import os
@@ -15,22 +15,22 @@ from nanoserve.attention.torch import attend_rows
 from nanoserve.kernels.cpu.attention import attend_decode
 from nanoserve.kernels.cpu.elements import ELEMENTS, address
 
-# Tokens of a row that the kernel takes: its last one, and as many guesses as there may be.
+# Maximum number of tokens of a row that the kernel computes: the last one and its draft tokens.
 FEW = 33
 
 
 class NumbaAttention(AttentionBackend):
-    """A kernel of its own for rows of few tokens; torch, as in `TorchAttention`, for longer ones.
+    """Backend with a compiled kernel for rows of few tokens, and torch for longer ones.
 
-    It reads the K and V of a row once for all its tokens, and where they lie: also codes of 8 bits,
-    which are half the bytes of 16 bits.
+    The kernel reads the K and V of a row in place and once for all its tokens. It also reads 8-bit
+    codes, which have half the bytes of 16 bits.
     """
 
     def __init__(self) -> None:
         _refuse_forks()
         num_threads = torch.get_num_threads()
         set_num_threads(min(num_threads, config.NUMBA_NUM_THREADS))
-        # This has started numba's threads, which sets the number of OpenMP's, torch's too, to all.
+        # Starting numba's threads sets OpenMP's number, which is torch's too, to all cores.
         torch.set_num_threads(num_threads)
 
     def attend(
@@ -55,7 +55,7 @@ class NumbaAttention(AttentionBackend):
                 layer.scale,
                 layer.sliding_window or 2**31 - 1,
                 layer.soft_cap or 0.0,
-                # Threads share every row as evenly as its heads allow.
+                # Threads split every row as evenly as its heads allow.
                 math.gcd(layer.num_kv_heads, get_num_threads()),
                 ELEMENTS[q.dtype],
                 ELEMENTS[cache.dtype],
@@ -68,23 +68,26 @@ class NumbaAttention(AttentionBackend):
         return out
 
 
-_started: set[int] = set()  # by whom numba's threads were, as a process; a fork has it, too
+_started: set[int] = set()  # ids of processes that started numba's threads; a fork inherits the set
 
 
 def _refuse_forks() -> None:
-    """Raise `RuntimeError` in a fork of a process with such threads: OpenMP would end it."""
+    """Raise `RuntimeError` in a fork of a process that has such threads: OpenMP would abort it."""
     _started.add(os.getpid())
     if len(_started) > 1:
         _started.discard(os.getpid())
         raise RuntimeError(
             "this process was forked from one that has computed with numba: instead of fork, use "
-            "spawn, as multiprocessing.get_context('spawn')"
+            "spawn, as in multiprocessing.get_context('spawn')"
         )
 
 
 def _few_and_longer(metadata: AttentionMetadata) -> tuple[Tensor, ...]:
-    """Behind the rows of one token, int32: those of few, [num_few]; of each that is longer [row,
-    its first token, the next row's]."""
+    """Return the rows after the decode rows, split by length, both int32.
+
+    Those of few tokens: [num_few]. Longer ones: [num_longer, 3], each (row, its first token, the
+    next row's first token).
+    """
     if "numba" not in metadata.scratch:
         first, starts = metadata.num_decode_rows, metadata.cu_seqlens_q.numpy()
         is_few = np.diff(starts[first:]) <= FEW

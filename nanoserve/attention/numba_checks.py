@@ -1,4 +1,4 @@
-"""What attention on a CPU takes: checked before its kernel gets addresses, which have no bounds."""
+"""Input validation of CPU attention: its kernel gets addresses, without bounds checks."""
 
 from collections.abc import Sequence
 from typing import NoReturn
@@ -17,9 +17,10 @@ def check_attention(
     scales: Tensor | None,
     metadata: AttentionMetadata,
 ) -> None:
-    """q: [num_tokens, num_heads, head_dim]; cache: [2, blocks, KV heads, block_size, head_dim].
+    """Raise `ValueError` for inputs that the kernel does not support.
 
-    scales: of codes, one for each head of each slot.
+    q: [num_tokens, num_heads, head_dim]; cache: [2, blocks, KV heads, block_size, head_dim].
+    scales: of codes, one for each head of each slot; None for floats.
     """
     check_cache(cache, scales, q.dtype)
     num_heads, num_kv_heads, head_dim = layer.num_heads, layer.num_kv_heads, layer.head_dim
@@ -42,13 +43,16 @@ def check_attention(
         )
     is_good = starts.dtype == lens.dtype == tables.dtype == torch.int32
     if not (is_good and starts.is_cpu and lens.is_cpu and tables.is_cpu):
-        told = {"cu_seqlens_q": starts, "context_lens": lens, "block_tables": tables}
-        refuse("must be int32, on a CPU", **told)
+        tensors = {"cu_seqlens_q": starts, "context_lens": lens, "block_tables": tables}
+        refuse("must be int32, on a CPU", **tensors)
     num_single = metadata.num_decode_rows
     if not 0 <= num_single <= min(rows, of_q[0]):
-        raise ValueError(f"num_decode_rows={num_single} of {rows} rows with {of_q[0]} tokens")
+        raise ValueError(
+            f"num_decode_rows={num_single} must be from 0 to {min(rows, of_q[0])}: there are "
+            f"{rows} rows and {of_q[0]} tokens"
+        )
     if layer.sliding_window is not None and layer.sliding_window < 1:
-        raise ValueError(f"sliding_window={layer.sliding_window}: a query sees at least itself")
+        raise ValueError(f"sliding_window={layer.sliding_window} must be at least 1")
 
 
 def refuse_rows(
@@ -58,7 +62,7 @@ def refuse_rows(
     for row in range(metadata.context_lens.shape[0]):
         check_row(row, layer, num_tokens, cache_shape, metadata)
     ends = metadata.cu_seqlens_q[[0, -1]].tolist()
-    raise ValueError(f"rows have tokens {ends[0]} to {ends[1]}, and q has {num_tokens}")
+    raise ValueError(f"rows have tokens {ends[0]} to {ends[1]}, but q has {num_tokens}")
 
 
 def check_row(
@@ -68,7 +72,7 @@ def check_row(
     cache_shape: Sequence[int],
     metadata: AttentionMetadata,
 ) -> None:
-    """Raise `ValueError` unless a row's tokens exist, and the blocks that they see."""
+    """Raise `ValueError` if a row has tokens, or needs blocks, that do not exist."""
     num_blocks, block_size = cache_shape[1], cache_shape[3]
     start, end = metadata.cu_seqlens_q[row : row + 2].tolist()
     length, table = int(metadata.context_lens[row]), metadata.block_tables[row].numpy()
@@ -85,4 +89,4 @@ def check_row(
     used = table[first_seen // block_size : -(-length // block_size)]
     wrong = used[(used < 0) | (used >= num_blocks)].tolist()
     if wrong:
-        raise ValueError(f"row {row}: blocks {wrong[:4]} are none of {num_blocks}")
+        raise ValueError(f"row {row}: blocks {wrong[:4]} must be from 0 to {num_blocks - 1}")

@@ -1,32 +1,31 @@
-"""K and V in 8 bits: codes, and a scale for every token and head.
+"""KV cache in 8 bits: codes, and a scale for every token and head.
 
     value = code x scale        scale = largest magnitude of the head's values / largest code
 
-The largest value of each head and token is a code to itself, so nothing has to be calibrated, and
-nothing is ever cut off. int8 has 255 even steps: no value is wrong by more than half a scale. e4m3,
-fp8 of 4 bits of exponent and 3 of mantissa (Micikevicius et al. 2022, arXiv 2209.05433), is wrong
-by a sixteenth of the value at most, or by 2^-10 of a scale: better for values much smaller than the
-largest, worse for all others.
+The largest value of each head and token is represented exactly by a code, so no calibration is
+needed, and no value is clipped. int8 has 255 even steps: the error is at most half a scale. e4m3,
+fp8 with 4 bits of exponent and 3 of mantissa (Micikevicius et al. 2022, arXiv 2209.05433), has an
+error of at most a sixteenth of the value, or 2^-10 of a scale: better for values much smaller than
+the largest, worse for all others.
 
-With a head_dim of 128, a scale of 4 bytes makes 132 bytes of a head that takes 256 in 16 bits:
-1.94 times the tokens in the same pool.
+With a head_dim of 128, a scale of 4 bytes makes 132 bytes of a head that takes 256 in 16 bits: 1.94
+times the tokens in the same pool.
 """
 
 import torch
 from torch import Tensor
 
 LARGEST_CODE = {torch.int8: 127.0, torch.uint8: 448.0}
-# A head of zeros has it, too: a division by it is none by 0. Smaller ones some GPUs take for 0.
+# A head of zeros gets it, too, so that no division is by 0. Some GPUs flush smaller numbers to 0.
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return codes of x [..., head_dim], of the same shape and in this dtype, and scales [...].
 
-    dtype: int8, or uint8 for the bits of e4m3.
-
-    In float32, whatever x is. Codes cannot be infinite or NaN: where a value is, all of its head
-    becomes NaN, by its scale, so that the request ends with an error and not with nonsense.
+    dtype: int8, or uint8 for the bits of e4m3. The computation is in float32 for any dtype of x.
+    Codes cannot be infinite or NaN: if a value is, the scale of its head is NaN, which makes the
+    whole head NaN, so that the request ends with an error and not with wrong tokens.
     """
     x = x.float()
     largest = x.abs().amax(dim=-1, keepdim=True)
@@ -34,13 +33,13 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     scales = (largest / LARGEST_CODE[dtype]).clamp(min=SMALLEST_SCALE)
     values = torch.where(is_finite, x / scales, 0)
     if dtype == torch.int8:
-        codes = values.round().to(torch.int8)  # halves to the even one, as everywhere here
+        codes = values.round().to(torch.int8)  # halves to even, as in all kernels
     else:
         codes = values.to(torch.float8_e4m3fn).view(torch.uint8)
     return codes, scales.masked_fill(~is_finite, torch.nan).squeeze(-1)
 
 
 def dequantize(codes: Tensor, scales: Tensor) -> Tensor:
-    """Return what codes [..., head_dim] and scales [...] stand for: float32 [..., head_dim]."""
+    """Return the values of codes [..., head_dim] with scales [...]: float32 [..., head_dim]."""
     values = codes if codes.dtype == torch.int8 else codes.view(torch.float8_e4m3fn)
     return values.float() * scales.unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Attention backends by name, and the small operations that go with each: no torch is imported."""
+"""Registry of attention backends and the operations used with each; does not import torch."""
 
 from typing import Any
 
@@ -31,14 +31,14 @@ OPERATIONS: Registry[Any] = Registry(
 def register_attention_backend(
     name: str, attention: Any, operations: Any = "nanoserve.models.layers.ops:TorchOps"
 ) -> None:
-    """Add a backend of your own: classes that are made without arguments, or "module:Class".
+    """Register a backend: classes whose constructors take no arguments, or "module:Class".
 
-    Then `LLM(..., attention_backend=name)` takes it. Other ranks do not know it.
+    Then `LLM(..., attention_backend=name)` can use it. Other ranks do not have it.
     """
     ATTENTION_BACKENDS.register(name, attention)
     OPERATIONS.register(name, operations)
 
 
 def backend_choices() -> list[str]:
-    """Return the values of the option `attention_backend`."""
+    """Return the allowed values of the option `attention_backend`."""
     return ["auto", *(name for name in ATTENTION_BACKENDS.names() if name != "flash_attn3")]

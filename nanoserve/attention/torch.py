@@ -1,6 +1,6 @@
-"""Paged attention in plain torch: what the kernels are checked against, and runs without them.
+"""Paged attention in plain torch: the reference for the kernels, and the fallback without them.
 
-The blocks of a row are gathered into contiguous K and V; the rest is attention as in a textbook.
+The blocks of a row are gathered into contiguous K and V; the rest is textbook attention.
 """
 
 from itertools import pairwise
@@ -12,9 +12,9 @@ from torch import Tensor
 from nanoserve.attention.interface import AttentionBackend, AttentionLayer, AttentionMetadata
 from nanoserve.attention.kv_cache import KVCache
 
-# Rows of one token are attended together, padded to the longest: as many as keep the gathered copy
-# of a KV head about inside the processor's cache. Of a cache in 8 bits the copy is in floats: of
-# all rows at once it would take more room than the cache itself.
+# Decode rows are computed together, padded to the longest: as many as keep the gathered copy of a
+# KV head about within the processor's cache. The copy of an 8-bit cache is in floats: for all rows
+# at once it would take more memory than the cache itself.
 _SLOTS_AT_ONCE = 8192
 
 
@@ -23,12 +23,12 @@ class TorchAttention(AttentionBackend):
         self, layer: AttentionLayer, q: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> Tensor:
         longest = metadata.max_context_len
-        if layer.sliding_window is not None:  # and a block more, in which the window begins
+        if layer.sliding_window is not None:  # plus one block, in which the window begins
             longest = min(longest, layer.sliding_window + kv_cache.values.shape[3])
         rows_at_once = max(1, _SLOTS_AT_ONCE // longest)
         decodes = metadata.num_decode_rows
-        # Longer rows go alone, each a large product. [0, 2, 4, 5, 6, 7]: two, two and one of the
-        # rows of one token, then two longer ones.
+        # Each longer row is computed alone, as a large product. [0, 2, 4, 5, 6, 7]: two, two and
+        # one of the decode rows, then two longer rows.
         borders = [*range(0, decodes, rows_at_once), *range(decodes, metadata.num_rows + 1)]
         parts = [attend_rows(layer, q, kv_cache, metadata, *rows) for rows in pairwise(borders)]
         return torch.cat(parts)
@@ -42,9 +42,9 @@ def attend_rows(
     first: int,
     end: int,
 ) -> Tensor:
-    """softmax(q k^T scale) v for rows [first, end), which have the same number n of tokens.
+    """Compute softmax(q k^T scale) v for rows [first, end), which all have n tokens.
 
-    q is the whole batch's; what is returned is [num_rows x n, num_heads, head_dim].
+    q is the whole batch's; the result is [num_rows x n, num_heads, head_dim].
     """
     # 1) K and V of each row, in order: [num_rows, num_kv_heads, length, head_dim].
     num_rows, num_kv_heads = end - first, layer.num_kv_heads
@@ -54,15 +54,15 @@ def attend_rows(
     length = k.shape[2]
 
     # 2) The queries: the last n tokens of each row's context. The query heads of a group share a KV
-    #    head. Of one token, they are the rows of one product; of several, the KV head is repeated.
+    #    head. For one token, they are the rows of one product; of several, the KV head is repeated.
     if n == 1:
         queries = q[tokens].unflatten(1, (num_kv_heads, group))
     else:
         queries = q[tokens].transpose(0, 1)[None]
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
 
-    # 3) What a token sees. Of a whole prompt torch knows it, and skips half of the products. But of
-    #    less than a vector of 16 scores that are all NaN, its quick way makes plain zeros.
+    # 3) The mask. For a whole prompt, torch has a causal mode that skips half of the products. But
+    # if fewer than a vector of 16 scores are all NaN, torch's fast path returns zeros.
     is_whole = 16 <= n == length and layer.sliding_window is layer.soft_cap is None
     visible = None if is_whole else _visible(lens, n, length, layer.sliding_window)
 
@@ -86,8 +86,8 @@ def _gather(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return (k, v, lens) of rows with n tokens each, up to the longest of them.
 
-    k and v are [num_rows, num_kv_heads, length, head_dim]. With a window, what is returned of a row
-    begins with the first block that its first query sees; lens [num_rows] count from there.
+    k and v are [num_rows, num_kv_heads, length, head_dim]. With a window, a row's K and V begin
+    with the first block that its first query sees; lens [num_rows] count from there.
     """
     lens, tables = metadata.context_lens[rows], metadata.block_tables[rows]
     block_size, window, starts = kv_cache.values.shape[3], layer.sliding_window, None
@@ -114,9 +114,10 @@ def _gather(
 
 
 def _clear(kv: Tensor, is_unseen: Tensor) -> None:
-    """Write zeros where [num_rows, length] no query sees a slot of [2, num_rows, ..., head_dim].
+    """Set to zero the slots of kv [2, num_rows, ..., head_dim] that no query sees.
 
-    There may be another sequence's K and V, even NaN, and 0 x NaN is NaN.
+    is_unseen: bool [num_rows, length]. These slots may have another sequence's K and V, even NaN,
+    and 0 x NaN is NaN.
     """
     kv.masked_fill_(is_unseen[:, None, :, None], 0)
 
@@ -124,17 +125,17 @@ def _clear(kv: Tensor, is_unseen: Tensor) -> None:
 def _capped_attention(
     layer: AttentionLayer, queries: Tensor, k: Tensor, v: Tensor, visible: Tensor
 ) -> Tensor:
-    """Attention whose scores pass through a soft cap (Gemma 2): cap x tanh(score / cap)."""
-    # Scaled before the product: in float16, unscaled scores could overflow.
+    """Compute attention with soft-capped scores (Gemma 2): cap x tanh(score / cap)."""
+    # Queries are scaled before the product: in float16, unscaled scores could overflow.
     scores = (queries * layer.scale @ k.mT).float() / layer.soft_cap
     scores = (layer.soft_cap * scores.tanh()).masked_fill(~visible, -torch.inf)
     return scores.softmax(dim=-1).to(v.dtype) @ v
 
 
 def _visible(lens: Tensor, n: int, length: int, window: int | None) -> Tensor:
-    """bool [num_rows, 1, n, length]: of each row's last n tokens, which slots they look at.
+    """Return the mask, bool [num_rows, 1, n, length]: which slots each row's last n tokens see.
 
-    A token sees itself and what came before it, within a window if the layer has one.
+    A token sees itself and the tokens before it, within a window if the layer has one.
     """
     slots = torch.arange(length, dtype=lens.dtype, device=lens.device)
     positions = lens[:, None] - n + slots[:n]

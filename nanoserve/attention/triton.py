@@ -1,4 +1,4 @@
-"""Attention by nanoserve's own Triton kernels: the default on a GPU."""
+"""Attention with nanoserve's own Triton kernels: the default on a GPU."""
 
 from torch import Tensor
 
@@ -8,8 +8,10 @@ from nanoserve.kernels.triton.paged_attention import paged_attention
 
 
 class TritonAttention(AttentionBackend):
-    """The keys of rows of up to `longest_cut` tokens are cut into shares, as those of decode rows
-    are, if no row of a step has more.
+    """Backend of Triton kernels.
+
+    longest_cut: if no row of a step has more tokens, the keys of its rows are split into shares, as
+    those of decode rows are.
     """
 
     capturable = captures_mixed_steps = True

@@ -1,12 +1,12 @@
-"""Sleep: an engine that has no requests gives its memory back, and takes it again to go on.
+"""Sleep mode: an engine without requests releases its memory, and allocates it again on waking.
 
 Level 1 keeps the weights in the host's memory and drops the KV cache; level 2 drops both, and reads
-the weights again from the checkpoint. Cached prefixes are forgotten in either case. The KV cache
-has as many blocks afterwards as before, so what was answered is answered the same.
+the weights again from the checkpoint. Cached prefixes are evicted in either case. The KV cache has
+as many blocks afterwards as before, so outputs are the same.
 
-Weights and KV cache can be woken one after the other, as reinforcement learning does it: weights
-come back, are written anew, and only when the trainer has given its memory back, the KV cache does.
-Requests are refused until both are there: the engine is suspended.
+Weights and KV cache can be woken one after the other, as reinforcement learning does: the weights
+are restored and updated, and the KV cache is restored after the trainer has released its memory.
+Requests are rejected until both are restored: the engine is suspended.
 """
 
 from collections.abc import Iterable
@@ -23,33 +23,36 @@ TAGS = ("weights", "kv_cache")  # in the order in which they are woken
 
 
 class _Asleep(Protocol):
-    """What is left of an executor while it sleeps."""
+    """State of an executor while it sleeps."""
 
     @property
     def missing(self) -> list[str]:
-        """Tags that have not been woken."""
+        """Tags of the parts that have not been woken."""
 
     def sleep(self, level: int) -> None:
-        """Drop what has been woken since, and with level 2 the weights."""
+        """Drop the parts that have been woken since, and with level 2 the weights."""
 
     def wake(self, tags: list[str]) -> None:
-        """Wake what `tags` name."""
+        """Wake the parts that `tags` name."""
 
 
 class Sleeper:
-    """Puts one engine to sleep and wakes it. It holds what is left of its executor meanwhile."""
+    """Control of the sleep mode of one engine; it holds the state of the sleeping executor."""
 
     def __init__(self, engine: "GuardedEngine") -> None:
         self._engine = engine
         self._asleep: _Asleep | None = None  # None: the engine is awake
 
     def sleep(self, level: int) -> None:
-        """Raises `ValueError` while requests are unfinished, and for an unsupported level."""
+        """Put the engine to sleep.
+
+        Raises `ValueError` while requests are unfinished, and for an unsupported level.
+        """
         engine = self._engine
         require(level in (1, 2) and level is not True, f"level={level!r} must be 1 or 2")
         require(
             not engine.has_unfinished_requests(),
-            "requests are unfinished: step the engine or streams to the end before sleep()",
+            "requests are unfinished: run the engine or its streams to the end before sleep()",
         )
         self._check_refusal()
         if self._asleep is None:
@@ -61,10 +64,11 @@ class Sleeper:
         self._suspend_or_resume(self._asleep)
 
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
-        """Wake the weights, the KV cache, or both (None); what is awake stays so.
+        """Wake the weights, the KV cache, or both (None); parts that are awake stay awake.
 
-        In any order. Raises `ValueError` for other tags, and for one alone of an engine of several
-        ranks. If anything raises, what was woken before it stays awake, and the engine asleep.
+        The order is free. Raises `ValueError` for other tags, and for a single tag if the engine
+        has several ranks. If an error is raised, parts woken before it stay awake, and the engine
+        asleep.
         """
         wanted = list(TAGS) if tags is None else tags
         is_list = isinstance(wanted, (list, tuple, set, frozenset))
@@ -95,7 +99,7 @@ class Sleeper:
         return _DroppedRanks(self._engine)
 
     def _check_refusal(self) -> None:
-        """Raise `ValueError` if the engine takes no requests for a reason of its own: closed."""
+        """Raise `ValueError` if the engine rejects requests for a reason other than sleep."""
         own = None if self._asleep is None else _refusal(self._asleep)
         refusal = self._engine.refusal
         require(refusal in (None, own), f"this engine is {refusal}")
@@ -105,14 +109,15 @@ class Sleeper:
         drafts = config.speculative_config
         require(
             drafts is None or drafts.method in ("ngram", "suffix"),
-            f"an engine whose draft tokens come from a {getattr(drafts, 'method', None)} cannot "
-            f"sleep: its weights would stay",
+            f"an engine with speculative_config method {getattr(drafts, 'method', None)!r} cannot "
+            f"sleep: the weights of the draft model would stay in memory; supported methods are "
+            f"'ngram' and 'suffix'",
         )
         require(
             level == 2 or isinstance(self._engine.executor, ModelRunner),
-            f"level=1 keeps the weights of one process; with tensor_parallel_size="
+            f"level=1 supports one rank only; with tensor_parallel_size="
             f"{config.tensor_parallel_size} and pipeline_parallel_size="
-            f"{config.pipeline_parallel_size} take level=2",
+            f"{config.pipeline_parallel_size} use level=2",
         )
 
 
@@ -121,7 +126,7 @@ def _refusal(asleep: _Asleep) -> str:
 
 
 class _SleepingRunner:
-    """A runner without its KV cache, whose weights lie in the host's memory, or are gone."""
+    """A runner without its KV cache; its weights are in the host's memory, or dropped."""
 
     def __init__(self, runner: ModelRunner, level: int) -> None:
         self._runner = runner
@@ -129,7 +134,7 @@ class _SleepingRunner:
         self.sleep(level)
 
     def sleep(self, level: int) -> None:
-        """Weights that level 2 has dropped are not read again for level 1."""
+        """Drop the parts that are awake; level 1 does not read weights that level 2 dropped."""
         self._runner.release_kv_caches()
         self._runner.release_weights(keeps_them=level == 1)
         self._are_weights_awake = False
@@ -154,12 +159,12 @@ class _SleepingRunner:
         try:
             self._runner.resume()
         except BaseException:
-            self._runner.release_kv_caches()  # it sleeps on
+            self._runner.release_kv_caches()  # the engine stays asleep
             raise
 
 
 class _DroppedRanks:
-    """Level 2 of several ranks: the processes have ended, and are started anew as a whole."""
+    """State of level 2 with several ranks: the processes have ended, and all are started anew."""
 
     def __init__(self, engine: "GuardedEngine") -> None:
         self._engine = engine
@@ -171,14 +176,15 @@ class _DroppedRanks:
         return [] if self._are_awake else list(TAGS)
 
     def sleep(self, level: int) -> None:
-        """Nothing is left to drop."""
+        """Do nothing: all parts have been dropped."""
 
     def wake(self, tags: list[str]) -> None:
         if not tags:
             return
         require(
             set(tags) == set(TAGS),
-            f"tags={tags!r}: an engine of several ranks wakes as a whole: wake_up() without tags",
+            f"tags={tags!r}: the parts of an engine of several ranks wake together: "
+            f"call wake_up() without tags",
         )
         engine = self._engine
         same_pool = {

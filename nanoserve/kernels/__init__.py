@@ -1,1 +1,1 @@
-"""GPU kernels in Triton, each with the plain function that launches it."""
+"""GPU kernels in Triton, each with the Python function that launches it."""

@@ -1,1 +1,1 @@
-"""The architectures, one file each, over shared layers."""
+"""Model architectures, one file each, built from shared layers."""

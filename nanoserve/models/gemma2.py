@@ -1,9 +1,9 @@
 """Gemma 2 (Gemma team 2024, arXiv 2408.00118): Llama with a norm before and after every block.
 
-What a block gives is normalised before it joins the residual stream. Norms multiply by one plus
-their weight, embeddings by sqrt(hidden_size), and a tanh bounds the logits. That every other layer
-has a sliding window, that a tanh bounds attention scores too and that the feed-forward is GEGLU
-(Shazeer 2020), `ModelConfig` says to the shared layers.
+The output of a block is normalised before it is added to the residual stream. Norms multiply by one
+plus their weight, embeddings are multiplied by sqrt(hidden_size), and a tanh bounds the logits.
+`ModelConfig` configures the rest in the shared layers: every other layer has a sliding window, a
+tanh bounds attention scores too, and the feed-forward is GEGLU (Shazeer 2020).
 """
 
 from dataclasses import replace
@@ -22,10 +22,10 @@ from nanoserve.models.qwen3 import Qwen3DecoderLayer, Qwen3Model
 
 
 class GemmaRMSNorm(RMSNorm):
-    """x / sqrt(mean(x^2) + eps) * (1 + w): a weight of zero changes nothing.
+    """RMSNorm with x / sqrt(mean(x^2) + eps) * (1 + w): a weight of zero has no effect.
 
-    The sum is made once, and kept in float32: in bfloat16, 1 + 0.003 is 1. Dummy weights are 1,
-    so that their norms double.
+    1 + w is computed once, and kept in float32: in bfloat16, 1 + 0.003 is 1. Dummy weights are 1,
+    so they double the result.
     """
 
     def __init__(self, size: int, eps: float, context: LayerContext) -> None:
@@ -57,7 +57,7 @@ class Gemma2DecoderLayer(Qwen3DecoderLayer):
 class Gemma2Model(Qwen3Model):
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__(config, context)
-        # Rounded as the weights are: in bfloat16, sqrt(3584) = 59.87 becomes 59.75.
+        # Rounded to the dtype of the weights: in bfloat16, sqrt(3584) = 59.87 becomes 59.75.
         self.scale = torch.tensor(config.hidden_size**0.5, dtype=context.dtype).item()
 
     def embed(self, input_ids: Tensor) -> Tensor:
@@ -71,5 +71,5 @@ class Gemma2ForCausalLM(LlamaForCausalLM):
         logits, soft_cap = super().compute_logits(hidden), self.config.logits_soft_cap
         if logits is None or soft_cap is None:
             return logits
-        # In place: a vocabulary of 256,000 makes large copies.
+        # In place: with a vocabulary of 256,000, copies are large.
         return logits.div_(soft_cap).tanh_().mul_(soft_cap)

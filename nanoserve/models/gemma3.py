@@ -1,7 +1,7 @@
 """Gemma 3, the text model (Gemma team 2025, arXiv 2503.19786): Gemma 2 with a norm on every head.
 
-The head norms take the place of the soft caps. Most layers have a sliding window, and those keep
-the RoPE of a short context, while the others have one for 128 Ki tokens.
+The head norms replace the soft caps. Most layers have a sliding window and the RoPE of a short
+context, and the others a RoPE for 128 Ki tokens.
 """
 
 from nanoserve.checkpoint.model_config import ModelConfig
@@ -13,7 +13,7 @@ from nanoserve.models.layers.rotary import RotaryEmbedding
 class Gemma3Model(Gemma2Model):
     def rotary_by_layer(self, config: ModelConfig, context: LayerContext) -> list[RotaryEmbedding]:
         num_positions = config.max_position_embeddings
-        rope = config.local_rope or config.rope  # a model of one's own may have one for all
+        rope = config.local_rope or config.rope  # a user's model may have one for all layers
         local = RotaryEmbedding(rope, config.head_dim, num_positions, context)
         by_layer = super().rotary_by_layer(config, context)
         windows = zip(by_layer, config.sliding_windows, strict=True)

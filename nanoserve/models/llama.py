@@ -1,6 +1,7 @@
 """Llama 2, 3, 3.1 and 3.2 (Touvron et al. 2023; Grattafiori et al. 2024): Qwen3 without head norms.
 
-The lineage runs the other way, but the annotated model is Qwen3, and a file here says what differs.
+Historically Llama came first, but the annotated model here is Qwen3, and the other files have only
+the differences from it.
 """
 
 from nanoserve.models.qwen3 import Qwen3ForCausalLM

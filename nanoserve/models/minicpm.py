@@ -1,8 +1,8 @@
 """MiniCPM and MiniCPM4 (Hu et al. 2024, arXiv 2404.06395; MiniCPM team 2025, arXiv 2506.07900).
 
-Llama whose embeddings, blocks and logits are each scaled, so that the hyperparameters found on a
-small model suit a large one (Tensor Programs, Yang et al. 2022). The sparse attention that MiniCPM4
-has for long contexts is not here: a config.json that asks for it is refused.
+Llama with scaled embeddings, blocks and logits, so that hyperparameters found on a small model suit
+a large one (Tensor Programs, Yang et al. 2022). MiniCPM4's sparse attention for long contexts is
+not implemented: a config.json that enables it is rejected.
 """
 
 from torch import Tensor

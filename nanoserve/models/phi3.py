@@ -7,7 +7,7 @@ from nanoserve.models.llama import LlamaForCausalLM
 
 
 class Phi3ForCausalLM(LlamaForCausalLM):
-    # Read by the loader: a checkpoint's tensor, and the parts that it is made of, in their order.
+    # Read by the loader: the name of a fused checkpoint tensor, and its parts in their order.
     fused_tensors: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "gate_up_proj": ("gate_proj", "up_proj"),

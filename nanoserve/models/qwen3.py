@@ -1,8 +1,9 @@
 """Qwen3 (Qwen team 2025, arXiv 2505.09388): the annotated model.
 
-A decoder-only transformer: RMSNorm before each block, grouped-query attention with rotary
-positions and a norm on every query and key head, and a SwiGLU feed-forward. The residual stream
-travels beside the block outputs, so that each addition meets the norm that follows it.
+A decoder-only transformer: RMSNorm before each block, grouped-query attention with rotary positions
+and a norm on every query and key head, and a SwiGLU feed-forward. The residual stream is passed
+along separately from the block outputs, so that each addition is fused with the norm that follows
+it.
 
 Shapes: a batch is packed, so the first dimension is always num_tokens, over all sequences.
 """
@@ -30,7 +31,7 @@ class Qwen3Attention(nn.Module):
         super().__init__()
         self.config, tp, head_dim = config, context.tp, config.head_dim
         num_heads = tp.part(config.num_attention_heads, "num_attention_heads")
-        # With fewer KV heads than ranks, ranks keep copies of the same head.
+        # With fewer KV heads than ranks, several ranks have copies of the same head.
         kv_slices = tp.slices(config.num_key_value_heads, "num_key_value_heads")
         num_kv_heads = config.num_key_value_heads // kv_slices
         kv_size = config.num_key_value_heads * head_dim
@@ -45,7 +46,7 @@ class Qwen3Attention(nn.Module):
         if context.parts.has_head_norms:
             self.q_norm = context.parts.norm_class(head_dim, config.rms_norm_eps, context)
             self.k_norm = context.parts.norm_class(head_dim, config.rms_norm_eps, context)
-        self.norms = (self.q_norm, self.k_norm)  # no module: torch is slow to find those
+        self.norms = (self.q_norm, self.k_norm)  # not a module: look-ups of modules are slow
         self.rotary = rotary
         self.backend, self.ops = context.attention, context.ops
         scale, soft_cap = config.attention_scale, config.attention_soft_cap
@@ -53,26 +54,28 @@ class Qwen3Attention(nn.Module):
         self.layer = AttentionLayer(num_heads, num_kv_heads, head_dim, scale, window, soft_cap)
 
     def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
-        """[num_tokens, hidden_size] -> the same; K and V of these tokens are in the cache then."""
+        """Compute attention, [num_tokens, hidden_size] -> the same; store the tokens' K and V."""
         num_heads, num_kv_heads = self.layer.num_heads, self.layer.num_kv_heads
-        # 1) One product gives all heads: [num_tokens, num_heads + 2 num_kv_heads, head_dim].
+        # 1) One product yields all heads: [num_tokens, num_heads + 2 num_kv_heads, head_dim].
         heads = self.qkv_proj(hidden).view(hidden.shape[0], -1, self.layer.head_dim)
         if self.ops.norm_rotate_store is not None:  # 2) to 5) as one kernel
             q = self.ops.norm_rotate_store(heads, self.rotary, self.norms, kv_cache, metadata)
         else:
-            # 2) Queries, keys and values. Of k and v there are fewer heads: a group of query heads
-            #    shares one of them (GQA, Ainslie et al. 2023), which makes the cache smaller.
+            # 2) Queries, keys and values. k and v have fewer heads: a group of query heads shares
+            #    one of each (GQA, Ainslie et al. 2023), which makes the cache smaller.
             q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
-            # 3) Every query and key head is normalised, over its head_dim numbers.
+            # 3) Every query and key head is normalised over its head_dim.
             q_norm, k_norm = self.norms
             if q_norm is not None:
                 q, k = q_norm(q), k_norm(k)
-            # 4) And turned by its position, so that q k depends on how far apart the two are.
+            # 4) Each is rotated by its position, so that q k depends on the distance between the
+            # two.
             cos, sin = self.rotary.cos[metadata.positions], self.rotary.sin[metadata.positions]
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-            # 5) K and V go to their slots of the cache, before it is read.
+            # 5) K and V are stored in their slots of the cache, before it is read.
             kv_cache.store(k, v, metadata.slot_mapping)
-        # 6) Every token looks at those before it, in the cache: [num_tokens, num_heads, head_dim].
+        # 6) Every token attends to the cached K and V up to itself: [num_tokens, num_heads,
+        # head_dim].
         attended = self.backend.attend(self.layer, q, kv_cache, metadata)
         return self.o_proj(attended.flatten(1))
 
@@ -87,7 +90,7 @@ class Qwen3MLP(nn.Module):
         self.ops, self.config = context.ops, config
 
     def forward(self, hidden: Tensor) -> Tensor:
-        # [num_tokens, hidden_size] -> [..., 2 x intermediate_size] -> half of that -> and back.
+        # [num_tokens, hidden_size] -> [..., 2 x intermediate_size] -> half of that -> hidden_size.
         gate_up = self.gate_up_proj(hidden)
         return self.down_proj(self.ops.act_and_mul(gate_up, self.config.hidden_act))
 
@@ -106,8 +109,8 @@ class Qwen3DecoderLayer(nn.Module):
     def forward(
         self, hidden: Tensor, residual: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> tuple[Tensor, Tensor]:
-        """(what the last block gave, the stream beside it) -> the same two, one layer on."""
-        # `add` is two steps in one: residual += hidden, and hidden = norm(residual).
+        """Compute one layer: (output of the last block, residual stream) -> the same two."""
+        # `add` does two steps: residual += hidden, and hidden = norm(residual).
         hidden, residual = self.input_layernorm.add(hidden, residual)
         hidden = self.self_attn(hidden, kv_cache, metadata)
         hidden, residual = self.post_attention_layernorm.add(hidden, residual)
@@ -119,8 +122,8 @@ class Qwen3Model(nn.Module):
         super().__init__()
         self.config, self.dtype, self.pp = config, context.dtype, context.pp
         size, parts = config.hidden_size, context.parts
-        # A stage of a pipeline has some of the layers; the first stage also has the embedding, and
-        # the last one the norm and the head. As a rule the model is one stage, the first and last.
+        # A pipeline stage has some of the layers; the first stage also has the embedding, and the
+        # last one the norm and the head. Usually the model is a single stage, both first and last.
         self.embed_tokens = self.norm = None
         is_head = self.pp.is_last and config.tie_word_embeddings
         if self.pp.is_first or is_head:
@@ -134,7 +137,7 @@ class Qwen3Model(nn.Module):
             self.norm = parts.norm_class(size, config.rms_norm_eps, context)
 
     def rotary_by_layer(self, config: ModelConfig, context: LayerContext) -> list[RotaryEmbedding]:
-        """Return the rotary positions of each layer of the model: here all share one table."""
+        """Return the rotary embedding of each layer of the model: here all share one table."""
         num_positions = config.max_position_embeddings
         rotary = RotaryEmbedding(config.rope, config.head_dim, num_positions, context)
         return [rotary] * config.num_hidden_layers
@@ -146,30 +149,31 @@ class Qwen3Model(nn.Module):
         self, input_ids: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
         if self.pp.is_first:
-            hidden = self.embed(input_ids)  # [num_tokens, hidden_size], and so it stays
+            hidden = self.embed(input_ids)  # [num_tokens, hidden_size], as in all layers
         else:
             shape = (len(input_ids), self.config.hidden_size)
             hidden = self.pp.receive(input_ids.new_empty(shape, dtype=self.dtype))
         residual = torch.zeros_like(hidden)
         for layer, kv_cache in zip(self.layers, kv_caches, strict=True):
-            # Layers that need K and V equally long have a block table of their own.
+            # Layers that keep the same range of tokens form a group with its own block tables.
             group = metadata.of_group(kv_cache.group)
             hidden, residual = layer(hidden, residual, kv_cache, group)
-        if not self.pp.is_last:  # the next stage begins with the sum as with an embedding
+        if not self.pp.is_last:  # the next stage uses the sum like an embedding
             return self.pp.send(residual + hidden)
         return self.norm.add(hidden, residual)[0]
 
 
 class Qwen3ForCausalLM(nn.Module):
-    """The class attributes are its parts, which the context hands down; relatives replace some.
+    """Qwen3 with LM head. Class attributes are the classes of its parts; subclasses replace some.
 
-    Qwen3's own are all that is built here. An attention or a layer of another kind has the same
-    constructor; a feed-forward is built as `mlp_class(config, index, context)`.
+    The context passes them to the layers. Only the constructors of Qwen3's own classes are used
+    here: an attention or a layer of another kind has the same constructor; a feed-forward is built
+    as `mlp_class(config, index, context)`.
     """
 
     model_class, layer_class = Qwen3Model, Qwen3DecoderLayer
     attention_class, mlp_class, norm_class = Qwen3Attention, Qwen3MLP, RMSNorm
-    has_head_norms = True  # what Qwen3 adds to its relatives
+    has_head_norms = True  # the difference between Qwen3 and Llama
 
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
@@ -179,7 +183,8 @@ class Qwen3ForCausalLM(nn.Module):
         self.lm_head = None
         if context.pp.is_last:
             self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, context)
-        # Tied checkpoints often store the head all the same; it must be the embedding, read once.
+        # Tied checkpoints often contain the head, too; it must equal the embedding, and is read
+        # once.
         self.tied_tensors: dict[str, str] = {}
         if config.tie_word_embeddings:
             self.tied_tensors = {"lm_head.weight": "model.embed_tokens.weight"}
@@ -189,15 +194,15 @@ class Qwen3ForCausalLM(nn.Module):
     def forward(
         self, input_ids: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
     ) -> Tensor:
-        """Hidden states [num_tokens, hidden_size]: of the last layer that is computed here.
+        """Return the hidden states [num_tokens, hidden_size] of the last layer computed here.
 
         input_ids are int32 [num_tokens]; kv_caches has one cache for each layer computed here.
         """
         return self.model(input_ids, kv_caches, metadata)
 
     def compute_logits(self, hidden: Tensor) -> Tensor | None:
-        """[num_rows, hidden_size] -> [num_rows, vocab_size]: for the rows that are sampled only.
+        """Return the logits, [num_rows, hidden_size] -> [num_rows, vocab_size], of sampled rows.
 
-        None on every rank but the first.
+        The result is None on every rank but rank 0.
         """
         return None if self.lm_head is None else self.lm_head(hidden)

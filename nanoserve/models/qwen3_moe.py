@@ -9,7 +9,7 @@ from nanoserve.models.qwen3 import Qwen3ForCausalLM, Qwen3MLP
 
 
 def sparse_or_dense(config: ModelConfig, index: int, context: LayerContext) -> nn.Module:
-    """The feed-forward of layer `index`."""
+    """Return the feed-forward of layer `index`."""
     is_dense = index in config.moe.dense_layers
     return (Qwen3MLP if is_dense else SparseMoE)(config, index, context)
 

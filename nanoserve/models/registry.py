@@ -1,7 +1,7 @@
-"""Architecture name in `config.json` -> the class that implements it.
+"""Registry of models: the class that implements an architecture name in `config.json`.
 
-Your own model is one call away. Register the class, or where it can be imported from; the class is
-built as `cls(model_config, layer_context)`, see `nanoserve.models.qwen3` for what it must have:
+To add your own model, register its class, or where it can be imported from; it is constructed as
+`cls(model_config, layer_context)`. See `nanoserve.models.qwen3` for the interface:
 
     from nanoserve.models.llama import LlamaForCausalLM
     from nanoserve.models.registry import register_model
@@ -38,10 +38,10 @@ MODELS: Registry[type[nn.Module]] = Registry(
 
 
 def register_model(architecture: str, model: str | type[nn.Module]) -> None:
-    """Add a model: a class, or "package.module:Class", which is imported when it is first needed.
+    """Register a model: a class, or "package.module:Class", which is imported on first use.
 
     With tensor parallelism the other ranks import the class, so it must not be in `__main__`.
-    Raises `ValueError` for an architecture that exists already and for a name of another form.
+    Raises `ValueError` for an architecture that is already registered and for a malformed name.
     """
     MODELS.register(architecture, model)
 
@@ -57,7 +57,7 @@ def model_class(architecture: str) -> type[nn.Module]:
 
 
 def weight_bytes(model_config: ModelConfig) -> int:
-    """Of the whole model, in its dtype."""
+    """Return the bytes of the whole model's weights, in its dtype."""
     meta = LayerContext(getattr(torch, model_config.dtype), torch.device("meta"), num_positions=1)
     model = model_class(model_config.architecture)(model_config, meta)
     return sum(parameter.nbytes for parameter in model.parameters())

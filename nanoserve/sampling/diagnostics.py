@@ -1,7 +1,7 @@
-"""Why a row has got no token: the error that its request ends with.
+"""Errors of rows for which no token can be sampled: each ends its request.
 
-`best_tokens` chooses none where a row's largest logit is not finite. Argmax would: of NaN, as of
-nothing but -inf, it is token 0, and an answer made of that looks like any other.
+`best_tokens` returns no token if a row's largest logit is not finite. Argmax would return token 0
+for NaN, and also if all logits are -inf, and an output made of these tokens looks like any other.
 """
 
 import math
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from nanoserve.sampling.sampler import Sampled
     from nanoserve.sampling.slot_state import SlotState
 
-# Whatever may stand between finite logits of the model and a row that is not.
+# Parameters that may turn the model's finite logits into a row that is not finite.
 _CHANGES = names_of(*stages_before("temperature"))
 _UNCHANGED = SamplingParams(temperature=0)
 
@@ -29,10 +29,10 @@ def errors_of_rows(
     sampled: "Sampled",
     config: EngineConfig,
 ) -> dict[int, Exception]:
-    """By row, what its request's own processor raised, or why it has no token.
+    """Return errors by row: what a request's own processor raised, or why there is no token.
 
-    token_ids: [num_rows], -1 where nothing could be chosen. logits: [num_rows, vocab_size], as the
-    model gave them; None if they were not kept.
+    token_ids: [num_rows], -1 where no token could be sampled. logits: [num_rows, vocab_size], of
+    the model; None if they were not kept.
     """
     states = dict(sampled.states)
     missing = [row for row, token_id in enumerate(token_ids) if token_id < 0]
@@ -43,10 +43,10 @@ def errors_of_rows(
 
 
 def _error_without_logits() -> Exception:
-    """Of rows that take a token of the model's own logits: nothing else may have spoilt them."""
+    """Return the error of a row that samples unmodified logits: nothing else can be the cause."""
     return FloatingPointError(
         "no token can be chosen: a logit that the model computed is NaN or infinite, or is beyond "
-        "float32 when divided by the temperature (which of them, capture_sampling=False tells)"
+        "float32 when divided by the temperature (run with capture_sampling=False to see which)"
     )
 
 
@@ -56,24 +56,24 @@ def _error(logits: torch.Tensor, state: "SlotState | None", config: EngineConfig
         num_bad = int((~logits.isfinite()).sum())
         return FloatingPointError(
             f"no token can be chosen: of the {len(logits)} logits that the model computed, "
-            f"{num_bad} are NaN or infinite. Either weights of the checkpoint are, or its numbers "
-            f"grow too large for this dtype"
+            f"{num_bad} are NaN or infinite. Either the checkpoint has such weights, or "
+            f"activations overflow this dtype: try dtype='float32'"
         )
-    asked = [] if state is None else _asked(state)
-    asked += ["logits_processors of the engine"] if config.logits_processors else []
-    if not asked:
+    settings = [] if state is None else _changed_settings(state)
+    settings += ["logits_processors of the engine"] if config.logits_processors else []
+    if not settings:
         return FloatingPointError(
             f"no token can be chosen: the model's largest logit is {largest:.3g}, and divided by "
             f"the temperature it is beyond float32"
         )
     return ValueError(
-        f"no token can be chosen after {', '.join(asked)}: they leave none, or one of them makes "
-        f"a logit NaN or infinite"
+        f"no token can be chosen after {', '.join(settings)}: they forbid every token, or one "
+        f"of them makes a logit NaN or infinite"
     )
 
 
-def _asked(state: "SlotState") -> list[str]:
+def _changed_settings(state: "SlotState") -> list[str]:
     params = state.params
     changed = [name for name in _CHANGES if getattr(params, name) != getattr(_UNCHANGED, name)]
-    asked = [f"{name}={shown(getattr(params, name))}" for name in changed]
-    return asked + [f"the stage {name!r}" for name in state.own_stages]
+    settings = [f"{name}={shown(getattr(params, name))}" for name in changed]
+    return settings + [f"the stage {name!r}" for name in state.own_stages]

@@ -1,12 +1,12 @@
-"""min-p, top-k and top-p: which tokens may be drawn at all.
+"""Filters min-p, top-k and top-p, which restrict the tokens that can be sampled.
 
-A row's filter comes down to one number: the smallest logit that is kept. Equal logits share their
-fate, so the result does not depend on how a sort orders them.
+The filter of a row is reduced to one number: the smallest logit that is kept. Equal logits are kept
+or dropped together, so the result does not depend on how a sort orders them.
 """
 
 import torch
 
-# Nearly always the nucleus lies within so many tokens, and a partial sort of them is an order of
+# The nucleus nearly always fits into this many tokens, and a partial sort of them is an order of
 # magnitude cheaper than a full one (32 rows of 151,936: 10 ms against 183 ms on two cores).
 _LOOK_AT = 1024
 
@@ -14,10 +14,10 @@ _LOOK_AT = 1024
 def apply_filters(
     logits: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
 ) -> None:
-    """Set to -inf, in place, what each row of `logits` [num_rows, vocab_size] must not draw.
+    """Set to -inf, in place, the logits [num_rows, vocab_size] of tokens that are filtered out.
 
-    In vLLM's order, each over what the one before has left: min_p, top_k, top_p. The settings are
-    [num_rows]; top_k <= 0, top_p = 1 and min_p = 0 are off.
+    The order is vLLM's, and each filter applies to the tokens that the one before has left: min_p,
+    top_k, top_p. The settings are [num_rows]; top_k <= 0, top_p = 1 and min_p = 0 are off.
     """
     vocab_size = logits.shape[1]
     top_k = torch.where(top_k <= 0, vocab_size, top_k).clamp(max=vocab_size)
@@ -43,10 +43,10 @@ def apply_filters(
 def _nucleus_border(
     logits: torch.Tensor, largest: torch.Tensor, top_p: torch.Tensor
 ) -> torch.Tensor:
-    """The logit of the token at which the probability, summed from the top, reaches top_p.
+    """Return the logit of the token at which the probability, summed from the top, reaches top_p.
 
-    `largest` holds each row's largest logits in order. A row is sorted as a whole only if its
-    mass is not reached there.
+    `largest` has each row's largest logits in descending order. A row is sorted completely only if
+    top_p is not reached within these.
     """
     border, reached = _crossing(largest, torch.logsumexp(logits, dim=-1), top_p)
     for row in (~reached).nonzero().flatten().tolist():
@@ -60,9 +60,9 @@ def _nucleus_border(
 def _crossing(
     ordered: torch.Tensor, log_total: torch.Tensor, top_p: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The logit at which the mass reaches top_p, and whether it does so within `ordered`."""
+    """Return the logit at which the mass reaches top_p, and whether it does so in `ordered`."""
     mass = (ordered - log_total.unsqueeze(1)).exp().cumsum(dim=-1)
-    num_before = (mass < top_p.unsqueeze(1)).sum(dim=-1)  # the token that crosses stays
+    num_before = (mass < top_p.unsqueeze(1)).sum(dim=-1)  # the token at which it crosses is kept
     last = ordered.shape[1] - 1
     border = ordered.gather(1, num_before.clamp(max=last).unsqueeze(1)).squeeze(1)
     return border, num_before <= last

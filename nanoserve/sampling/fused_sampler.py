@@ -1,4 +1,4 @@
-"""The sampler of a GPU: greedy and random rows, filtered or not, without a copy or a wait."""
+"""Sampler for a GPU: greedy and random rows, filtered or not, without a copy or synchronization."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class FusedSampler(Sampler):
-    """Keeps temperatures, seeds and filters on the device, by slot; they travel when one changes.
+    """Sampler with temperatures, seeds and filters on the device, by slot; copied after a change.
 
-    Which slots and positions the rows of a step have, the kernel reads from the batch itself.
+    The kernel reads the slots and positions of a step's rows from the batch itself.
     """
 
     direct = Program.FILTERED
@@ -50,7 +50,7 @@ class FusedSampler(Sampler):
         self._is_stale = True
 
     def can_capture(self, slots: np.ndarray) -> bool:
-        """Return whether `choose` is all that these slots ask for, in any step."""
+        """Return True if `choose` alone can sample these slots in any step."""
         settings = self._settings[slots]
         return bool(
             last_of(settings["program"]) <= Program.RACE
@@ -67,15 +67,15 @@ class FusedSampler(Sampler):
         masks: torch.Tensor | None = None,
         mask_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`choose_tokens` by the settings on the device: see `update_settings`."""
+        """Run `choose_tokens` with the settings on the device: see `update_settings`."""
         settings = self._on_device
         return choose_tokens(logits, row_slots, row_positions, settings, borders, masks, mask_rows)
 
     def update_settings(self) -> None:
-        """Bring them there, if one has changed since.
+        """Copy the settings to the device if any has changed since the last copy.
 
-        Without waiting, and from memory of its own: the copy may run when `_host` has changed
-        again.
+        The copy is asynchronous, and from a buffer of its own, since `_host` may change before it
+        runs.
         """
         if self._is_stale:
             copy_into(self._on_device, self._host.numpy())
@@ -84,7 +84,7 @@ class FusedSampler(Sampler):
     def _choose(self, logits: torch.Tensor, rows: Rows, last: int) -> torch.Tensor:
         self.update_settings()
         tensors = rows.tensors
-        if tensors is None:  # some of a step's rows
+        if tensors is None:  # only some rows of the step
             arrays = (array.astype(np.int32) for array in (rows.slots, rows.positions))
             row_slots, row_positions = to_device(logits.device, *arrays)
         else:
@@ -96,9 +96,9 @@ class FusedSampler(Sampler):
         return self.choose(logits, row_slots, row_positions, borders, *self._fill_masks(rows))
 
     def _fill_masks(self, rows: Rows) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the masks of these rows, and which of them each row goes by.
+        """Return the token masks of these rows, and the index of the mask of each row.
 
-        The model is still at work: masks are filled meanwhile, and nothing waits for it.
+        The masks are filled while the GPU runs the model; nothing waits for it.
         """
         masked = [row for row, mask in enumerate(rows.masks) if mask is not None]
         if not masked:

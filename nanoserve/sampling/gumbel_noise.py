@@ -1,9 +1,9 @@
-"""Random numbers from a counter: no generator, no state, the same on every machine.
+"""Counter-based random numbers: no generator, no state, the same on every machine.
 
-A draw depends on (seed, position, completion, token id) and on nothing else, so a seeded request
-gives the same tokens whatever shares its batch, however it is chunked, and after a preemption. The
-idea is Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; the mixer is a 32-bit
-multiply-xorshift finaliser, because 64-bit integer products cost a CPU five times as much.
+A random number depends only on (seed, position, completion, token id), so a seeded request gives
+the same tokens whatever else is in its batch, however it is chunked, and after a preemption. The
+idea is from Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; the mixer is a
+32-bit multiply-xorshift finaliser, because 64-bit integer products are five times as slow on a CPU.
 """
 
 import numpy as np
@@ -14,15 +14,15 @@ from nanoserve.sampling.host_copies import to_device
 _ROUNDS = ((16, 0x7FEB352D), (15, 0x846CA68B))  # (shift, odd multiplier)
 _LAST_SHIFT = 16
 _WEYL = 0x9E3779B9  # 2^32 / golden ratio: spreads neighbouring token ids over all bits
-# Elements that a pass works on at once. On a CPU the buffers then stay inside the L2 cache; a GPU
-# wants few launches.
+# Elements that are processed at once. On a CPU the buffers then fit into the L2 cache; a GPU needs
+# few launches.
 _ELEMENTS_AT_ONCE = {"cpu": 1 << 16, "cuda": 1 << 23}
 
 
 def row_keys(seeds: np.ndarray, positions: np.ndarray, completions: np.ndarray) -> np.ndarray:
-    """One 32-bit key per row, as int32, from 64-bit seeds and the positions of the new tokens.
+    """Return a 32-bit key per row, as int32, from 64-bit seeds and positions of new tokens.
 
-    Completions of one prompt share a seed and a position; their indices separate their draws.
+    Completions of one prompt share a seed and a position; their indices make their noise differ.
     """
     key = _mix((seeds & 0xFFFFFFFF).astype(np.uint32))
     key = _mix(key ^ (seeds >> np.uint64(32)).astype(np.uint32))
@@ -38,7 +38,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 class Noise:
-    """log E, with E from Exp(1), for every token of a vocabulary."""
+    """Generator of log E, with E from Exp(1), for every token of a vocabulary."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         token_ids = torch.arange(vocab_size, dtype=torch.int64)
@@ -50,7 +50,7 @@ class Noise:
         self._exponential = torch.empty_like(self._hash, dtype=torch.float32)
 
     def subtract_log_exponential(self, logits: torch.Tensor, keys: np.ndarray) -> None:
-        """In place, from float32 logits [num_rows, vocab_size]; keys: [num_rows], of `row_keys`."""
+        """Subtract the noise from float32 logits [num_rows, vocab_size]; keys: from `row_keys`."""
         (on_device,) = to_device(logits.device, keys)
         row_keys = on_device.unsqueeze(1)
         num_rows, vocab_size = logits.shape
@@ -60,7 +60,7 @@ class Noise:
             part -= self._log_exponential(row_keys, start, part.shape[1])
 
     def _log_exponential(self, row_keys: torch.Tensor, start: int, width: int) -> torch.Tensor:
-        """log of Exp(1) noise [num_rows, width] for token ids from `start` on, in place."""
+        """Return log of Exp(1) noise [num_rows, width] for token ids from `start`, in a buffer."""
         num_rows = len(row_keys)
         if num_rows * width > len(self._hash):  # more rows than elements at once
             self._hash = self._hash.new_empty(num_rows * width)
@@ -73,18 +73,19 @@ class Noise:
             _xor_shift(x, shift, shifted)
             x *= _signed(multiplier)
         _xor_shift(x, _LAST_SHIFT, shifted)
-        # E = -log(1 - u) with u = (x + 0.5) / 2^32 and x unsigned. Small E win, and small u are
-        # exact here, so even over 150,000 equal tokens two rarely tie; 24-bit uniforms would.
+        # E = -log(1 - u) with u = (x + 0.5) / 2^32 and x unsigned. The smallest E wins, and small u
+        # are exact here, so even among 150,000 equal tokens two rarely tie; with 24-bit uniforms
+        # they would.
         u = self._exponential[: num_rows * width].view(num_rows, width)
         u.copy_(x.view(torch.uint32)).add_(0.5).mul_(2.0**-32)
-        # The largest x round up to u = 1, whose E is infinite; where a filter has left one token,
-        # that would turn its whole row into -inf.
+        # The largest x round up to u = 1, with infinite E; if a filter has left one token, that
+        # would make its whole row -inf.
         u.clamp_(max=1 - 2.0**-24)
         return u.neg_().log1p_().neg_().log_()
 
 
 def _xor_shift(x: torch.Tensor, shift: int, buffer: torch.Tensor) -> None:
-    """x ^= x >> shift, on the bits: int32 shifts would drag the sign along, so it is masked off."""
+    """Compute x ^= x >> shift on bits: int32 shifts extend the sign, so it is masked off."""
     torch.bitwise_right_shift(x, shift, out=buffer)
     buffer &= (1 << (32 - shift)) - 1
     x ^= buffer

@@ -1,12 +1,13 @@
-"""Copies between the host's memory and a device that nobody waits for.
+"""Asynchronous copies between the host's memory and a device.
 
-A GPU reads and writes page-locked (pinned) memory by itself, behind what was launched before, while
-the host goes on. A copy from ordinary memory has the host wait for all of that: one such copy in a
-step, and the next step is not planned before the model of this one has ended. A number may be such
-a copy, too: `logits[index] = -torch.inf` brings it from the host, `logits.new_full(...)` does not.
+A GPU reads and writes page-locked (pinned) memory by itself, after the work launched before, while
+the host goes on. A copy from ordinary memory makes the host wait for all of that: with a single
+such copy in a step, the next step is not planned before the model of this one has finished. A
+number may cause such a copy, too: `logits[index] = -torch.inf` copies it from the host,
+`logits.new_full(...)` does not.
 
-Pinned memory is torch's here. Its allocator notes on which stream a copy was launched, and gives
-the memory of a tensor that is gone to another one only when that copy is over.
+Pinned memory is allocated by torch. Its allocator records the stream of a copy, and reuses the
+memory of a released tensor only after that copy has finished.
 """
 
 from collections.abc import Sequence
@@ -14,11 +15,11 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-_ALIGNMENT = 64  # bytes; kernels for addresses that are no multiple of 16 would be compiled anew
+_ALIGNMENT = 64  # bytes; a kernel is compiled anew for addresses that are not multiples of 16
 
 
 def to_device(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
-    """Return arrays as tensors of a device, which are on their way there by one copy.
+    """Return arrays as tensors of a device, sent there by one asynchronous copy.
 
     On a CPU nothing is copied: the tensors share the memory of the arrays.
     """
@@ -37,16 +38,17 @@ def to_device(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:
 
 
 def copy_into(tensor: torch.Tensor, array: np.ndarray) -> None:
-    """Overwrite a tensor of a device by an array, which may itself be overwritten at once."""
+    """Overwrite a device tensor with an array, which may be modified as soon as this returns."""
     pinned = _pinned(tensor.shape, tensor.dtype, tensor.device)
     pinned.numpy()[...] = array
     tensor.copy_(pinned, non_blocking=True)
 
 
 def to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Start copying a tensor to the host, and return where it will be.
+    """Start to copy a tensor to the host, and return the destination.
 
-    It is there when an event that is recorded behind this call is over. On a CPU it is there.
+    The copy has finished when an event that is recorded after this call has. On a CPU the tensor
+    itself is returned.
     """
     if not tensor.is_cuda:
         return tensor
@@ -54,7 +56,7 @@ def to_host(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _pinned(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    # The other devices are stand-ins: without CUDA there is no pinned memory.
+    # Without CUDA there is no pinned memory; tests use other devices as stand-ins.
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=device.type == "cuda")
 
 

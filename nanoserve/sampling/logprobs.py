@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen and most likely tokens, from the model's own logits."""
+"""Log-probabilities of sampled and most likely tokens, from the model's unmodified logits."""
 
 from typing import NamedTuple
 
@@ -11,24 +11,24 @@ from nanoserve.sampling.rows import tensor_of
 
 
 class LogprobTensors(NamedTuple):
-    """`TokenLogprobs` that may not have been computed yet."""
+    """Tensors of a `TokenLogprobs`, which may not have been computed yet."""
 
     token_ids: torch.Tensor
     logprobs: torch.Tensor
     ranks: torch.Tensor
 
     def to_host(self) -> "LogprobTensors":
-        """Start copying them to the host: they are there when the step's tokens are."""
+        """Start to copy them to the host; they are complete when the step's tokens are."""
         return LogprobTensors(*map(to_host, self))
 
     def numpy(self) -> TokenLogprobs:
-        """Return what `to_host` has brought, once the step's tokens have been waited for."""
+        """Return the copies that `to_host` started, after the step's tokens have arrived."""
         return TokenLogprobs(*(tensor.numpy() for tensor in self))
 
     def keep(
         self, places: list[tuple[int, int] | None]
     ) -> tuple[TokenLogprobs, list[tuple[int, int]]]:
-        """Return those entries that have a place, with their places; as `numpy`."""
+        """Return the entries that have a place, as `numpy` does, and their places."""
         logprobs = self.numpy()
         kept = [entry for entry, place in enumerate(places) if place is not None]
         if len(kept) < len(places):
@@ -37,9 +37,10 @@ class LogprobTensors(NamedTuple):
 
 
 def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> LogprobTensors:
-    """For each row of `logits` [num_rows, vocab_size]: the row's token, then the k most likely.
+    """Return log-probabilities for each row of `logits` [num_rows, vocab_size].
 
-    token_ids: [num_rows]. A token's rank is 1 plus the number of tokens that are more likely.
+    Entry 0 of a row is its token in `token_ids` [num_rows], then come the k most likely tokens. A
+    token's rank is 1 plus the number of tokens that are more likely.
     """
     logprobs = logits.float().log_softmax(dim=-1)
     chosen = logprobs.gather(1, token_ids.long().unsqueeze(1))
@@ -55,11 +56,11 @@ def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> Lo
 def logprobs_of_rows(
     logits: torch.Tensor, token_ids: torch.Tensor, rows: np.ndarray, k: int
 ) -> LogprobTensors:
-    """Return them at those `rows` of a step that asked for them, on their way to the host.
+    """Return log-probabilities for those `rows` of a step that want them, copied to the host.
 
-    logits: [num_rows, vocab_size], of the model; token_ids: [num_rows], what was chosen. If the
+    logits: [num_rows, vocab_size], of the model; token_ids: [num_rows], the sampled tokens. If the
     model's logits are not finite, a row has no log-probabilities. Then it gets no token either,
-    though a mask may have left it one: its entry of `token_ids` becomes -1.
+    although a mask may have left it one: its entry of `token_ids` is set to -1.
     """
     index = tensor_of(rows, logits)
     chosen = token_ids[index]

@@ -1,4 +1,4 @@
-"""The sampler of a CPU with numba: what is drawn is drawn in one pass, without a copy."""
+"""Sampler for a CPU with numba: each row is sampled in one pass, without a copy of its logits."""
 
 import numpy as np
 import torch
@@ -12,12 +12,12 @@ from nanoserve.sampling.stages import apply_stages
 
 
 class NumbaSampler(Sampler):
-    """Draws as `Sampler` does, with the same noise, but for the last bit of its logarithms."""
+    """Sampler with the same noise as `Sampler`, except for the last bit of its logarithms."""
 
     direct = Program.RACE
 
     def warm_up(self, dtype: torch.dtype) -> None:
-        """Compile for logits of this dtype, before anybody waits for it."""
+        """Compile the kernel for logits of this dtype, before the first request."""
         for num_rows in (1, FEW // self._vocab_size + 2):
             logits = torch.zeros(num_rows, self._vocab_size, dtype=dtype)
             slots = np.zeros(num_rows, dtype=np.int64)
@@ -29,7 +29,7 @@ class NumbaSampler(Sampler):
             return best_tokens(logits)
         temperatures = rows.settings["temperature"].copy()
         if last == Program.FILTERED:
-            # Filters are of logits that are divided already; the kernel then divides by 1.
+            # Filters apply to logits divided by the temperature; so the kernel then divides by 1.
             is_greedy = temperatures == 0
             logits /= tensor_of(np.where(is_greedy, 1, temperatures), logits).unsqueeze(1)
             temperatures[~is_greedy] = 1
@@ -38,7 +38,7 @@ class NumbaSampler(Sampler):
 
 
 def _race(logits: torch.Tensor, rows: Rows, temperatures: np.ndarray) -> torch.Tensor:
-    logits = logits.contiguous()  # of ranks with unequal shares, rows lie apart
+    logits = logits.contiguous()  # rows are strided if ranks have unequal parts of the vocabulary
     seeds, completions = rows.settings["seed"].copy(), rows.settings["completion"].copy()
     positions = rows.positions.astype(np.int64)
     return torch.from_numpy(choose_tokens(logits, temperatures, seeds, positions, completions))

@@ -1,6 +1,6 @@
-"""Stages that change a row's logits before a token is chosen from it, greedily or not.
+"""Stages that change a row's logits before a token is sampled, greedily or at random.
 
-In vLLM's order, each on what the one before has left:
+In vLLM's order, each applied to the result of the one before:
 
 1. `allowed_token_ids`: everything else becomes -inf;
 2. `bad_words`: the token that would complete one becomes -inf;
@@ -8,17 +8,17 @@ In vLLM's order, each on what the one before has left:
 4. `logit_bias`: is added;
 5. penalties: repetition over prompt and output, then frequency and presence over the output;
 6. the request's own `logits_processors`, then those of the engine;
-7. `structured_outputs`: what its grammar does not allow becomes -inf.
+7. `structured_outputs`: tokens that its grammar does not allow become -inf.
 
-Rows that ask for none of it never come here. Each of 1 to 6 is a function below, or in
-`nanoserve.sampling.stages`, which has them in this order; temperature, filters and race follow
-there. It gets the rows that ask for it at once and works by (row, token) pairs: a row's cost is the
-tokens it names, not the vocabulary.
+Rows that need none of these bypass this module. Each of 1 to 6 is a function below, or in
+`nanoserve.sampling.stages`, which lists them in this order, followed by temperature, filters and
+the exponential race. A function gets all rows that need it at once and works on (row, token) pairs:
+a row's cost is the number of tokens it names, not the vocabulary.
 
-Two seams for your own. `SamplingParams(logits_processors=[f])` calls f(output_token_ids, logits)
-with one row [vocab_size] and takes what it returns, which has the same shape; it runs once per row.
-An engine-wide one, `LLM(..., logits_processors=[g])`, sees all rows of a step at once and changes
-them in place:
+There are two extension points. `SamplingParams(logits_processors=[f])` calls f(output_token_ids,
+logits) with one row [vocab_size] and uses the result, which has the same shape; f runs once per
+row. An engine-wide processor, `LLM(..., logits_processors=[g])`, gets all rows of a step at once
+and changes them in place:
 
     class NoRepeats:  # the token that came last may not come again
         def __call__(self, logits: torch.Tensor, states: list[SlotState]) -> None:
@@ -51,7 +51,7 @@ def forbid_bad_words(logits: torch.Tensor, rows: Rows) -> None:
 
 
 def hold_back_stops(logits: torch.Tensor, rows: Rows) -> None:
-    vocab_size = logits.shape[1]  # some checkpoints name an EOS beyond it
+    vocab_size = logits.shape[1]  # some checkpoints have an EOS id beyond it
     held_back = [
         state.stops[state.stops < vocab_size]
         if len(state.output_token_ids) < state.params.min_tokens
@@ -69,10 +69,11 @@ def add_bias(logits: torch.Tensor, rows: Rows) -> None:
 
 
 def penalise(logits: torch.Tensor, rows: Rows) -> None:
-    """Repetition (Keskar et al. 2019, CTRL) divides positive logits and multiplies negative ones.
+    """Apply repetition, frequency and presence penalties.
 
-    With 1.2: 2.5 -> 2.0833 and -0.5 -> -0.6. Frequency 0.5 takes 1.5 from what was said three
-    times, presence 0.5 takes 0.5 from it.
+    Repetition (Keskar et al. 2019, CTRL) divides positive logits and multiplies negative ones. With
+    1.2: 2.5 -> 2.0833 and -0.5 -> -0.6. Frequency 0.5 subtracts 1.5 from the logit of a token that
+    was generated three times, presence 0.5 subtracts 0.5.
     """
     params, ids = [state.params for state in rows.states], [s.counts.ids for s in rows.states]
     per_row = np.array([[getattr(p, name) for p in params] for name in _PENALTIES], np.float32)
@@ -91,7 +92,7 @@ def penalise(logits: torch.Tensor, rows: Rows) -> None:
 
 
 def run_own_processors(logits: torch.Tensor, rows: Rows) -> None:
-    """Call each request's own; what one raises ends its request, and no other."""
+    """Call each request's own processors; an error ends only the request that it belongs to."""
     for row, (place, state) in enumerate(zip(rows.places.tolist(), rows.states, strict=True)):
         try:
             for processor in state.params.logits_processors:
@@ -102,15 +103,15 @@ def run_own_processors(logits: torch.Tensor, rows: Rows) -> None:
 
 
 def _checked(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Check what a request's own processor has returned: torch would broadcast or convert it."""
+    """Check the result of a request's own processor, which torch would broadcast or convert."""
     if not isinstance(logits, torch.Tensor):
         raise TypeError(
-            f"a logits processor returned {type(logits).__name__}, and must return a tensor: the "
+            f"a logits processor returned {type(logits).__name__}, but must return a tensor: "
             f"logits of shape [{vocab_size}]"
         )
     if logits.shape != (vocab_size,) or not logits.is_floating_point():
         raise ValueError(
-            f"a logits processor returned {logits.dtype} of shape {list(logits.shape)}, and must "
+            f"a logits processor returned {logits.dtype} of shape {list(logits.shape)}, but must "
             f"return floating-point logits of shape [{vocab_size}]"
         )
     return logits
@@ -118,15 +119,15 @@ def _checked(logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 def _forbid(logits: torch.Tensor, rows: Rows, ids: list[np.ndarray]) -> None:
     pairs, _ = _pairs(logits, rows, ids)
-    logits[pairs] = logits.new_full((), -torch.inf)  # a number would be copied from the host
+    logits[pairs] = logits.new_full((), -torch.inf)  # a Python number would be copied from the host
 
 
 def _pairs(
     logits: torch.Tensor, rows: Rows, ids: Sequence[np.ndarray], *others: np.ndarray
 ) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
-    """Return an index of `logits`, each row with each of its token ids; and what goes with it.
+    """Return an index of `logits`, each row with each of its token ids, and `others` as tensors.
 
-    others: [num_pairs] each, brought to the device by the same copy.
+    others: [num_pairs] each; the same copy brings them to the device.
     """
     places = np.repeat(rows.places, [len(row_ids) for row_ids in ids])
     place, token_id, *rest = to_device(logits.device, places, np.concatenate(ids), *others)

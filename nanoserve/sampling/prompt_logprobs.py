@@ -1,4 +1,4 @@
-"""The head that gives the log-probabilities of a prompt's tokens."""
+"""Head that computes the log-probabilities of a prompt's tokens."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from nanoserve.sampling.logprobs import LogprobTensors, gather_logprobs
 
 
 class PromptLogprobs:
-    """Of every token but the first, under the distribution that the token before it gave."""
+    """Log-probabilities of all prompt tokens but the first, each given the tokens before it."""
 
     def __init__(self, num_slots: int) -> None:
         self._rows_at_once = num_slots
@@ -27,12 +27,15 @@ class PromptLogprobs:
         slots: np.ndarray,
         compute_logits: Callable[[torch.Tensor], torch.Tensor | None],
     ) -> LogprobTensors | None:
-        """In slices of as many rows as decoding ever has: those bound the memory of the logits."""
+        """Compute log-probabilities in slices, which bound the memory of the logits.
+
+        A slice has as many rows as a decode step can have.
+        """
         k, size = int(self._num_logprobs[slots].max()), self._rows_at_once
         parts = []
         for rows, ids in zip(hidden.split(size), next_ids.split(size), strict=True):
             logits = compute_logits(rows)
-            if logits is not None:  # this is rank 0
+            if logits is not None:  # on rank 0
                 parts.append(gather_logprobs(logits, ids, k))
         if not parts:
             return None

@@ -1,4 +1,4 @@
-"""Some rows of a step: settings and indices of the host beside logits of the device."""
+"""Subsets of a step's rows: settings and indices on the host, logits on the device."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -15,16 +15,15 @@ if TYPE_CHECKING:
 
 
 class Rows(NamedTuple):
-    """Rows of a step, on the way from logits to tokens.
+    """Rows of a step, while they are processed from logits to tokens.
 
     settings: [num_rows] of `SETTINGS`. slots, positions: [num_rows], the row's slot and the
         position that its new token will have.
-    tensors: the batch on the device, if these are all rows of the step.
-    errors: by row of the step, why it has no token: see `fail`.
-    outputs: [num_rows], the row of the step that each one is; None if these are all.
-    places: [num_rows], for a stage: the row of its logits that each one is.
-    states: by row, what stages know of its sequence; None where no stage needs to know any.
-    masks: by row, its token mask and the row's index in that mask, or None.
+    tensors: the batch on the device, if these are all rows of the step. errors: by row of the step,
+    why it has no token: see `fail`. outputs: [num_rows], the row of the step that each one is; None
+    if these are all. places: [num_rows], for a stage: the row of its logits that each one is.
+    states: by row, the state of its sequence for stages; None if no stage needs it. masks: by row,
+    its token mask and the row's index in that mask, or None.
     """
 
     settings: np.ndarray
@@ -38,7 +37,7 @@ class Rows(NamedTuple):
     masks: Sequence[tuple[TokenMask, int] | None] = ()
 
     def take(self, index: np.ndarray) -> "Rows":
-        """Return some of the rows; their logits are a matrix of their own."""
+        """Return some of the rows, whose logits are copied into a matrix of their own."""
         return Rows(
             self.settings[index],
             self.slots[index],
@@ -51,14 +50,14 @@ class Rows(NamedTuple):
         )
 
     def among(self, index: np.ndarray) -> "Rows":
-        """Return some of the rows, in their order; their logits stay beside those of the others."""
+        """Return some of the rows, in their order, whose logits stay in the common matrix."""
         places = index if self.places is None else self.places[index]
         if len(index) == len(self.settings):
             return self._replace(places=places)
         return self.take(index)._replace(places=places)
 
     def part(self, logits: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
-        """Give the logits of these rows, [num_rows, vocab_size], to be changed in place."""
+        """Return a context with these rows' logits, [num_rows, vocab_size], to change in place."""
         return rows_of(logits, self.places)
 
     def fail(self, row: int, error: Exception) -> None:
@@ -68,7 +67,7 @@ class Rows(NamedTuple):
 
 @contextmanager
 def rows_of(matrix: torch.Tensor, rows: np.ndarray) -> Iterator[torch.Tensor]:
-    """Some rows of a matrix, to be changed in place; the matrix itself if they are all of it."""
+    """Yield some rows of a matrix, to change in place; the matrix itself if these are all rows."""
     if len(rows) == len(matrix):
         yield matrix
     else:
@@ -79,6 +78,6 @@ def rows_of(matrix: torch.Tensor, rows: np.ndarray) -> Iterator[torch.Tensor]:
 
 
 def tensor_of(array: np.ndarray, like: torch.Tensor) -> torch.Tensor:
-    """Return a copy of an array beside another tensor; a GPU makes it without being waited for."""
+    """Return an array as a tensor on the device of `like`; on a GPU the copy is asynchronous."""
     (tensor,) = to_device(like.device, array.copy())
     return tensor

@@ -1,10 +1,10 @@
-"""One token for each row of logits, each row under its own request's settings.
+"""Sampler: one token for each row of logits, each row under its own request's settings.
 
-A row goes through the stages that its request wants, of those in `nanoserve.sampling.stages`:
+A row passes through those stages of `nanoserve.sampling.stages` that its request needs:
 
     logits -> changed (masks, biases, penalties) -> / temperature -> filtered -> - log E -> argmax
 
-Most want few of them, and take their logits as the model left them: see `Program`.
+Most rows need few of them, and sample from the model's unmodified logits: see `Program`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,12 +31,12 @@ _NONE: Mapping[int, Any] = MappingProxyType({})
 
 
 class Sampled(NamedTuple):
-    """Tokens that a step has chosen; tensors may not have been computed yet.
+    """Sampled tokens of a step; tensors may not have been computed yet.
 
-    token_ids: int64 [num_rows], -1 where nothing can be chosen: see `nanoserve.sampling.diagnostics`.
-    logprob_rows: the rows that `logprobs` has entries for, int64 [num_entries].
-    states: of the rows that must learn their token, by row. errors: by row, why it has no token:
-    what the request's own processors raised, say. Such a row's token means nothing.
+    token_ids: int64 [num_rows], -1 if no token can be sampled: see `nanoserve.sampling.diagnostics`.
+    logprob_rows: the rows that `logprobs` has entries for, int64 [num_entries]. states: by row, the
+    slot states that must be updated with the row's token. errors: by row, why it has no token, such
+    as an error of the request's own processors. The token of such a row is invalid.
     """
 
     token_ids: torch.Tensor
@@ -47,15 +47,15 @@ class Sampled(NamedTuple):
 
 
 class Sampler:
-    """Keeps each slot's settings, so that a step sends only those of newly admitted sequences.
+    """Sampler with a table of each slot's settings: a step sends only those of new sequences.
 
-    A greedy row costs an argmax. All others are copied once, in float32, and worked on together.
-    Samplers of other devices override how a row is drawn from its logits (`_choose`), and say how
-    far that goes:
+    A greedy row costs an argmax. All others are copied once, in float32, and processed together.
+    Samplers of other devices override how a row is sampled from its logits (`_choose`), and declare
+    what that supports:
 
-    direct: the last program that takes logits as the model left them, without a copy.
-    masks_directly: whether `_choose` applies token masks to such rows. Otherwise they are sampled
-        as if there were none, and again where that is not allowed.
+    direct: the last program that samples from unmodified logits, without a copy. masks_directly:
+    True if `_choose` applies token masks to such rows. Otherwise they are sampled
+        without a mask, and sampled again if the token is not allowed.
     """
 
     direct = Program.GREEDY
@@ -78,7 +78,7 @@ class Sampler:
         self._mask_bit = np.uint64(self.stages[names.index("token_mask")].bit)
 
     def set_slot(self, update: SlotUpdate) -> None:
-        """Take the settings of the sequence that is new in a slot."""
+        """Store the settings of the sequence that is new in a slot."""
         changes = [stage for stage in self._changes if stage.wants(update)]
         wanted = changes + [stage for stage in self._draws if stage.wants(update)]
         stages = sum(stage.bit for stage in wanted)
@@ -99,13 +99,13 @@ class Sampler:
         draft_tokens: Mapping[int, list[int]] = _NONE,
         token_masks: Mapping[int, TokenMask] = _NONE,
     ) -> Sampled:
-        """Choose a token for each row.
+        """Sample a token for each row.
 
-        logits: [num_rows, vocab_size], in the model's dtype; they are left as they are. slots and
-        positions: [num_rows], the row's slot and the position that its new token will have.
-        tensors: the batch on the device, for a sampler that reads these there.
-        draft_tokens: by slot; such a slot has a row for its last token and one for each of these.
-        token_masks: by slot, the tokens that its rows may take.
+        logits: [num_rows, vocab_size], in the model's dtype; not modified. slots and positions:
+        [num_rows], the row's slot and the position that its new token will have. tensors: the batch
+        on the device, for a sampler that reads slots and positions there. draft_tokens: by slot;
+        such a slot has a row for its last token and one for each draft token. token_masks: by slot,
+        the tokens that its rows may take.
         """
         rows = Rows(self._settings[slots], slots, positions, tensors, {})
         if token_masks:
@@ -123,7 +123,7 @@ class Sampler:
     def _choose_in_parts(
         self, logits: torch.Tensor, rows: Rows, draft_tokens: Mapping[int, list[int]]
     ) -> "tuple[torch.Tensor, list[tuple[int, SlotState]]]":
-        """Choose for rows that take their logits as they are, then for copies of all others."""
+        """Sample rows with unmodified logits first, then copies of the logits of all other rows."""
         token_ids = torch.empty(len(rows.slots), dtype=torch.int64, device=logits.device)
         is_direct = rows.settings["program"] <= int(self.direct)
         direct, others = np.flatnonzero(is_direct), np.flatnonzero(~is_direct)
@@ -145,9 +145,9 @@ class Sampler:
         from nanoserve.sampling.token_masks import masks_of_rows
 
         masks = masks_of_rows(rows.slots, token_masks)
-        settings = rows.settings  # a copy of the table's
+        settings = rows.settings  # a copy, not a view of the table
         is_masked = np.array([mask is not None for mask in masks])
-        # What is forbidden must not take part when the most likely tokens are counted.
+        # Forbidden tokens must not count among the most likely tokens of a filter.
         by_stage = is_masked & (settings["program"] >= int(Program.FILTERED))
         settings["program"][by_stage] = Program.GENERAL
         settings["stages"][by_stage] |= self._mask_bit
@@ -156,7 +156,7 @@ class Sampler:
     def _states_of(
         self, slots: np.ndarray, draft_tokens: Mapping[int, list[int]]
     ) -> "list[SlotState | None]":
-        """Return the state of each row: its slot's, behind the draft tokens that it follows."""
+        """Return the state of each row: its slot's, extended by the draft tokens before the row."""
         num_seen = dict.fromkeys(draft_tokens, 0)
         states = []
         for slot in slots.tolist():
@@ -170,7 +170,7 @@ class Sampler:
     def _replace_illegal(
         self, token_ids: torch.Tensor, logits: torch.Tensor, rows: Rows
     ) -> torch.Tensor:
-        """Return the tokens of rows that took their logits as they are, within their masks."""
+        """Replace those tokens of rows with unmodified logits that the rows' masks forbid."""
         from nanoserve.sampling.token_masks import bits_of, replace_illegal
 
         def choose_within(some: np.ndarray, words: np.ndarray) -> list[int]:
@@ -185,13 +185,13 @@ class Sampler:
         return token_ids
 
     def _choose(self, logits: torch.Tensor, rows: Rows, last: int) -> torch.Tensor:
-        """Choose by what is left of the rows' programs: temperature, filters, race and argmax.
+        """Sample by the remaining stages of the rows: temperature, filters, race and argmax.
 
         logits: [num_rows, vocab_size]. last: the last program among the rows' draws; if that is
         beyond `direct`, the logits are float32, and overwritten.
         """
         if last > Program.GREEDY:
-            at_random = np.flatnonzero(rows.settings["draw"])  # which is not Program.GREEDY
+            at_random = np.flatnonzero(rows.settings["draw"])  # not Program.GREEDY, which is 0
             with rows_of(logits, at_random) as part:
                 apply_stages(self._draws, part, rows.take(at_random))
         return best_tokens(logits)
@@ -199,9 +199,9 @@ class Sampler:
     def _logprobs(
         self, logits: torch.Tensor, token_ids: torch.Tensor, settings: np.ndarray
     ) -> "tuple[LogprobTensors | None, np.ndarray]":
-        """Compute log-probabilities at the rows that want them, as many as any of them wants.
+        """Compute log-probabilities of the rows that want them; each gets the largest number.
 
-        Of the model's own logits, whatever was done to a copy of them.
+        They are those of the model's unmodified logits.
         """
         rows = np.flatnonzero(settings["num_logprobs"] >= 0)
         if not len(rows):

@@ -1,4 +1,4 @@
-"""Settings of each slot as one row of a table, so that a step takes its rows with one index."""
+"""Table of sampling settings, a row for each slot, so that one index selects a step's rows."""
 
 from enum import IntEnum
 from typing import NamedTuple
@@ -10,15 +10,15 @@ from nanoserve.sampling_params import SamplingParams
 
 
 class Program(IntEnum):
-    """The work that a row's logits need until its token is known.
+    """The processing that a row's logits need until its token is sampled.
 
-    Each program does what those before it do, and more. A sampler works on logits as the model left
-    them up to its own `Sampler.direct`; rows beyond that are copied first, in float32.
+    Each program includes those before it. A sampler reads unmodified logits for programs up to its
+    own `Sampler.direct`; rows beyond that are copied first, in float32.
     """
 
     GREEDY = 0  # argmax
     RACE = 1  # divided by the temperature, minus noise, argmax
-    FILTERED = 2  # min_p, top_k and top_p between the two
+    FILTERED = 2  # min_p, top_k and top_p between temperature and noise
     GENERAL = 3  # stages change the logits first: see `nanoserve.sampling.stages`
 
 
@@ -32,7 +32,7 @@ class Settings(NamedTuple):
     num_logprobs: int  # -1: no log-probabilities
     stages: int  # which stages its logits go through, a bit for each: see `Stage.bit`
     program: int  # the `Program` of its rows
-    draw: int  # what is left of that once stages have changed its logits: at most FILTERED
+    draw: int  # the rest of it after stages have changed the logits: at most FILTERED
     has_grammar: bool  # whether a step may bring a token mask for it
 
 
@@ -41,19 +41,19 @@ SETTINGS = np.dtype(list(zip(Settings._fields, _TYPES, strict=True)))
 
 
 def draw_of(params: SamplingParams) -> Program:
-    """Return the program of a row whose logits nothing changes."""
+    """Return the program of a row whose logits no stage changes."""
     if params.is_greedy:
         return Program.GREEDY
     return Program.FILTERED if params.filters_logits else Program.RACE
 
 
 def last_of(programs: np.ndarray) -> int:
-    """Return the last of some rows' programs, as Python's integer: numpy compares enums slowly."""
+    """Return the largest of some programs as a Python int: numpy compares enums slowly."""
     return int(np.maximum.reduce(programs))
 
 
 def settings_of(update: SlotUpdate, stages: int, is_changed: bool) -> Settings:
-    """Return a slot's row. is_changed: whether one of its `stages` comes before the temperature."""
+    """Return a slot's row. is_changed: True if one of `stages` comes before the temperature."""
     params = update.params
     draw = draw_of(params)
     return Settings(

@@ -1,4 +1,4 @@
-"""State of the sequence in a slot, for the stages of the sampler."""
+"""State of the sequence in a slot, as input of the sampler's stages."""
 
 import copy
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from nanoserve.engine.executor import SlotUpdate
 
 
 class TokenCounts:
-    """The distinct tokens of a sequence and how often each was generated; O(1) per new token."""
+    """Distinct tokens of a sequence, and how often each was generated; O(1) per new token."""
 
     def __init__(self, prompt_token_ids: list[int], output_token_ids: list[int]) -> None:
         self._index: dict[int, int] = {}
@@ -48,10 +48,10 @@ class TokenCounts:
 
 
 class SlotState:
-    """The sequence in a slot, as the stages of the sampler know it.
+    """State of the sequence in a slot for the stages of the sampler.
 
-    It is made on admission, from the prompt and from what was generated before a preemption.
-    own_stages: names of the registered stages that its rows go through.
+    It is created on admission, from the prompt and from the tokens generated before a preemption.
+    own_stages: names of the registered stages that its rows pass through.
     """
 
     def __init__(self, update: SlotUpdate, own_stages: Sequence[str] = ()) -> None:
@@ -69,7 +69,7 @@ class SlotState:
             self.counts = TokenCounts(update.prompt_token_ids, update.output_token_ids)
 
     def after(self, token_ids: list[int]) -> "SlotState":
-        """Return the state as it will be behind these tokens; this one stays as it is."""
+        """Return the state after these tokens; this object is not modified."""
         if not token_ids:
             return self
         state = copy.copy(self)
@@ -79,7 +79,7 @@ class SlotState:
         return state
 
     def extend(self, token_ids: list[int]) -> None:
-        """Take the tokens that the sequence has got."""
+        """Append new tokens of the sequence."""
         self.output_token_ids += token_ids
         if self.counts is not None:
             for token_id in token_ids:

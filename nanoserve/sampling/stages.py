@@ -1,12 +1,13 @@
-"""The stages between a row's logits and its token, in their order, which is vLLM's.
+"""Stages from a row's logits to its token, in vLLM's order.
 
-A stage says which slots want it, and changes the logits of their rows in place. A step calls each
-stage once, for those of its rows that want it, so a row never pays for what only a neighbour wants.
-What a stage does is in a module of its own, which is loaded when the first row needs it.
+A stage decides which slots need it, and changes the logits of their rows in place. A step calls
+each stage once, for those of its rows that need it, so a row never pays for a stage that only
+another row needs. The functions of most stages are in modules of their own, which are loaded when
+the first row needs them.
 
-A stage of your own is a class that is made without arguments:
+A stage of your own is a class whose constructor takes no arguments:
 
-    class TopNSigma:  # Tang et al. 2024: keep what is within n standard deviations of the best
+    class TopNSigma:  # Tang et al. 2024: keep logits within n standard deviations of the largest
         def wants(self, update: SlotUpdate) -> bool:
             return "top_n_sigma" in (update.params.extra_args or {})
 
@@ -17,8 +18,9 @@ A stage of your own is a class that is made without arguments:
 
     register_stage("top_n_sigma", "my_package.my_module:TopNSigma")
 
-Engines that are made afterwards have it, and `SamplingParams(extra_args={"top_n_sigma": 1.0})` asks
-for it. It sees `rows.states` (see `SlotState`), and may end a request with `rows.fail(i, error)`.
+Engines that are created later have it, and `SamplingParams(extra_args={"top_n_sigma": 1.0})`
+enables it. It can read `rows.states` (see `SlotState`), and may end a request with `rows.fail(i,
+error)`.
 """
 
 from collections.abc import Callable, Sequence
@@ -39,7 +41,7 @@ if TYPE_CHECKING:
 Apply = Callable[["torch.Tensor", "Rows"], None]
 
 _PROCESSORS = "nanoserve.sampling.processors"
-# What changes the logits, by the stage's name; stages of your own are classes.
+# The function that changes the logits, by the stage's name; for registered stages, a class.
 STAGES: Registry[Any] = Registry(
     "stage",
     {
@@ -56,15 +58,15 @@ STAGES: Registry[Any] = Registry(
         "race": f"{__name__}:Race",
     },
 )
-_OWN: dict[str, str] = {}  # stages of your own, and what each comes before
+_OWN: dict[str, str] = {}  # registered stages, and the stage that each comes before
 
 
 class Stage(NamedTuple):
-    """One change of logits on their way to a token.
+    """One change of logits on the way to a token.
 
-    wants: whether the rows of a slot go through it.
-    apply: changes float32 logits in place, of which the rows that it gets are `Rows.places`.
-    is_registered: whether it came by `register_stage`. bit: its bit in `Settings.stages`.
+    wants: returns True if the rows of a slot pass through the stage. apply: changes float32 logits
+    in place, in the rows `Rows.places`. is_registered: True if it was added by `register_stage`.
+    bit: its bit in `Settings.stages`.
     """
 
     name: str
@@ -75,7 +77,7 @@ class Stage(NamedTuple):
 
 
 def make_stages(processors: "Sequence[BatchProcessor]" = ()) -> list[Stage]:
-    """Return all stages, in order. processors: those of the engine, which see every row."""
+    """Return all stages, in order. processors: those of the engine, which get every row."""
     stages = [
         Stage(
             "allowed_token_ids",
@@ -110,8 +112,8 @@ def make_stages(processors: "Sequence[BatchProcessor]" = ()) -> list[Stage]:
         Stage("engine_processors", lambda update: bool(processors), BatchProcessors(processors)),
         Stage(
             "token_mask",
-            # What a grammar forbids is forbidden before anything is filtered. Rows that are not
-            # filtered take their logits as they are: see `nanoserve.sampling.token_masks`.
+            # Tokens that a grammar forbids are removed before filters are applied. Rows without
+            # filters use unmodified logits: see `nanoserve.sampling.token_masks`.
             lambda update: (
                 update.params.structured_outputs is not None and update.params.filters_logits
             ),
@@ -129,10 +131,11 @@ def make_stages(processors: "Sequence[BatchProcessor]" = ()) -> list[Stage]:
 
 
 def register_stage(name: str, location: str, before: str = "temperature") -> None:
-    """Add a stage of your own, a class as "module:Class", to engines that are made from now on.
+    """Add a stage of your own, a class as "module:Class", to engines that are created later.
 
     before: the stage that it comes directly before. Raises `ValueError` for a name that another
-    stage has, and for a place behind the temperature: what follows is one kernel on a GPU.
+    stage has, and for a position after the temperature: the stages that follow are one kernel on a
+    GPU.
     """
     known = [stage.name for stage in make_stages()]
     places = known[: known.index("temperature") + 1]
@@ -142,7 +145,7 @@ def register_stage(name: str, location: str, before: str = "temperature") -> Non
 
 
 def apply_stages(stages: Sequence[Stage], logits: "torch.Tensor", rows: "Rows") -> None:
-    """Change logits in place, float32 [num_rows, vocab_size]: each stage those that want it."""
+    """Apply stages to float32 logits [num_rows, vocab_size], in place, where rows need them."""
     wanted = rows.settings["stages"]
     wanted_by_any = int(np.bitwise_or.reduce(wanted))
     for stage in stages:
@@ -152,7 +155,7 @@ def apply_stages(stages: Sequence[Stage], logits: "torch.Tensor", rows: "Rows") 
 
 
 class BatchProcessors:
-    """The engine's own `logits_processors`: each gets all rows at once, and their states."""
+    """Stage of the engine's own `logits_processors`: each gets all rows and their states."""
 
     def __init__(self, processors: "Sequence[BatchProcessor]") -> None:
         self._processors = processors
@@ -181,13 +184,14 @@ def filter_logits(logits: "torch.Tensor", rows: "Rows") -> None:
 
 
 class Race:
-    """An exponential race: token t runs for a time E / p(t), with E drawn from Exp(1) for each, and
-    the first one wins. That is t with probability p(t). In logarithms the winner is
-    argmax(logit - log E), and no softmax is needed.
+    """Exponential race: token t takes a time E / p(t), E from Exp(1); the first token wins.
+
+    Token t wins with probability p(t). In logarithms the winner is argmax(logit - log E), and no
+    softmax is needed.
     """
 
     def __init__(self) -> None:
-        self._noise: Any = None  # made when the first row samples
+        self._noise: Any = None  # created when the first row samples
 
     def __call__(self, logits: "torch.Tensor", rows: "Rows") -> None:
         from nanoserve.sampling.gumbel_noise import Noise, row_keys
@@ -205,5 +209,5 @@ def _samples(update: SlotUpdate) -> bool:
 
 
 def _loaded_late(name: str) -> Apply:
-    """Return a function that loads the one of stage `name` when it is called."""
+    """Return a function that imports the function of stage `name` on its first call."""
     return lambda logits, rows: STAGES.get(name)(logits, rows)

@@ -1,16 +1,16 @@
-"""Rows that may take only some tokens: those that a grammar allows now.
+"""Token masks: rows that may only take the tokens that a grammar allows at this point.
 
-A token mask comes with the step that samples, and is applied at one of two places.
+A token mask comes with the sampling of a step, and is applied in one of two places.
 
-Where other stages change a row's logits, or filters follow, the mask is a stage behind these
-changes (`apply_token_masks`).
+If other stages change a row's logits, or filters follow, the mask is a stage after these changes
+(`apply_token_masks`).
 
-A row that takes its logits as they are is not copied for a mask. To list what is allowed takes
-longer than to ask whether one token is. So on a CPU the row is sampled first, as if nothing was
-forbidden. What wins against all tokens wins against some of them: if it is allowed, it is what
-would have come out of the allowed ones alone, and only otherwise these are looked up, and the row
-is sampled again (`replace_illegal`). On a GPU the masks are filled while the model runs, and the
-sampling kernel reads them.
+A row with unmodified logits is not copied for a mask. Computing all allowed tokens takes longer
+than checking one token. So on a CPU the row is first sampled without the mask. The winner of all
+tokens also wins among any subset that contains it: if it is allowed, it is the token that sampling
+among the allowed ones would give. Only otherwise is the mask computed, and the row sampled again
+(`replace_illegal`). On a GPU the masks are filled while the model runs, and the sampling kernel
+reads them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +27,7 @@ RowMask = tuple[TokenMask, int]  # a mask, and the index that a row has in it
 
 
 def masks_of_rows(slots: np.ndarray, token_masks: Mapping[int, TokenMask]) -> list[RowMask | None]:
-    """Return the mask of each row, from those of the slots. The rows of one slot are in order."""
+    """Return the mask of each row, from those of the slots; the rows of a slot are in order."""
     num_seen = dict.fromkeys(token_masks, 0)
     masks: list[RowMask | None] = []
     for slot in slots.tolist():
@@ -44,7 +44,7 @@ def fill_masks(
 ) -> tuple[np.ndarray, dict[int, ValueError]]:
     """Return the bits of masks, int32 [num_masks, ceil(vocab_size / 32)], and errors.
 
-    errors: by index of the mask, why it cannot be computed; then it has all bits.
+    errors: by index of the mask, why it cannot be computed; such a mask allows all tokens.
     """
     words = np.full((len(masks), -(-vocab_size // 32)), -1, dtype=np.int32)
     errors: dict[int, ValueError] = {}
@@ -57,14 +57,14 @@ def fill_masks(
 
 
 def bits_of(words: np.ndarray, logits: torch.Tensor) -> torch.Tensor:
-    """bool [num_rows, vocab_size]: which tokens each mask allows, beside the logits."""
+    """Return the tokens that each mask allows, bool [num_rows, vocab_size], on their device."""
     bits = np.unpackbits(words.view(np.uint8), axis=1, count=logits.shape[1], bitorder="little")
     (allowed,) = to_device(logits.device, bits.view(bool))
     return allowed
 
 
 def are_empty(words: np.ndarray, vocab_size: int) -> np.ndarray:
-    """bool [num_masks]: whether each mask allows none of the model's tokens."""
+    """Return bool [num_masks]: True if a mask allows none of the model's tokens."""
     # The last word may have bits of tokens that the model does not have.
     known = np.full(words.shape[1], -1, dtype=np.int32)
     if vocab_size % 32:
@@ -73,9 +73,9 @@ def are_empty(words: np.ndarray, vocab_size: int) -> np.ndarray:
 
 
 def apply_token_masks(logits: torch.Tensor, rows: Rows) -> None:
-    """Forbid in place what the masks of these rows do: a stage.
+    """Set to -inf, in place, the logits of tokens that the rows' masks forbid; a stage.
 
-    What is no finite number stays: it is an error wherever it is.
+    Logits that are not finite stay: they are an error even for forbidden tokens.
     """
     masked = [row for row, mask in enumerate(rows.masks) if mask is not None]
     if not masked:
@@ -84,7 +84,7 @@ def apply_token_masks(logits: torch.Tensor, rows: Rows) -> None:
     for number, error in failed.items():
         rows.fail(masked[number], error)
     for number in np.flatnonzero(are_empty(words, logits.shape[1])).tolist():
-        if rows.states[masked[number]] is None:  # else its parameters say why there is no token
+        if rows.states[masked[number]] is None:  # otherwise its parameters explain the error
             rows.fail(masked[number], error_of_none())
     index = np.array(masked, dtype=np.int64)
     with rows.among(index).part(logits) as part:
@@ -97,11 +97,11 @@ def replace_illegal(
     vocab_size: int,
     choose_within: Callable[[np.ndarray, np.ndarray], list[int]],
 ) -> bool:
-    """Put a legal token in the place of each one that its row's mask forbids.
+    """Replace each token that its row's mask forbids by an allowed one.
 
-    Rows with the program GENERAL had their masks as a stage, and are left alone.
-    choose_within: samples some of the rows again, given the bits of their masks. Returns whether
-    anything was replaced.
+    Rows with the program GENERAL had their masks as a stage, and are not changed. choose_within:
+    samples some of the rows again, given the bits of their masks. Returns True if any token was
+    replaced.
     """
     rows_of_slot: dict[int, list[int]] = {}
     for row in np.flatnonzero(rows.settings["program"] < int(Program.GENERAL)).tolist():
@@ -122,7 +122,7 @@ def replace_illegal(
         for row, token_id in zip(again.tolist(), choose_within(again, words), strict=True):
             token_ids[row] = token_id
             replaced.add(row)
-        # Behind a token that differs from a draft token there may be further rows.
+        # The rows after a replaced token may count now: check them, too.
         waiting = []
         for number, (slot, row) in enumerate(illegal.items()):
             if number in failed:
@@ -147,7 +147,7 @@ def _first_illegal(
     if index is None:
         return None
     if of_slot[index] in replaced:
-        message = "structured_outputs: its grammar refuses a token that it has allowed"
+        message = "structured_outputs: its grammar rejects a token that its mask allows"
         rows.fail(of_slot[index], ValueError(message))
         return None
     return of_slot[index]
@@ -156,6 +156,6 @@ def _first_illegal(
 def error_of_none() -> ValueError:
     """Return the error of a row whose grammar allows none of the model's tokens."""
     return ValueError(
-        "no token can be chosen after structured_outputs: its grammar has come to an end, or to "
-        "what this tokenizer cannot write, and nothing ends the request (ignore_eos?)"
+        "no token can be chosen after structured_outputs: its grammar is complete, or needs text "
+        "that this tokenizer cannot produce, and EOS is not allowed (is ignore_eos set?)"
     )

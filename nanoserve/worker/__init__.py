@@ -1,1 +1,1 @@
-"""The muscle: torch lives here. It executes what the brain has decided."""
+"""Worker side of the engine: it imports torch, and executes the steps that the scheduler plans."""

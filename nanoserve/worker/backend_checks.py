@@ -1,4 +1,4 @@
-"""What an attention backend needs of the machine and of the model, and what graphs need of it."""
+"""Requirements of attention backends on machine and model, and of CUDA graphs on the backend."""
 
 import os
 from importlib.util import find_spec
@@ -9,16 +9,17 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.utils.checks import require
 
-# Ampere: from here on, tensor cores take bfloat16, and copies to shared memory run on their own.
+# Ampere: the first with bfloat16 tensor cores and asynchronous copies to shared memory.
 _FIRST_CAPABILITY = (8, 0)
 
 
 def check_attention_backend(
     name: str, block_size: int, model_config: ModelConfig, device: torch.device
 ) -> str:
-    """ "numba", "triton" or "flash_attn" as they run here: the last may be "flash_attn3".
+    """Return `name`, or "flash_attn3" if `name` is "flash_attn" and version 3 is to be used.
 
-    Raises `ValueError`, with what to do, if they cannot.
+    name: "numba", "triton" or "flash_attn". Raises `ValueError`, with what to do, if the backend
+    cannot run here.
     """
     is_cpu = device.type == "cpu"
     if name == "numba" and (
@@ -34,7 +35,7 @@ def check_attention_backend(
             "in Triton's interpreter, if TRITON_INTERPRET=1 is set before Python starts"
         )
     if name in ("triton", "flash_attn") and find_spec("triton") is None:
-        raise ValueError(f"attention_backend={name!r} needs the package triton")
+        raise ValueError(f"attention_backend={name!r} needs the package triton: pip install triton")
     if name in ("triton", "flash_attn") and device.type == "cuda":
         _check_capability(name, device)
     if name == "flash_attn":
@@ -59,16 +60,16 @@ def _check_capability(name: str, device: torch.device) -> None:
 def check_graphs(
     config: EngineConfig, is_capturable: bool, captures_mixed_steps: bool = False
 ) -> None:
-    """Raise `ValueError` for graphs that `config` asks for and that cannot be captured."""
+    """Raise `ValueError` for graphs that `config` enables and that cannot be captured."""
     require(
         is_capturable or not config.capture_sampling,
         f"capture_sampling=True, but attention_backend={config.attention_backend!r} cannot be part "
-        f"of a CUDA graph: choose another, or leave capture_sampling off",
+        f"of a CUDA graph: choose another backend, or set capture_sampling=False",
     )
     require(
         (is_capturable and captures_mixed_steps) or not config.capture_mixed_steps,
         f"capture_mixed_steps=True, but attention_backend={config.attention_backend!r} cannot be "
-        f"part of a CUDA graph of decode rows and chunks: take 'triton', or leave it off",
+        f"part of a CUDA graph of mixed steps: choose 'triton', or set capture_mixed_steps=False",
     )
     drafts, budget = config.speculative_config, config.max_num_batched_tokens
     if drafts is None or drafts.enforce_eager:
@@ -76,7 +77,7 @@ def check_graphs(
     query_len = drafts.num_speculative_tokens + 1
     require(
         is_capturable and budget >= query_len,
-        f"speculative_config with enforce_eager=False records rows of {query_len} tokens: "
+        f"speculative_config with enforce_eager=False captures rows of {query_len} tokens: "
         f"attention_backend={config.attention_backend!r} must be one that can be part of a CUDA "
-        f"graph, and max_num_batched_tokens={budget} that large",
+        f"graph, and max_num_batched_tokens={budget} must be at least {query_len}",
     )

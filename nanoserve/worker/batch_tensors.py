@@ -1,4 +1,4 @@
-"""A packed step as tensors."""
+"""Tensor views of a packed step."""
 
 import math
 
@@ -11,8 +11,9 @@ from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 class BatchTensors:
     """The fields of a `Batch` as int32 tensors, over `memory` of the same layout on any device.
 
-    They are as long as the field's capacity. `slot_mapping` is [num_groups, num_tokens], a row for
-    each group of layers; `block_tables` is flat, as wide as its step.
+    Each tensor has the length of its field's capacity. `slot_mapping` is [num_groups, num_tokens],
+    with a row for each group of layers; `block_tables` is flat, and its row width is set by each
+    step.
     """
 
     header: torch.Tensor
@@ -40,12 +41,13 @@ class BatchTensors:
     def attention_metadata(
         self, header: BatchHeader, block_tables: torch.Tensor, is_mixed: bool = False
     ) -> AttentionMetadata:
-        """Return a step as attention sees it; block_tables: [num_groups, num_rows, width].
+        """Return the attention metadata of a step; block_tables: [num_groups, num_rows, width].
 
-        is_mixed: what rows there are is read on the device, and `header` is that of a graph.
+        is_mixed: the numbers of rows are read on the device, and `header` is the one that the graph
+        was recorded with.
         """
         rows, tokens = header.num_rows, header.num_tokens
-        first_count = BatchHeader._fields.index("num_rows")  # and that of decode rows is next
+        first_count = BatchHeader._fields.index("num_rows")  # followed by the number of decode rows
         first = AttentionMetadata(
             positions=self.positions[:tokens],
             slot_mapping=self.slot_mapping[0, :tokens],
@@ -62,9 +64,9 @@ class BatchTensors:
         return first
 
     def fill_in_pending(self, header: BatchHeader, last_token: torch.Tensor) -> None:
-        """Put the tokens that only the device knows in the places left for them.
+        """Replace pending token ids by the sampled tokens, which only the device knows.
 
-        last_token: int32, by slot. Such a token is always the only one of its row.
+        last_token: int32, by slot. A pending token is always the only token of its row.
         """
         input_ids = self.input_ids[: header.num_decode_rows]
         known = last_token[self.row_slots[: header.num_decode_rows]]

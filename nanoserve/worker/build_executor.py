@@ -1,4 +1,4 @@
-"""What runs where: the device, its attention backend, its kernels and its runner."""
+"""Factory of the executor: choice of device, attention backend, kernels and runner."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -45,11 +45,11 @@ def make_executor(
     path: Path,
     beside: Sequence[Callable[[], MemoryBeside]] = (),
 ) -> Executor:
-    """What runs the steps of an engine: one runner, or one for each rank.
+    """Return the executor of an engine: one runner, or one for each rank.
 
-    beside: tell what second models take of rank 0's memory, if it is a GPU's. Raises `ValueError`
-    if there are not so many devices, if the attention backend cannot run on them, or if the model
-    cannot be shared by so many ranks, before any weight is read.
+    beside: functions that return the memory that second models, such as a draft model, take on rank
+    0's GPU. Raises `ValueError`, before any weight is read, if there are too few devices, if the
+    attention backend cannot run on them, or if the model cannot be split over so many ranks.
     """
     num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
     if num_ranks == 1:
@@ -67,7 +67,7 @@ def make_runner(
     parallel: ParallelContext,
     beside: Sequence[Callable[[], MemoryBeside]] = (),
 ) -> ModelRunner:
-    """Return the runner of one rank."""
+    """Return the runner of one rank, with its weights loaded."""
     context, host = make_context(config, model_config, parallel)
     if context.device.type == "cpu":
         return ModelRunner.load(config, model_config, path, context, host)
@@ -88,7 +88,10 @@ def make_runner(
 def make_context(
     config: EngineConfig, model_config: ModelConfig, parallel: ParallelContext
 ) -> tuple[LayerContext, CpuDevice]:
-    """How a rank's layers compute; raises `ValueError` for what cannot be done so here."""
+    """Return the context of a rank's layers, and the device object to use if it is a CPU.
+
+    Raises `ValueError` for a configuration that this machine does not support.
+    """
     device = choose_device(config, parallel.global_rank, parallel.num_ranks)
     dtype = getattr(torch, model_config.dtype)
     name = choose_attention_backend(config, model_config, device)
@@ -99,7 +102,8 @@ def make_context(
     method = None
     if config.quantization_activations is not None:
         check_activations(config, model_config)
-    # In float32, torch's products stay with its attention, as the plain reference.
+    # In float32 with attention_backend='torch', torch's own matrix products are kept: this is the
+    # plain reference.
     is_quantized = config.quantization or model_config.quantization_config
     if is_quantized or name == "numba" or (name == "torch" and dtype.itemsize < 4):
         with threads(num_threads):
@@ -109,29 +113,34 @@ def make_context(
         from nanoserve.sampling.numba_sampler import NumbaSampler
 
         return context, CpuDevice(num_threads, NumbaSampler, is_compiled=True)
-    # Products of integers are numba's, if it is there, whatever attention is; all but Triton's.
+    # If numba is installed, it computes the products of quantized weights under every attention
+    # backend but Triton.
     is_compiled = bool(is_quantized) and name != "triton" and find_spec("numba") is not None
     return context, CpuDevice(num_threads, is_compiled=is_compiled)
 
 
-def device_kind(asked: str) -> str:
-    """ "cpu" or "cuda": what `asked` ("auto", "cpu" or "cuda") is on this machine."""
+def device_kind(requested: str) -> str:
+    """Return "cpu" or "cuda" for the option `requested` ("auto", "cpu" or "cuda")."""
     has_cuda = torch.cuda.is_available()
-    if asked == "cuda" and not has_cuda:
-        raise ValueError(f"device='cuda', but torch {torch.__version__} sees no NVIDIA GPU")
-    return "cuda" if has_cuda and asked != "cpu" else "cpu"
+    if requested == "cuda" and not has_cuda:
+        raise ValueError(f"device='cuda', but torch {torch.__version__} finds no NVIDIA GPU")
+    return "cuda" if has_cuda and requested != "cpu" else "cpu"
 
 
 def choose_device(config: EngineConfig, rank: int = 0, num_ranks: int = 1) -> torch.device:
-    """Of "cuda", rank i of several takes GPU i; a single one, or one placed by Ray, the current."""
+    """Return the device of a rank.
+
+    On "cuda", rank i of several uses GPU i; a single rank, or one placed by Ray, uses the current
+    GPU. Raises `ValueError` if there are fewer GPUs than ranks.
+    """
     if config.device == "cpu":
         return torch.device("cpu")
     if num_ranks == 1 or config.distributed_executor_backend == "ray":
         return torch.device("cuda", torch.cuda.current_device())
     if num_ranks > torch.cuda.device_count():
         raise ValueError(
-            f"{num_ranks} ranks (tensor_parallel_size x pipeline_parallel_size), but there are "
-            f"{torch.cuda.device_count()} GPUs"
+            f"tensor_parallel_size x pipeline_parallel_size = {num_ranks} ranks, but there are "
+            f"{torch.cuda.device_count()} GPUs: each rank needs one"
         )
     return torch.device("cuda", rank)
 
@@ -139,19 +148,23 @@ def choose_device(config: EngineConfig, rank: int = 0, num_ranks: int = 1) -> to
 def choose_attention_backend(
     config: EngineConfig, model_config: ModelConfig, device: torch.device
 ) -> str:
-    """What was asked for, if it can run here: a name in `ATTENTION_BACKENDS`."""
+    """Return the attention backend to use, a name in `ATTENTION_BACKENDS`.
+
+    It is the configured one, or for "auto" the fastest that can run here. Raises `ValueError` if
+    the configured one cannot.
+    """
     name = config.attention_backend
     if name == "auto" and device.type == "cpu":
         has_numba = model_config.dtype != "float16" and find_spec("numba") is not None
         return "numba" if has_numba else "torch"
     if name == "torch":
         return name
-    asked = "triton" if name == "auto" else name
-    return check_attention_backend(asked, config.block_size, model_config, device)
+    requested = "triton" if name == "auto" else name
+    return check_attention_backend(requested, config.block_size, model_config, device)
 
 
 def attention_options(name: str, config: EngineConfig) -> dict[str, Any]:
-    """Return what the constructor of an attention backend is given."""
+    """Return the keyword arguments for the constructor of an attention backend."""
     drafts = config.speculative_config
     if name != "triton" or drafts is None or drafts.enforce_eager:
         return {}

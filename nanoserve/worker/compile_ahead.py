@@ -1,4 +1,4 @@
-"""What a CPU with numba does before the first request waits for it: compiling, above all."""
+"""Warm-up of a CPU with numba: kernels are compiled before the first request arrives."""
 
 import sys
 import threading
@@ -16,36 +16,36 @@ from nanoserve.sampling.numba_sampler import NumbaSampler
 from nanoserve.sampling.sampler import Sampler
 from nanoserve.worker.dummy_rows import pack_dummy_step
 
-_PATIENCE = 1.0  # seconds after which it is told
+_PATIENCE = 1.0  # seconds of compilation after which a message is printed
 
 
 def compile_ahead(
     executor: Executor, batch: Batch, block_size: int, model: nn.Module, sampler: Sampler
 ) -> None:
-    """Run the model on one token, then on a prompt of many, in the dummy block.
+    """Run the model on one token, then on a long prompt, in the dummy block.
 
-    Many are so many that threads share the small operations, too; a step has no more of them than
-    `batch` has room for. Numba keeps what it compiles in files beside the source, or in its cache
-    folder: the next start reads them.
+    The long prompt is long enough for threads to share the small operations, too, within the token
+    capacity of `batch`. Numba saves what it compiles in files beside the source, or in its cache
+    folder: later starts read them.
     """
-    with _told("compiling for this processor, once"):
+    with _report_slow("compiling for this processor, once"):
         many = FEW // model.config.hidden_size + 1
         most = min(many, executor.max_model_len, batch.layout.max_num_tokens)
         for num_tokens in (1, most):
             lengths = np.array([num_tokens], dtype=np.int32)
             pack_dummy_step(batch, lengths, block_size, num_sampled=1)
             logits = executor.forward(batch, ForwardInputs()).logits
-        # Rank 0 has the logits, and chooses.
+        # Only rank 0 has logits, and samples.
         if logits is not None and isinstance(sampler, NumbaSampler):
             sampler.warm_up(logits.dtype)
     _shorten_lookups(model)
 
 
 def _shorten_lookups(model: nn.Module) -> None:
-    """Put the parts of modules where Python finds them at once.
+    """Copy the parts of modules into their `__dict__`, where Python finds them at once.
 
-    torch keeps them in dictionaries of its own, in which it looks when Python has found nothing:
-    a tenth of a small model's decode step.
+    torch keeps them in dictionaries of its own, which Python searches only after the normal lookup
+    has failed: this takes a tenth of a small model's decode step.
     """
     for module in model.modules():
         parts = {**module._modules, **module._parameters, **module._buffers}
@@ -53,8 +53,8 @@ def _shorten_lookups(model: nn.Module) -> None:
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
-    """Say on stderr that it takes a while, if it does, and how long it took."""
+def _report_slow(what: str) -> Iterator[None]:
+    """Print a message to stderr if the body takes long, and how long it took."""
     start = time.perf_counter()
     timer = threading.Timer(_PATIENCE, print, (f"nanoserve: {what} ...",), {"file": sys.stderr})
     timer.daemon = True

@@ -1,16 +1,16 @@
 """Run every variant of the Triton kernels that a configuration can reach, before it serves.
 
-Triton compiles a kernel anew for each combination of its constants, in one to two seconds in which
-all requests would wait. It keeps on disk what it has compiled: that time is spent once on a
-machine, and later starts only run some small steps. The variants depend on
+Triton compiles a kernel anew for each combination of its constants, which takes one to two seconds
+in which all requests would wait. Compiled kernels are cached on disk: so this time is spent once on
+a machine, and later starts only run some small steps. The variants depend on
 
-    tokens of a step    the tiles of quantised products, and whether their inputs are shared out
+    tokens of a step    tile sizes of quantized products, and whether they split their inputs
     tokens of a row     attention over chunks; with graphs of draft tokens, over few tokens too
-    how a row is drawn  from logits in the model's dtype, or in float32 once stages have changed
-                        them; with a filter or without; with a grammar's mask or without
+    sampling of a row   from logits in the model's dtype, or in float32 once stages have changed
+                        them; with or without a filter; with or without a grammar's mask
 
-Nothing else that changes from step to step is a constant of a kernel. The step of the worst case,
-which is run before, has the largest tiles.
+Other values that change from step to step are not constants of a kernel. The worst-case step, which
+is run before, has the largest tiles.
 """
 
 import logging
@@ -32,8 +32,8 @@ from nanoserve.worker.gpu_memory import most_outputs
 
 logger = logging.getLogger(__name__)
 
-# Tokens. With these, with one and in the worst case, quantised products have each of their tiles,
-# and of each tile the most and the fewest programs that share the inputs.
+# Numbers of tokens. Together with 1 and the worst case, these reach each tile size of quantized
+# products, with the most and the fewest programs that split the inputs.
 _QUANTIZED_SIZES = (17, 128, 129)
 _GRAMMAR_PACKAGES = ("llguidance", "xgrammar")
 _PLAIN, _FILTERED = SamplingParams(temperature=0), SamplingParams(top_p=0.9)
@@ -47,7 +47,7 @@ _KINDS = (
 
 @torch.inference_mode()
 def compile_kernels(executor: Executor, buffers: CudaBuffers, config: EngineConfig) -> None:
-    """Run `dummy_steps` in the longest contexts, then the sampler of each kind. All ranks do."""
+    """Run `dummy_steps` in the longest contexts, then each kind of sampling; on every rank."""
     start = time.perf_counter()
     batch = buffers.new_batch()
     for lengths in dummy_steps(config, executor.max_model_len):
@@ -60,25 +60,28 @@ def compile_kernels(executor: Executor, buffers: CudaBuffers, config: EngineConf
             max_context_len=executor.max_model_len,
         )
         handle = executor.forward(batch, ForwardInputs())
-    if handle.logits is not None:  # or else another rank samples
+    if handle.logits is not None:  # None if another rank samples
         _run_sampler(handle.logits, handle.tensors, config)
-    logger.info("the kernels' variants have run in %.1f s", time.perf_counter() - start)
+    logger.info(
+        "all kernel variants were compiled or loaded, and run, in %.1f s",
+        time.perf_counter() - start,
+    )
 
 
 def dummy_steps(config: EngineConfig, max_model_len: int) -> Iterator[np.ndarray]:
-    """Yield the numbers of new tokens of each row, ascending, of steps that run every variant.
+    """Yield the new tokens of each row, ascending, of steps that together run every variant.
 
-    The last one has the most rows.
+    The last step has the most rows.
     """
     budget, rows = config.max_num_batched_tokens, config.max_num_seqs
     drafts = config.speculative_config
     has_few = drafts is not None and not drafts.enforce_eager
     most_few = drafts.num_speculative_tokens + 1 if has_few else 1
-    # 1) A row of a chunk; rows of few tokens have a kernel for each power of two.
+    # 1) A single chunk; rows of few tokens have a kernel variant for each power of two.
     few = [2**n for n in range(1, (most_few - 1).bit_length() + 1)]
     for length in (most_few + 1, *few):
         yield np.array([min(length, budget, max_model_len)], dtype=np.int32)
-    # 2) Steps of so many tokens, in rows of one token, if there may be so many.
+    # 2) Steps of a given number of tokens, in rows of one token where max_num_seqs allows it.
     sizes = {1, rows, *(_QUANTIZED_SIZES if config.quantization is not None else ())}
     for size in sorted(min(size, budget, rows * max_model_len) for size in sizes):
         used = min(size, rows)
@@ -88,14 +91,14 @@ def dummy_steps(config: EngineConfig, max_model_len: int) -> Iterator[np.ndarray
 
 
 def has_grammars(config: EngineConfig) -> bool:
-    """Return whether requests may bring grammars, and with them token masks."""
+    """Return True if requests may have grammars, and with them token masks."""
     is_installed = any(find_spec(name) is not None for name in _GRAMMAR_PACKAGES)
-    is_asked_for = config.structured_outputs_config is not None
-    return not config.skip_tokenizer_init and (is_installed or is_asked_for)
+    is_configured = config.structured_outputs_config is not None
+    return not config.skip_tokenizer_init and (is_installed or is_configured)
 
 
 def _run_sampler(logits: torch.Tensor, tensors: BatchTensors, config: EngineConfig) -> None:
-    """Draw from two rows of a step in every way: of more rows no kernel has another variant."""
+    """Sample two rows of a step in every way; more rows use the same kernel variants."""
     logits = logits[:2]
     slots = np.arange(len(logits))
     sampler = FusedSampler(len(slots), logits.shape[1], logits.device)
@@ -108,7 +111,7 @@ def _run_sampler(logits: torch.Tensor, tensors: BatchTensors, config: EngineConf
     for params in _KINDS:
         sample(params, params, {})
     if has_grammars(config):
-        # A filtered row itself has its mask as a stage; it may be beside one that has not.
+        # A filtered row has its mask as a stage; such a row may be next to one without.
         for last in (_PLAIN, _FILTERED):
             sample(_PLAIN, last, {0: _Anything()})
 

@@ -1,9 +1,10 @@
-"""What a device does for a runner, and how a CPU does it.
+"""Interface between a runner and its device, and its implementation for a CPU.
 
-A runner knows the model and the order of a step; its device knows where the batch lies, what is
-waited for, and what can be replayed. It is given values and functions, and never the runner to
-keep. A CPU reads a batch where it was packed, and what is launched there is done; a GPU
-(`nanoserve.worker.cuda_device`) gives every method another answer.
+A runner knows the model and the order of a step; its device knows where the batch is stored, when
+to wait, and which steps can be replayed as graphs. A device is given values and functions; it never
+keeps a reference to the runner. A CPU reads a batch in the memory in which it was packed, and a
+call returns when its work is done; `nanoserve.worker.cuda_device` implements every method
+differently.
 """
 
 import os
@@ -31,10 +32,11 @@ from nanoserve.worker.threads import threads
 
 @dataclass(frozen=True)
 class Computation:
-    """What a step computes with. A graph records it, so it is valid while these tensors are.
+    """The objects that a step computes with. A graph that recorded them is valid while they exist.
 
-    last_token: int32 [max_num_seqs + 1], by slot, the token that was sampled last: the input of a
-        step ahead, before the host knows it. The last place is for tokens of padding rows.
+    last_token: int32 [max_num_seqs + 1], by slot, the token that was sampled last: the input of the
+        next step under async scheduling, before the host knows it. The last entry is for the tokens
+        of padding rows.
     """
 
     model: nn.Module
@@ -59,17 +61,17 @@ class Computation:
         return self.model(tensors.input_ids[: header.num_tokens], self.kv_caches, metadata)
 
     def keep(self, token_ids: Tensor, slots: Tensor) -> None:
-        """Put sampled tokens, int64 [num_rows], where a step ahead finds them by slot."""
-        # Also what is no token must be one to the step ahead, whose row is thrown away.
+        """Store sampled tokens, int64 [num_rows], by slot, as inputs of the next step."""
+        # The next step needs a valid id even where no token could be sampled; its row is discarded.
         self.last_token[slots] = token_ids.clamp(min=0).int()
 
 
 class StepOutput(NamedTuple):
-    """What a device has launched of a step.
+    """The part of a step that a device has launched.
 
-    tensors: the batch on the device. hidden: [num_tokens or more, hidden_size]; the wanted rows are
-    `tensors.output_rows`, and a graph's next replay overwrites them. token_ids: int64
-    [num_sampled], if a graph has chosen them too.
+    tensors: the batch on the device. hidden: [num_tokens or more, hidden_size]; the rows to take
+    are `tensors.output_rows`, and a graph's next replay overwrites them. token_ids: int64
+    [num_sampled], if a graph has sampled them too.
     """
 
     tensors: BatchTensors
@@ -78,23 +80,23 @@ class StepOutput(NamedTuple):
 
 
 class Device(Protocol):
-    """One device of a runner, as `CpuDevice` and `CudaDevice` implement it."""
+    """Interface of the device of a runner; `CpuDevice` and `CudaDevice` implement it."""
 
     sampler_class: type[Sampler]
 
     def guard(self) -> AbstractContextManager[Any]:
-        """Return a context in which work is launched on this device, whatever the caller chose."""
+        """Return a context in which work is launched on this device, whatever device is current."""
 
     def memory_bytes(self, parallel: ParallelContext) -> int:
-        """Return all the memory that a rank may ever have."""
+        """Return the bytes of memory that a rank has in total."""
 
     def num_kv_blocks(
         self, config: EngineConfig, model_config: ModelConfig, block_bytes: int, memory_bytes: int
     ) -> int | None:
         """Return the number of KV blocks if it is known before the weights are loaded, else None.
 
-        block_bytes: of a block on this rank. memory_bytes: all that the rank has. Raises
-        `ValueError` for what can be refused by then.
+        block_bytes: of a block on this rank. memory_bytes: the memory that the rank has in total.
+        Raises `ValueError` for settings that can be rejected before the weights are loaded.
         """
 
     def measure_kv_blocks(
@@ -104,48 +106,48 @@ class Device(Protocol):
         parallel: ParallelContext,
         make_executor: Callable[[], Executor],
     ) -> int:
-        """Return the number of KV blocks where it was not known before, now that weights are there.
+        """Return the number of KV blocks, measured after the weights have been loaded.
 
-        `make_executor` makes one with a KV cache of a single block, to measure a step.
+        `make_executor` makes an executor with a KV cache of a single block, to measure a step.
         """
 
     def prepare(self, layout: BatchLayout, computation: Computation) -> None:
-        """Allocate what batches of `layout` are copied to; graphs will record `computation`."""
+        """Allocate the device buffers for batches of `layout`; graphs will record `computation`."""
 
     def warm_up(self, executor: Executor) -> None:
-        """Do what would otherwise be done while serving: compile, by steps of dummy rows; capture.
+        """Compile kernels by running steps of dummy rows, and capture graphs.
 
-        Every rank does the same, since a step of one is a step of all.
+        Every rank does the same, since all ranks take part in each step.
         """
 
     def drop_programs(self) -> None:
-        """Drop graphs, and what they were recorded of, because its tensors are about to go."""
+        """Drop graphs and the computation that they recorded: its tensors will be released."""
 
     def host_memory(self, num_bytes: int) -> np.ndarray:
         """Return memory, uint8, from which a batch can be copied without waiting."""
 
     def lock(self, memory: np.ndarray) -> None:
-        """Make it so for memory that comes from elsewhere, and takes the place of all before."""
+        """Page-lock `memory`, allocated elsewhere, in place of all batch memory before it."""
 
     def wait_until_read(self, batch: Batch) -> None:
-        """Wait until the last copy of this batch is over."""
+        """Wait until the last copy of this batch to the device has finished."""
 
     def run(
         self, batch: Batch, header: BatchHeader, last_token: Tensor, forward: "Forward"
     ) -> StepOutput:
-        """Bring the batch to the device, with its pending tokens, and compute its hidden states."""
+        """Copy the batch to the device, fill in pending tokens, and compute its hidden states."""
 
     def fetch(self, token_ids: Tensor) -> Any:
-        """Start bringing sampled ids [num_rows] to the host."""
+        """Start to copy sampled ids [num_rows] to the host."""
 
     def wait(self, fetched: Any) -> list[int]:
-        """Wait until they are there, and all that was copied to the host before `fetch`."""
+        """Wait for these ids and for all copies to the host that were started before `fetch`."""
 
     def finish(self) -> None:
-        """Wait for everything that was launched."""
+        """Wait for all work that was launched."""
 
     def release_unused(self) -> None:
-        """Give memory that no tensor uses back to the system."""
+        """Return memory that no tensor uses to the system."""
 
     def close(self) -> None:
         """Release the buffers and the graphs."""
@@ -156,7 +158,7 @@ Forward = Callable[[BatchTensors, BatchHeader, Tensor], Tensor]
 
 
 class CpuDevice:
-    """The CPU. `is_compiled` is whether numba compiles what the model is made of."""
+    """A CPU device. `is_compiled`: numba compiles operations of the model."""
 
     def __init__(
         self,
@@ -188,7 +190,9 @@ class CpuDevice:
         parallel: ParallelContext,
         make_executor: Callable[[], Executor],
     ) -> int:
-        raise RuntimeError("a CPU's KV cache is sized before the weights are loaded")
+        raise RuntimeError(
+            "the KV cache of a CPU is sized before the weights are loaded: call num_kv_blocks()"
+        )
 
     def prepare(self, layout: BatchLayout, computation: Computation) -> None:
         self._prepared = layout, computation
@@ -213,9 +217,10 @@ class CpuDevice:
         self._tensors.clear()
 
     def wait_until_read(self, batch: Batch) -> None:
-        """Raise `RuntimeError` in a fork, where no step ends.
+        """Raise `RuntimeError` in a forked process, where no step would end.
 
-        A fork has none of its parent's threads: what waits for OpenMP's would wait for ever.
+        A fork has none of its parent's threads, so waiting for OpenMP's threads would take for
+        ever.
         """
         if os.getpid() != self._pid:
             raise RuntimeError("this engine belongs to another process: instead of fork, use spawn")
@@ -237,10 +242,10 @@ class CpuDevice:
         return fetched.tolist()
 
     def finish(self) -> None:
-        """Do nothing: what was launched is done."""
+        """Do nothing: on a CPU, launched work has finished when the call returns."""
 
     def release_unused(self) -> None:
-        """Do nothing: the system has it back."""
+        """Do nothing: torch has already returned the memory to the system."""
 
     def close(self) -> None:
         self._tensors.clear()

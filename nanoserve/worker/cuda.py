@@ -1,4 +1,4 @@
-"""The calls that only a GPU can answer, in one place; what uses them can be tested without one."""
+"""CUDA calls, collected in one class, so that code that uses it can be tested without a GPU."""
 
 import gc
 import threading
@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 
-# For the whole process: to wait for a device spoils what any thread is recording on it.
+# One lock for the process: synchronizing a device invalidates a capture by any thread on it.
 _RECORDING = threading.RLock()
 
-# Streams to record on that no engine has now. Engines that live at the same time have one each:
-# cuBLAS keeps a workspace for every stream, and a graph knows its address. It keeps it for good
-# (32 MiB on Hopper), so the next engine takes one that is free.
+# Capture streams that no engine uses now. Engines that exist at the same time have one each: cuBLAS
+# keeps a workspace for every stream, and graphs contain its address. The workspace is never freed
+# (32 MiB on Hopper), so the next engine reuses a free stream.
 _FREE_STREAMS: dict[torch.device, list[torch.cuda.Stream]] = {}
 
 
 class Cuda:
-    """One CUDA device, as one engine uses it."""
+    """Interface of one engine to one CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -26,18 +26,18 @@ class Cuda:
         self._capture_stream: torch.cuda.Stream | None = None
 
     def pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros in page-locked host memory: copies from and to it do not wait."""
+        """Return zeros in page-locked host memory: copies from and to it are asynchronous."""
         return torch.zeros(*shape, dtype=dtype, pin_memory=True)
 
     def page_lock(self, memory: np.ndarray) -> None:
-        """As `pinned`, for memory that comes from elsewhere, until `close`."""
+        """Page-lock memory that was allocated elsewhere, until `close`."""
         if not torch.from_numpy(memory).is_pinned():
             lock = torch.cuda.cudart().cudaHostRegister
             torch.cuda.check_error(int(lock(memory.ctypes.data, memory.nbytes, 0)))
             self._locked.append(memory)
 
     def close(self) -> None:
-        """Undo every `page_lock`, before the memory goes, and leave the stream to the next."""
+        """Undo every `page_lock` before the memory is released, and free the capture stream."""
         while self._locked:
             unlock = torch.cuda.cudart().cudaHostUnregister
             torch.cuda.check_error(int(unlock(self._locked.pop().ctypes.data)))
@@ -49,13 +49,13 @@ class Cuda:
         return torch.cuda.Event()
 
     def guard(self) -> Any:
-        """A context in which kernels are launched on this device, whatever the caller chose."""
+        """Return a context in which kernels run on this device, whatever device is current."""
         return torch.cuda.device(self.device)
 
     def capture(
         self, forward: Callable[[], torch.Tensor], pool: Any
     ) -> tuple[Callable[[], None], torch.Tensor]:
-        """Record what `forward` launches. Returns what launches it again, and its output.
+        """Capture what `forward` launches; return a function that replays it, and its output.
 
         The output is the same tensor every time. Graphs of one `pool` share their memory.
         """
@@ -63,17 +63,18 @@ class Cuda:
             free = _FREE_STREAMS.get(self.device)
             self._capture_stream = free.pop() if free else torch.cuda.Stream(self.device)
         graph, stream = torch.cuda.CUDAGraph(), self._capture_stream
-        # Kernels are compiled and libraries set up now: neither can be recorded. On the same
-        # stream: else its workspace would lie in the memory of these graphs, and go with them.
+        # A run before the capture compiles kernels and initializes libraries, which cannot be
+        # captured. It is on the same stream: otherwise a library's workspace would be allocated in
+        # the memory of these graphs, and released with them.
         self.synchronize()
         with torch.cuda.stream(stream):
             forward()
         with _RECORDING:
             self.synchronize()
-            # "thread_local": another engine's thread may go on allocating meanwhile.
+            # "thread_local": the threads of other engines may allocate memory meanwhile.
             with torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
                 is_enabled = gc.isenabled()
-                gc.disable()  # an engine that is collected now would wait for the device
+                gc.disable()  # the destructor of another engine would synchronize the device
                 try:
                     output = forward()
                 finally:
@@ -90,27 +91,27 @@ class Cuda:
         return torch.cuda.graph_pool_handle()
 
     def memory_info(self) -> tuple[int, int]:
-        """Bytes that are free and bytes in all, over every process of the device."""
+        """Return the free and the total bytes of the device; all processes count."""
         return torch.cuda.mem_get_info(self.device)
 
     def allocated(self) -> int:
-        """Bytes of this process's tensors."""
+        """Return the bytes of this process's tensors."""
         return torch.cuda.memory_allocated(self.device)
 
     def held_by_others(self) -> int:
-        """Bytes in use that are not torch's in this process: CUDA's own, and other processes'."""
+        """Return the bytes in use that are not torch's here: CUDA's own, and other processes'."""
         free, total = self.memory_info()
         return total - free - torch.cuda.memory_reserved(self.device)
 
     def peak_allocated(self) -> int:
-        """The most that `allocated` has been since `reset_peak`."""
+        """Return the highest value of `allocated` since `reset_peak`."""
         return torch.cuda.max_memory_allocated(self.device)
 
     def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self.device)
 
     def release_unused(self) -> None:
-        """Give memory that no tensor uses back to the device."""
+        """Return memory that no tensor uses to the device."""
         gc.collect()
         with _RECORDING:
             self.synchronize()

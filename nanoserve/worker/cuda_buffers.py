@@ -1,4 +1,4 @@
-"""The batch on a GPU: one copy in, at addresses that graphs know."""
+"""Device buffers of the batch, at the fixed addresses that graphs use."""
 
 from collections import deque
 from typing import Any
@@ -16,7 +16,7 @@ from nanoserve.worker.dummy_rows import pack_dummy_step
 class CudaBuffers:
     """The device's copy of a step, and its block tables in rows of full width.
 
-    Each step is copied over the one before: on one stream, so when that has been read.
+    Each step overwrites the one before; as both are on one stream, that one has been read by then.
     """
 
     def __init__(self, cuda: Cuda, layout: BatchLayout) -> None:
@@ -25,11 +25,11 @@ class CudaBuffers:
         self.tensors = BatchTensors(layout, self._memory)
         shape = (layout.num_groups, layout.max_num_rows, layout.max_blocks_per_row)
         self._tables = torch.zeros(shape, dtype=torch.int32, device=cuda.device)
-        self._copied: dict[int, Any] = {}  # by address of a batch: the event behind its last copy
+        self._copied: dict[int, Any] = {}  # by batch address: the event after its last copy
         self._own: deque[Batch] = deque()
 
     def copy_in(self, batch: Batch, header: BatchHeader) -> torch.Tensor:
-        """Copy a step, and return its block tables. They have the one stride that graphs know."""
+        """Copy a step to the device; return its block tables, with the stride that graphs use."""
         used = batch.num_bytes_used(header)
         host = torch.from_numpy(batch.memory)[:used]
         self._memory[:used].copy_(host, non_blocking=True)
@@ -42,18 +42,18 @@ class CudaBuffers:
         return self.tables(header.num_rows)
 
     def tables(self, num_rows: int) -> torch.Tensor:
-        """Return the tables of so many rows, [num_groups, num_rows, max_blocks_per_row]."""
+        """Return the tables of `num_rows` rows, [num_groups, num_rows, max_blocks_per_row]."""
         return self._tables[:, :num_rows]
 
     def wait_until_read(self, batch: Batch) -> None:
-        """Wait until the last copy of `batch` is over."""
+        """Wait until the last copy of `batch` has finished."""
         copied = self._copied.get(batch.memory.ctypes.data)
         if copied is not None:
             copied.synchronize()
 
     def own_copy(self, batch: Batch, header: BatchHeader) -> Batch:
-        """Return a step where it may be changed: in `batch`, other ranks may still read it."""
-        if not self._own:  # as many as steps under way
+        """Return a copy of a step that may be modified: other ranks may still read `batch`."""
+        if not self._own:  # one for each step under way
             self._own.extend((self.new_batch(), self.new_batch()))
         own, used = self._own[0], batch.num_bytes_used(header)
         self._own.rotate()
@@ -67,7 +67,7 @@ class CudaBuffers:
         return Batch(self.layout, memory.numpy())
 
     def copy_in_dummies(self, num_rows: int, query_len: int, block_size: int) -> None:
-        """Copy rows of `query_len` tokens each, for graphs to be recorded with."""
+        """Copy dummy rows of `query_len` tokens each to the device, as inputs for a capture."""
         batch = self.new_batch()
         lengths = np.full(num_rows, query_len, dtype=np.int32)
         self.copy_in(batch, pack_dummy_step(batch, lengths, block_size))

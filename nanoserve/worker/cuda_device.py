@@ -1,13 +1,12 @@
-"""What a GPU does: one copy in, graphs, one copy out; and how much of its memory is left for KV.
+"""GPU device: one copy in, CUDA graphs, one copy out; and measurement of memory for KV blocks.
 
 A step's integers are packed into page-locked memory and copied to one fixed buffer on the device.
-Decode steps replay a captured graph that reads this buffer; LM head and sampling follow it, and
-are launched while the graph still runs. The sampled ids are the only thing copied back, but for
-log-probabilities where a request asks for them.
+Decode steps replay a captured graph that reads this buffer; LM head and sampling follow it, and are
+launched while the graph is still running. Only the sampled ids are copied back, and
+log-probabilities where a request wants them.
 
-Everything is launched on one stream, so steps follow each other there without being waited for:
-what a step reads late was written by those before it, and what it writes late is written before
-anything of those behind it.
+All work is launched on one stream, so steps execute in order without the host waiting for any: a
+step reads what earlier steps have written, and finishes its writes before later ones start.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,11 +44,11 @@ from nanoserve.worker.load_model import MemoryBeside
 from nanoserve.worker.mixed_program import MixedProgram, mixed_sizes
 from nanoserve.worker.sampling_program import SamplingProgram
 
-_MOST_POSITIONS = 2**24  # of those above, float32 does not tell neighbours apart
+_MOST_POSITIONS = 2**24  # float32 does not represent every larger integer
 
 
 class Fetched(NamedTuple):
-    """Ids on their way into page-locked memory, and the event behind them."""
+    """Ids that are copied to page-locked memory, and the event after the copy."""
 
     token_ids: torch.Tensor
     done: Any
@@ -61,8 +60,8 @@ class CudaDevice:
     is_capturable, captures_mixed_steps: whether the attention backend can be part of a graph of
     decode steps, and of one of mixed steps.
 
-    `beside` tell what second models will take of its memory. Raises `ValueError` for graphs that
-    are asked for and cannot be.
+    beside: functions that return the memory that second models will take on this GPU. Raises
+    `ValueError` for graphs that are configured and cannot be captured.
     """
 
     sampler_class = FusedSampler
@@ -77,7 +76,7 @@ class CudaDevice:
     ) -> None:
         check_graphs(config, is_capturable, captures_mixed_steps)
         self.config, self.cuda, self._beside = config, cuda, beside
-        # What a stage of a pipeline receives and sends has not been part of a graph yet.
+        # Sending and receiving between pipeline stages has not been part of a graph yet.
         is_whole = config.pipeline_parallel_size == 1
         has_graphs = is_capturable and is_whole and not config.enforce_eager
         self.graph_sizes = graph_sizes(config.max_num_seqs) if has_graphs else []
@@ -86,7 +85,7 @@ class CudaDevice:
             has_mixed = captures_mixed_steps and _captures_mixed_steps_by_default(config)
         is_mixed = has_mixed and has_graphs
         self.mixed_sizes = mixed_sizes(config.max_num_batched_tokens) if is_mixed else []
-        self.programs: list[GraphProgram] = []  # the first that covers a step replays it
+        self.programs: list[GraphProgram] = []  # a step is replayed by the first one that covers it
         self.buffers: CudaBuffers | None = None
         self._computation: Computation | None = None
         self._allocated_before = cuda.allocated()
@@ -127,7 +126,7 @@ class CudaDevice:
         return self.cuda.pinned(num_bytes, dtype=torch.uint8).numpy()
 
     def lock(self, memory: np.ndarray) -> None:
-        with self.guard():  # or the caller's current GPU gets a CUDA context of half a GiB
+        with self.guard():  # otherwise a CUDA context of half a GiB is created on the current GPU
             self.cuda.page_lock(memory)
 
     def prepare(self, layout: BatchLayout, computation: Computation) -> None:
@@ -159,14 +158,18 @@ class CudaDevice:
     def num_kv_blocks(
         self, config: EngineConfig, model_config: ModelConfig, block_bytes: int, memory_bytes: int
     ) -> None:
-        """Return None: a pool of any size has to fit beside the weights."""
+        """Return None: the size of the pool is known only after the weights have been loaded.
+
+        Raises `ValueError` for a `max_model_len` that no pool can hold, or that must be given and
+        is not.
+        """
         if config.max_model_len is not None:
             most = config.num_kv_blocks or (2**31 - 1) // config.block_size - 1
             longest_sequence(config, model_config, most)
         elif model_config.max_position_embeddings > _MOST_POSITIONS:
             raise ValueError(
-                f"the model allows {model_config.max_position_embeddings} positions: give "
-                f"max_model_len, because their tables are made before the KV pool is known"
+                f"the model allows {model_config.max_position_embeddings} positions: set "
+                f"max_model_len, because position tables are made before the KV pool is measured"
             )
 
     def measure_kv_blocks(
@@ -176,7 +179,7 @@ class CudaDevice:
         parallel: ParallelContext,
         make_executor: Callable[[], Executor],
     ) -> int:
-        """Return what the configuration fixes, or what is left when all else has its memory."""
+        """Return the configured number of KV blocks, or the number that fits in the memory left."""
         if self._has_explicit_pool:
             self.cuda.release_unused()
             free, _ = self.cuda.memory_info()
@@ -193,7 +196,7 @@ class CudaDevice:
         if self.mixed_sizes:
             with torch.inference_mode():
                 graphs += measure_mixed_graphs(self.cuda, self.mixed_sizes, self._capture_mixed)
-        # Of the executor only its weights stay.
+        # Only the weights of the executor are kept.
         self.drop_programs()
         del executor, run_step
         self.cuda.release_unused()
@@ -209,7 +212,7 @@ class CudaDevice:
 
     def warm_up(self, executor: Executor) -> None:
         if self._has_explicit_pool:
-            self._run_worst_case(executor)  # or this raises now, and not in the middle of serving
+            self._run_worst_case(executor)  # memory shortage raises here, not while serving
         self._compile(executor)
         with torch.inference_mode():
             self.programs = self._capture(self.graph_sizes, shows_progress=True)
@@ -227,16 +230,16 @@ class CudaDevice:
         compile_kernels(executor, self.buffers, self.config)
 
     def _capture(self, sizes: list[int], shows_progress: bool = False) -> list[GraphProgram]:
-        """Return the programs of steps with up to `sizes` rows, captured; of no sizes none."""
+        """Capture and return the programs of steps with up to `sizes` rows; [] without sizes."""
         if not sizes:
             return []
         programs = make_programs(self.config, self.cuda, self.buffers, self._computation, sizes)
-        for program in reversed(programs):  # some go on from the graphs of those behind them
+        for program in reversed(programs):  # some use outputs of the graphs behind them
             program.capture(shows_progress=shows_progress)
         return programs
 
     def _capture_mixed(self, sizes: list[int], shows_progress: bool = False) -> list[GraphProgram]:
-        """Return the program of mixed steps of up to `sizes` tokens, captured; of no sizes none."""
+        """Capture and return the program of mixed steps of `sizes` tokens; [] without sizes."""
         if not sizes:
             return []
         program = MixedProgram(self.cuda, self.buffers, self._computation, sizes)
@@ -245,9 +248,9 @@ class CudaDevice:
 
 
 def _captures_mixed_steps_by_default(config: EngineConfig) -> bool:
-    """Return whether mixed steps are captured unless an option says otherwise.
+    """Return True if mixed steps are captured when `capture_mixed_steps` is not set.
 
-    They are where that has run on a GPU. All ranks come to the same answer.
+    This holds for configurations in which it has run on a GPU. All ranks reach the same decision.
     """
     has_one_rank = config.tensor_parallel_size == 1
     return has_one_rank and config.speculative_config is None and config.quantization is None
@@ -260,12 +263,12 @@ def make_programs(
     computation: Computation,
     sizes: list[int],
 ) -> list[GraphProgram]:
-    """Return the programs that `config` asks for, for rows up to `sizes`, in order of preference.
+    """Return the graph programs of `config` for up to `sizes` rows, in order of preference.
 
-    They must be captured from the last to the first, since some go on from the graphs of others.
+    They must be captured from the last to the first, since some use the outputs of later ones.
     """
     parts = cuda, buffers, computation
-    # With sampling in a graph too, pending tokens would be all that is left to launch.
+    # If sampling is in a graph too, filling in pending tokens would be the only launch left.
     fills_in_pending = config.capture_sampling and config.async_scheduling
     rows: list[RowsProgram] = [DecodeProgram(*parts, sizes, fills_in_pending)]
     drafts = config.speculative_config

@@ -1,9 +1,9 @@
-"""CUDA graphs: what a step launches is recorded once and replayed with one call.
+"""CUDA graphs: the launches of a step are captured once and replayed with one call.
 
-A step of a small model launches some hundred kernels of a few microseconds each; launched one by
-one from Python, the GPU waits for the next one most of the time. A recorded graph has fixed
-addresses and a fixed number of rows: so every graph reads the one device buffer that batches are
-copied to, and a batch between two recorded sizes is filled up with dummy rows.
+A step of a small model launches some hundred kernels of a few microseconds each; when Python
+launches them one by one, the GPU is idle most of the time. A captured graph has fixed addresses and
+a fixed number of rows: so every graph reads the one device buffer that batches are copied to, and a
+batch between two captured sizes is padded with dummy rows.
 """
 
 from bisect import bisect_left
@@ -16,17 +16,17 @@ from nanoserve.worker.cuda import Cuda
 
 
 def graph_sizes(max_num_seqs: int) -> list[int]:
-    """Numbers of rows to capture, ascending; the last one is `max_num_seqs` itself.
+    """Return the numbers of rows to capture, ascending; the last one is `max_num_seqs` itself.
 
-    Powers of two up to 16, then every 16 up to 256, then every 64: a step computes at most a few
-    rows for nobody, and 256 sequences take 20 graphs. For 20: [1, 2, 4, 8, 16, 20].
+    Powers of two up to 16, then every 16 up to 256, then every 64: so a step has few padding rows,
+    and 256 sequences take 20 graphs. For 20: [1, 2, 4, 8, 16, 20].
     """
     sizes = [1, 2, 4, 8, *range(16, 256, 16), *range(256, max_num_seqs, 64)]
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 
 class SizedGraphs:
-    """One captured graph for each number of rows, or of tokens, in `sizes`, which is ascending."""
+    """One captured graph for each number of rows or tokens in `sizes`, which is ascending."""
 
     def __init__(self, sizes: list[int]) -> None:
         self.sizes = sizes
@@ -40,9 +40,10 @@ class SizedGraphs:
     def capture(
         self, cuda: Cuda, launch: Callable[[int], torch.Tensor], *, shows_progress: bool = True
     ) -> None:
-        """Record `launch(num_rows)`, which returns a tensor, at every size.
+        """Capture `launch(num_rows)`, which returns a tensor, at every size.
 
-        The largest first: the smaller ones then fit into the memory that it has left behind.
+        The largest size comes first: the smaller ones then fit into the memory that it has
+        reserved.
         """
         pool = cuda.graph_pool()
         sizes = self.sizes[::-1]
@@ -51,6 +52,6 @@ class SizedGraphs:
             self._replays[size], self.outputs[size] = replay, output
 
     def replay(self, size: int) -> torch.Tensor:
-        """Launch the graph of `size`, and return its output, which the next replay overwrites."""
+        """Launch the graph of `size`; return its output, which the next replay overwrites."""
         self._replays[size]()
         return self.outputs[size]

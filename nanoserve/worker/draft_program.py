@@ -1,17 +1,18 @@
 """CUDA graphs of steps with draft tokens: `speculative_config={..., "enforce_eager": False}`.
 
-Such a step has rows of different lengths, a graph knows one. So every row is brought to the length
-of the longest there can be, `num_speculative_tokens` + 1, by tokens in front of its own:
+The rows of such a step differ in length, and those of a graph do not. So every row is padded to the
+largest possible length, `num_speculative_tokens` + 1, by tokens in front of its own:
 
     row       [ a7 a8 ]            a7 is known, a8 a draft token; the context has 9 tokens
     filled    [ 0 0 0 a7 a8 ]      at positions 4 ... 8
 
-What is put there sees the context as far as its position, which is there, and nobody reads what
-becomes of it; its K and V go to the dummy block. So no kernel has to know. A row whose context is
-not that long cannot be filled, and its step is launched kernel by kernel.
+A padding token attends to the context up to its position, which is in the cache; its result is
+never read, and its K and V are written to the dummy block. So no kernel has a special case for it.
+A row with a context shorter than that length cannot be padded, and its step is launched kernel by
+kernel.
 
-All of that follows from the batch, so ranks that share it come to the same graph. Several ranks
-have not run on a GPU.
+All of this follows from the batch, so ranks that share it choose the same graph. This has not run
+on several GPUs.
 """
 
 import numpy as np
@@ -27,14 +28,14 @@ from nanoserve.worker.dummy_rows import append_dummy_rows
 
 
 def fill_rows(batch: Batch, header: BatchHeader, length: int, block_size: int) -> BatchHeader:
-    """Bring every row to `length` tokens; returns the header that says so.
+    """Pad every row to `length` tokens; return the header of the padded step.
 
-    `batch.header` keeps counting the tokens that are wanted. They move, so `batch` must be one that
-    no other rank reads.
+    `batch.header` still counts the real tokens. These are moved, so `batch` must be one that no
+    other rank reads.
     """
     rows, tokens = header.num_rows, header.num_tokens
     counts = np.diff(batch.cu_seqlens_q[: rows + 1])
-    # A token moves on by what its own row and those before it lack.
+    # A token is shifted by the padding of its own row and of all rows before it.
     moved = np.arange(tokens) + np.repeat(np.cumsum(length - counts), counts)
     all_tokens = rows * length
     first = batch.context_lens[:rows] - length
@@ -52,7 +53,7 @@ def fill_rows(batch: Batch, header: BatchHeader, length: int, block_size: int) -
 
 
 class DraftProgram:
-    """Steps in which some row has draft tokens, and none more than `query_len` tokens."""
+    """Program of steps with draft tokens, in which no row has more than `query_len` tokens."""
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class DraftProgram:
         self.graphs.capture(self._cuda, self.launch, shows_progress=shows_progress)
 
     def launch(self, num_rows: int) -> torch.Tensor:
-        """Launch what a graph records: rows of `query_len` tokens, in the longest contexts."""
+        """Launch what a graph captures: rows of `query_len` tokens, in the longest contexts."""
         header = BatchHeader(
             num_tokens=num_rows * self.query_len,
             num_rows=num_rows,
@@ -103,7 +104,7 @@ class DraftProgram:
         return StepOutput(self._buffers.tensors, self.graphs.replay(size))
 
     def _fill_in_pending(self, num_rows: int) -> None:
-        """As `BatchTensors.fill_in_pending`; such a token is now the last one of its row."""
+        """Fill in pending tokens, each of which is now the last token of its padded row."""
         tensors, last_token = self._buffers.tensors, self._computation.last_token
         places = tensors.cu_seqlens_q[1 : num_rows + 1] - 1
         found, known = tensors.input_ids[places], last_token[tensors.row_slots[:num_rows]]

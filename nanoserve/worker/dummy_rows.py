@@ -1,7 +1,7 @@
-"""Rows that belong to nobody: they fill a batch up to the size of a graph, or make a whole step.
+"""Dummy rows: they pad a batch to the size of a graph, or make up a whole step.
 
-They are real rows: tokens from position 0 on, in the dummy block 0, with a context of their own
-tokens. So no kernel has to test for padding, and whatever they compute is never read.
+They are valid rows: tokens from position 0 on, in dummy block 0, with a context of their own
+tokens. So no kernel has to test for padding, and their results are never read.
 """
 
 import numpy as np
@@ -14,11 +14,11 @@ from nanoserve.engine.block_manager import blocks_needed
 def append_dummy_rows(
     batch: Batch, header: BatchHeader, num_new_tokens: np.ndarray, block_size: int
 ) -> BatchHeader:
-    """Add rows of so many tokens each, and return the header that counts them.
+    """Add a row for each of `num_new_tokens`, and return the header that counts them.
 
-    `batch.header` keeps counting the real rows only, and what it counts stays where it is; but for
-    block tables of several groups, which lie one behind the other. Those only where no other rank
-    reads the batch: see `CudaBuffers.own_copy`.
+    `batch.header` still counts only the real rows, and these stay in place, except that the block
+    tables of several groups are stored one after the other and move. With several groups, no other
+    rank may read the batch: see `CudaBuffers.own_copy`.
     """
     rows, tokens = header.num_rows, header.num_tokens
     all_rows, all_tokens = rows + len(num_new_tokens), tokens + int(num_new_tokens.sum())
@@ -53,11 +53,11 @@ def pack_dummy_step(
     num_sampled: int = 0,
     max_context_len: int = 0,
 ) -> BatchHeader:
-    """Write a step of nothing but dummy rows into `batch`, and return its header.
+    """Write a step of dummy rows only into `batch`, and return its header.
 
-    num_new_tokens: ascending, since rows of one token come first. num_sampled: of so many of its
-    last tokens there are logits. max_context_len: what the header says of it, if that is more; by
-    that kernels decide how to share their work out.
+    num_new_tokens: ascending, since rows of one token come first. num_sampled: the number of
+    tokens, counted from the last, for which logits are computed. max_context_len: a lower bound of
+    the header's value, by which kernels decide how to split their work.
     """
     width = blocks_needed(int(num_new_tokens.max()), block_size)
     header = append_dummy_rows(batch, BatchHeader(table_width=width), num_new_tokens, block_size)

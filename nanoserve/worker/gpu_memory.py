@@ -1,4 +1,4 @@
-"""How much of a GPU's memory is left for KV blocks: measured in steps of dummy rows."""
+"""GPU memory that is left for KV blocks, measured in steps of dummy rows."""
 
 import logging
 from collections.abc import Callable
@@ -23,46 +23,48 @@ logger = logging.getLogger(__name__)
 
 _GIB = 2**30
 _MOST_OF_LIBRARIES = 2**30  # bytes; kernels and cuBLAS load a few hundred MiB
-_PLENTY = 2**20  # KV blocks; it takes the brain half a second to number so many
+_PLENTY = 2**20  # KV blocks; the block manager takes half a second to initialize so many
 
 
 @dataclass(frozen=True)
 class GPUMemory:
-    """Bytes of a GPU, measured when the weights were loaded and a worst-case step had been run."""
+    """Memory of a GPU in bytes, measured with the weights loaded and after a worst-case step."""
 
     total: int
-    free: int  # with nothing but the weights loaded; other processes may hold some, too
+    free: int  # with only the weights loaded; other processes may hold some of the rest
     weights: int
-    activations: int  # what a step of the worst case takes on top
+    activations: int  # additional peak memory of a worst-case step
     graphs: int
-    libraries: int = 0  # of CUDA, beside torch's memory; `free` is without them already
-    beside: MemoryBeside = NOTHING_BESIDE  # of a model that is not there yet
+    libraries: int = 0  # CUDA libraries, outside torch's memory; `free` does not include them
+    beside: MemoryBeside = NOTHING_BESIDE  # of a second model that is not loaded yet
 
     def num_kv_blocks(
         self, config: EngineConfig, model_config: ModelConfig, block_bytes: int
     ) -> int:
-        """Return the usable blocks in this process's share of memory, `gpu_memory_utilization`.
+        """Return the number of usable blocks in this engine's share, `gpu_memory_utilization`.
 
-        Other processes do not shrink the share: if what they hold is missing, this raises, and
-        so it does if nothing is left. `ValueError` with the numbers and what to lower.
+        Other processes do not reduce the share. Raises `ValueError`, with the numbers and the
+        options to change, if no block fits, or if the share is not free because others hold the
+        memory.
         """
         share = int(self.total * config.gpu_memory_utilization)
         still_wanted = self.activations + self.graphs + self._of_second_model
         taken = self.weights + still_wanted + self.libraries
-        told = self._numbers(config, share)
+        numbers = self._numbers(config, share)
         block_bytes += self.beside.block_bytes
         if share - taken < 2 * block_bytes:
             raise ValueError(
-                f"no memory is left for KV blocks: {told}. Raise the first, or lower the next two"
+                f"no memory is left for KV blocks: {numbers}. Raise gpu_memory_utilization, or "
+                f"lower max_num_batched_tokens or max_num_seqs"
             )
-        # More than every running sequence at its full length only helps the prefix cache.
+        # More blocks than all running sequences need at full length only help the prefix cache.
         wanted = max(blocks_wanted(config, model_config), _PLENTY)
         most = min(wanted, (2**31 - 1) // config.block_size - 1)  # slots are numbered in 32 bits
         num_blocks = min((share - taken) // block_bytes - 1, most)
         missing = (num_blocks + 1) * block_bytes + still_wanted - self.free
         if missing > 0:
             raise ValueError(
-                f"{_gib(missing)} are missing: {told}, so {num_blocks} KV blocks would fit, but "
+                f"{_gib(missing)} are missing: {numbers}, so {num_blocks} KV blocks would fit, but "
                 f"only {_gib(self.free)} are free. Other processes, other engines of this one, or "
                 f"CUDA itself hold the rest; lower gpu_memory_utilization"
             )
@@ -70,9 +72,10 @@ class GPUMemory:
 
     @property
     def _of_second_model(self) -> int:
-        """Bytes without its KV cache. It is the smaller one: graphs take it no more than the first.
+        """Bytes of the second model without its KV cache.
 
-        Its steps run between the first model's, in the same memory.
+        It is the smaller model, so its graphs take at most as much memory as the first model's. Its
+        steps run between the first model's, and reuse the same activation memory.
         """
         return self.beside.weights + self.graphs if self.beside.weights else 0
 
@@ -97,7 +100,7 @@ def _gib(num_bytes: int) -> str:
 
 
 def most_outputs(config: EngineConfig) -> int:
-    """Return the most rows of logits of a step: a row for each token that may be sampled."""
+    """Return the largest number of rows of logits of a step: one for each token that is sampled."""
     drafts = config.speculative_config
     of_row = 1 if drafts is None else drafts.num_speculative_tokens + 1
     return min(config.max_num_seqs * of_row, config.max_num_batched_tokens)
@@ -107,14 +110,14 @@ def most_outputs(config: EngineConfig) -> int:
 def run_worst_case(executor: Executor, batch: Batch, config: EngineConfig) -> None:
     """Run a step of `max_num_batched_tokens`, with as many rows of logits as a step may have.
 
-    That is one for each sequence, and one for each of its draft tokens. The sampler is a plain one:
-    it has none of the user's processors, which may keep a state.
+    That is one row for each sequence, and one for each of its draft tokens. The sampler has none of
+    the user's logits processors, since these may keep state.
     """
     rows, longest = config.max_num_seqs, executor.max_model_len
     tokens = min(config.max_num_batched_tokens, rows * longest)
     outputs, used = min(tokens, most_outputs(config)), rows
     if tokens == rows > 1 and longest > 1:
-        used -= 1  # for a row of two: attention over chunks must not be compiled while serving
+        used -= 1  # so that one row has two tokens: attention over chunks must be compiled too
     num_new_tokens = np.full(used, tokens // used, dtype=np.int32)
     num_new_tokens[: tokens % used] += 1
     pack_dummy_step(batch, num_new_tokens[::-1], config.block_size, num_sampled=outputs)
@@ -126,7 +129,7 @@ def run_worst_case(executor: Executor, batch: Batch, config: EngineConfig) -> No
     most_logprobs = vocab_size if most_logprobs == -1 else most_logprobs
     sampler = FusedSampler(rows, vocab_size, logits.device)
     slots = batch.output_slots[:outputs].copy()
-    # The most that a request can ask for: float32 logits, filtered, with log-probabilities.
+    # The most expensive request: float32 logits, filtered, with log-probabilities.
     params = SamplingParams(
         top_k=vocab_size - 1, top_p=0.9, repetition_penalty=1.1, logprobs=most_logprobs
     )
@@ -136,7 +139,7 @@ def run_worst_case(executor: Executor, batch: Batch, config: EngineConfig) -> No
 
 
 class StepMemory(NamedTuple):
-    """Bytes that weights take, and what a step takes on top: of torch's memory, and beside it."""
+    """Bytes of the weights, and what a step takes in addition, in torch's memory and outside."""
 
     weights: int
     activations: int
@@ -148,10 +151,11 @@ def measure_step(
 ) -> StepMemory:
     """Measure `run_step`, the first step that is run at all.
 
-    allocated_before: bytes of torch's before there were weights. nccl_bytes: what communicators
-    have taken; CUDA's other libraries are what was taken beside torch's memory while the step ran,
-    on the whole GPU. The CUDA context, a third to half of a GiB, is not in it: CUDA cannot be asked
-    before there is one, and afterwards it looks like another process's memory.
+    allocated_before: torch's bytes before the weights were loaded. nccl_bytes: taken by
+    communicators; the bytes of CUDA's other libraries are what was taken on the whole GPU outside
+    torch's memory while the step ran. The CUDA context, a third to half of a GiB, is not included:
+    CUDA cannot be queried before it exists, and afterwards it looks like the memory of another
+    process.
     """
     weights, others = cuda.allocated() - allocated_before, cuda.held_by_others()
     cuda.reset_peak()
@@ -160,19 +164,20 @@ def measure_step(
     grown = cuda.held_by_others() - others
     if grown > _MOST_OF_LIBRARIES:
         logger.warning(
-            f"{grown} bytes of the GPU were taken while a first step ran, most of them by "
-            f"another process: {_MOST_OF_LIBRARIES} are counted as this engine's"
+            f"{grown} bytes of GPU memory were taken while the first step ran, most of them "
+            f"probably by another process: {_MOST_OF_LIBRARIES} are counted for this engine"
         )
     libraries = nccl_bytes + min(max(0, grown), _MOST_OF_LIBRARIES)
     return StepMemory(weights, activations, libraries)
 
 
 def measure_graphs(cuda: Cuda, sizes: list[int], capture: Callable[[list[int]], Any]) -> int:
-    """Return the bytes that the graphs of `sizes` will take. `capture(sizes)` returns some of them.
+    """Return the bytes that the graphs of `sizes` will take.
 
-    The largest sets aside what the others then share. What each of the others adds, the second
-    largest shows. And with the first that there is, a library sets aside for good what it needs on
-    the stream that graphs are recorded on.
+    `capture(sizes)` captures and returns graphs of these sizes. The largest graph reserves the
+    memory that the others then share. The second largest shows how much each other graph adds. The
+    first capture also makes a library allocate memory on the capture stream, which is never
+    released.
     """
 
     _, for_good = _bytes_of(cuda, sizes[:1], capture)
@@ -184,8 +189,9 @@ def measure_graphs(cuda: Cuda, sizes: list[int], capture: Callable[[list[int]], 
 def measure_mixed_graphs(cuda: Cuda, sizes: list[int], capture: Callable[[list[int]], Any]) -> int:
     """Return the bytes that the graphs of mixed steps will take, as `measure_graphs` does.
 
-    From hundreds of tokens to thousands, steps are less alike than those of decode rows: what each
-    of the others adds to the largest is the mean of the smallest and the second largest.
+    These sizes range from tens to thousands of tokens and differ more than those of decode steps.
+    So the amount that each graph adds to the largest is the mean over the smallest and the second
+    largest.
     """
     largest, _ = _bytes_of(cuda, sizes[-1:], capture)
     others = sorted({*sizes[:1], *sizes[-2:-1]} - {*sizes[-1:]})
@@ -196,7 +202,7 @@ def measure_mixed_graphs(cuda: Cuda, sizes: list[int], capture: Callable[[list[i
 
 
 def _bytes_of(cuda: Cuda, sizes: list[int], capture: Callable[[list[int]], Any]) -> tuple[int, int]:
-    """Return the bytes that graphs of `sizes` take while they are there, and when they are gone."""
+    """Return the bytes that graphs of `sizes` take, and those still taken after their release."""
     cuda.release_unused()
     before, _ = cuda.memory_info()
     graphs = capture(sizes)

@@ -1,15 +1,16 @@
 """Graph programs: parts of a step that are captured once, and replayed in each step they cover.
 
-A device has a list of them and takes the first that covers a step; what none covers is launched
-kernel by kernel. So options combine: each adds a program, and none has to know of another.
+A device has a list of them and uses the first that covers a step; a step that none covers is
+launched kernel by kernel. So options combine: each adds a program that is independent of the
+others.
 
     decode + sampling       capture_sampling=True (`sampling_program`)
     decode                  every row has one token
     draft rows              speculative_config (`draft_program`), also with sampling
     mixed steps             some row has several tokens: `capture_mixed_steps` (`mixed_program`)
 
-A step belongs to the batch as it was packed, so a program may bring rows to a common length, or add
-rows and tokens that belong to nobody.
+The covered step is the batch as it was packed. A program may pad rows to a common length, or add
+padding rows and tokens that belong to no sequence.
 """
 
 from typing import Protocol
@@ -27,30 +28,30 @@ from nanoserve.worker.dummy_rows import append_dummy_rows
 
 
 class GraphProgram(Protocol):
-    """What a device replays in the place of launches."""
+    """Interface of a captured part of a step, which is replayed instead of launched."""
 
     def covers(self, batch: Batch, header: BatchHeader) -> bool:
-        """Return whether `replay` computes this step. All ranks must come to the same answer."""
+        """Return True if `replay` computes this step. All ranks must reach the same decision."""
 
     def capture(self, *, shows_progress: bool) -> None:
-        """Record what has to be there before the first `replay`, once."""
+        """Capture the graphs, once, before the first `replay`."""
 
     def replay(self, batch: Batch, header: BatchHeader) -> StepOutput:
-        """Copy the batch in and launch the step, or more of it: see `StepOutput.token_ids`."""
+        """Copy the batch to the device and launch the step; a program may include sampling."""
 
 
 class RowsProgram(GraphProgram, Protocol):
-    """A program of rows that all have `query_len` tokens: what samples can follow it."""
+    """A program whose rows all have `query_len` tokens; a sampling program can follow it."""
 
     graphs: SizedGraphs
     query_len: int
 
 
 class DecodeProgram:
-    """Steps in which every row has one token.
+    """Program of steps in which every row has one token.
 
-    fills_in_pending: whether the graph puts the tokens in that only the device knows; or else it is
-    launched before, in steps that have some.
+    fills_in_pending: True if the graph itself fills in pending tokens; otherwise that is launched
+    before the graph, in steps that have some.
     """
 
     query_len = 1
@@ -68,7 +69,7 @@ class DecodeProgram:
         self._fills_in_pending = fills_in_pending
 
     def covers(self, batch: Batch, header: BatchHeader) -> bool:
-        """A row of the last token of a prompt looks like any decode row, and is one."""
+        """Return True for a step of decode rows; a row with a prompt's last token is one, too."""
         return header.max_query_len == 1 and header.num_rows <= self.graphs.sizes[-1]
 
     def capture(self, *, shows_progress: bool) -> None:
@@ -76,7 +77,7 @@ class DecodeProgram:
         self.graphs.capture(self._cuda, self.launch, shows_progress=shows_progress)
 
     def launch(self, num_rows: int) -> torch.Tensor:
-        """Launch what a graph records: rows of one token, of contexts up to the longest."""
+        """Launch what a graph captures: rows of one token, of contexts up to the longest."""
         header = BatchHeader(
             num_tokens=num_rows,
             num_rows=num_rows,
@@ -92,7 +93,7 @@ class DecodeProgram:
     def replay(self, batch: Batch, header: BatchHeader) -> StepOutput:
         size = self.graphs.size_for(header.num_rows)
         missing = np.ones(size - header.num_rows, dtype=np.int32)
-        if len(missing) and batch.layout.num_groups > 1:  # then tables move
+        if len(missing) and batch.layout.num_groups > 1:  # padding rows then shift the block tables
             batch = self._buffers.own_copy(batch, header)
         filled = append_dummy_rows(batch, header, missing, self._computation.block_size)
         self._buffers.copy_in(batch, filled)

@@ -1,8 +1,8 @@
-"""What is done with the hidden states of a prompt's tokens, apart from sampling: heads by name.
+"""Heads: computations, other than sampling, on the hidden states of prompt tokens; by name.
 
-A sequence names its head (`Sequence.prompt_head`), a step hands the head the outputs that are its
-own, and what the head returns reaches the collector of the same name in
-`OutputProcessor.collectors`. A head is loaded when the first sequence names it.
+A sequence names its head (`Sequence.prompt_head`), a step passes the head its outputs, and the
+result of the head is delivered to the collector of the same name in `OutputProcessor.collectors`. A
+head is loaded when the first sequence names it.
 """
 
 from collections.abc import Callable
@@ -19,10 +19,10 @@ from nanoserve.worker.batch_tensors import BatchTensors
 
 
 class Head(Protocol):
-    """Made as `HeadClass(num_slots)`, on every rank."""
+    """Interface of a head; constructed as `HeadClass(num_slots)`, on every rank."""
 
     def set_slot(self, change: SlotUpdate) -> None:
-        """The sequence in a slot is a new one. Only rank 0 is told."""
+        """Prepare for a new sequence in a slot; called on rank 0 only."""
 
     def __call__(
         self,
@@ -31,18 +31,19 @@ class Head(Protocol):
         slots: np.ndarray,
         compute_logits: Callable[[Tensor], Tensor | None],
     ) -> Any:
-        """hidden: [num_outputs, hidden_size]; next_ids: the token that follows each; slots: whose.
+        """Compute the head's result for some tokens of a step.
 
-        Every rank must call `compute_logits` for the same rows; it gives None on all but rank 0.
-        Copies to the host start here (`nanoserve.sampling.host_copies.to_host`), in front of what
-        is launched for the next step.
+        hidden: [num_outputs, hidden_size]; next_ids: the token that follows each; slots: the slot
+        of each. Every rank must call `compute_logits` for the same rows; it returns None on all but
+        rank 0. Copies to the host start here (`nanoserve.sampling.host_copies.to_host`), before the
+        next step is launched.
         """
 
     def collect(self, made: Any) -> Any:
-        """What `__call__` has returned, on the host. Copies that it has started are over."""
+        """Return on the host what `__call__` returned; the copies that it started have finished."""
 
 
-# All ranks must have the same, in the same order.
+# All ranks must have the same entries in the same order.
 HEADS: Registry[Callable[[int], Head]] = Registry(
     "head", {"prompt_logprobs": "nanoserve.sampling.prompt_logprobs:PromptLogprobs"}
 )
@@ -54,7 +55,7 @@ def register_head(name: str, location: str) -> None:
 
 
 class Heads:
-    """The heads that a runner has needed so far."""
+    """The heads that a runner has loaded so far."""
 
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
@@ -73,7 +74,7 @@ class Heads:
         hidden: Tensor,
         compute_logits: Callable[[Tensor], Tensor | None],
     ) -> dict[str, Any]:
-        """By name, what the heads make of a step. hidden: of all its tokens."""
+        """Run the heads on a step; return their results by name. hidden: of all its tokens."""
         return {
             name: self[name](
                 hidden[tensors.output_rows[outputs]],

@@ -1,8 +1,8 @@
-"""The KV cache of a rank: how many blocks fit, and the memory they take.
+"""KV cache of one rank: the number of blocks that fit, and the memory they take.
 
-Worked numbers (the course's first chapter): LLaMA-2-7B in 16 bits keeps half a MiB per token, so
-4,096 reserved tokens a user are 2 GiB, and 64 GiB serve 32 users; in blocks of 16, a user of 300
-tokens takes 19 blocks = 152 MiB, and the same 64 GiB serve 431.
+Worked example (the course's first chapter): LLaMA-2-7B in 16 bits stores half a MiB per token.
+Reserving 4,096 tokens for each user takes 2 GiB, so 64 GiB serve 32 users. In blocks of 16, a user
+with 300 tokens takes 19 blocks = 152 MiB, and the same 64 GiB serve 431.
 """
 
 import math
@@ -25,15 +25,15 @@ _GIB = 2**30
 
 
 def room_of_sequence(config: EngineConfig, model_config: ModelConfig) -> SequenceRoom:
-    """Return what tells how many blocks a sequence takes."""
+    """Return the object that computes how many blocks a sequence of a given length takes."""
     windows = [group.window for group in kv_cache_groups(config, model_config)]
     return SequenceRoom(windows, config.block_size, config.max_num_batched_tokens)
 
 
 def longest_sequence(config: EngineConfig, model_config: ModelConfig, num_kv_blocks: int) -> int:
-    """Return `max_model_len` in a pool of so many blocks.
+    """Return `max_model_len` for a pool of `num_kv_blocks` blocks.
 
-    Raises `ValueError` for an explicit one that does not fit, or if nothing does.
+    Raises `ValueError` if an explicit `max_model_len` does not fit, or if no sequence fits.
     """
     limit = model_config.max_position_embeddings
     pool_limit = room_of_sequence(config, model_config).longest(num_kv_blocks)
@@ -41,24 +41,24 @@ def longest_sequence(config: EngineConfig, model_config: ModelConfig, num_kv_blo
 
 
 def kv_block_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
-    """Return the bytes of a block over all ranks: K and V of the largest group's layers."""
+    """Return the bytes of a block over all ranks: K and V of the layers of the largest group."""
     num_layers = max(len(group.layers) for group in kv_cache_groups(config, model_config))
     per_token = model_config.kv_bytes_per_token(config.kv_cache_dtype)
     return config.block_size * per_token // model_config.num_hidden_layers * num_layers
 
 
 class KVCacheLayout(NamedTuple):
-    """What a block of one rank holds."""
+    """Layout of a KV block on one rank."""
 
     spec: KVCacheSpec  # of each layer
-    groups: tuple[KVCacheGroup, ...]  # of the whole model
+    groups: tuple[KVCacheGroup, ...]  # of all layers of the model
     layers_here: range  # of the rank's pipeline stage
 
     @classmethod
     def of(
         cls, config: EngineConfig, model_config: ModelConfig, context: LayerContext
     ) -> "KVCacheLayout":
-        """Return a rank's layout. Raises `ValueError` for a format that its backend cannot read."""
+        """Return a rank's layout; raise `ValueError` for a format that its backend cannot read."""
         num_kv_heads, num_layers = model_config.num_key_value_heads, model_config.num_hidden_layers
         num_kv_heads //= context.tp.slices(num_kv_heads, "num_key_value_heads")
         spec = context.attention.kv_cache_spec(
@@ -73,21 +73,22 @@ class KVCacheLayout(NamedTuple):
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of a block: K and V of the layers here that the largest group has."""
+        """Bytes of a block: K and V of the largest number of this rank's layers in one group."""
         return self.spec.block_bytes * max(map(len, self.group_layers()))
 
     def group_layers(self) -> list[list[int]]:
-        """Return the layers here of each group."""
+        """Return, for each group, its layers on this rank."""
         return [[i for i in group.layers if i in self.layers_here] for group in self.groups]
 
 
 def decide_num_kv_blocks(
     config: EngineConfig, model_config: ModelConfig, block_bytes: int, memory_bytes: int
 ) -> int:
-    """Return the usable blocks, without the dummy block 0, of a rank with so much memory.
+    """Return the number of usable blocks, without dummy block 0, of a rank with `memory_bytes`.
 
-    An explicit number wins, then an explicit amount of memory. By default: what `max_num_seqs`
-    sequences of full length need, within a quarter of the memory and 4 GiB.
+    An explicit number of blocks takes precedence, then an explicit amount of memory. The default is
+    the number that `max_num_seqs` sequences of full length need, within a quarter of the memory and
+    4 GiB.
     """
     if config.num_kv_blocks is not None or config.kv_cache_memory_bytes is not None:
         return _explicit_num_kv_blocks(config, block_bytes, memory_bytes)
@@ -102,23 +103,24 @@ def blocks_wanted(config: EngineConfig, model_config: ModelConfig) -> int:
 
 
 def _explicit_num_kv_blocks(config: EngineConfig, block_bytes: int, memory_bytes: int) -> int:
-    """Return the usable blocks of a pool that `num_kv_blocks` or `kv_cache_memory_bytes` fixes.
+    """Return the number of usable blocks that `num_kv_blocks` or `kv_cache_memory_bytes` specifies.
 
-    Raises `ValueError` if it is larger than the memory, or holds none.
+    Raises `ValueError` if the pool is larger than the memory, or holds no usable block.
     """
-    asked = config.kv_cache_memory_bytes or (config.num_kv_blocks or 0) * block_bytes
-    if asked > memory_bytes:
+    requested = config.kv_cache_memory_bytes or (config.num_kv_blocks or 0) * block_bytes
+    if requested > memory_bytes:
         raise ValueError(
-            f"the KV pool asked for takes {asked} bytes; this machine has {memory_bytes}"
+            f"the KV pool takes {requested} bytes, but only {memory_bytes} are available: lower "
+            f"num_kv_blocks or kv_cache_memory_bytes"
         )
     if config.num_kv_blocks is not None:
         return config.num_kv_blocks
-    if asked < 2 * block_bytes:
+    if requested < 2 * block_bytes:
         raise ValueError(
-            f"kv_cache_memory_bytes={asked} holds no KV block: one takes {block_bytes} "
-            f"bytes, and one more is the dummy block"
+            f"kv_cache_memory_bytes={requested} holds no KV block: a block takes {block_bytes} "
+            f"bytes, and one more is reserved as the dummy block"
         )
-    return asked // block_bytes - 1
+    return requested // block_bytes - 1
 
 
 def allocate_kv_caches(
@@ -128,15 +130,14 @@ def allocate_kv_caches(
     num_kv_blocks: int,
     device: torch.device,
 ) -> list[KVCache]:
-    """Return the caches of `layers_here`, in their order, zeroed.
+    """Allocate the KV caches of `layers_here`, zeroed, and return them in that order.
 
-    num_kv_blocks: usable ones; the dummy block 0 comes on top. A block belongs to one group at a
-    time, so the j-th layer of each group has the same memory.
+    num_kv_blocks: the number of usable blocks; dummy block 0 is added. A block belongs to one group
+    at a time, so the j-th layers of all groups share their memory.
 
-    Zeroed, because rows that only fill up a batch read the dummy block. On a CPU the memory comes
-    straight from the system, which maps a page when it is first used: an ample pool costs nothing
-    until then. Large pages, where the system has them, make the reading of scattered blocks an
-    eighth faster.
+    They are zeroed because padding rows read the dummy block. On a CPU the memory is mapped
+    directly from the system, which provides a page on first use: unused parts of a large pool cost
+    nothing. Large pages, where the system has them, make reading scattered blocks an eighth faster.
     """
     by_group = KVCacheLayout(spec, tuple(groups), layers_here).group_layers()
     zeros = _map_zeros if device.type == "cpu" else partial(torch.zeros, device=device)
@@ -154,5 +155,5 @@ def _map_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def physical_memory_bytes() -> int:
-    """Return the bytes of memory of this machine."""
+    """Return the bytes of physical memory of this machine."""
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

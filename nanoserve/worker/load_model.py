@@ -1,4 +1,4 @@
-"""The model and the KV caches of one rank: built, filled, refused where there is no room."""
+"""Construction of one rank's model and KV caches, with checks that they fit into memory."""
 
 import logging
 from collections.abc import Set
@@ -33,17 +33,18 @@ def load_model(
 ) -> nn.Module:
     """Return this rank's model with the weights in `path`.
 
-    num_positions: no sequence is longer; None if that is not known yet. memory_bytes: all that the
-    rank has. Raises `ValueError` if the files do not hold this model, or it has no room.
+    num_positions: the maximum sequence length; None if it is not known yet. memory_bytes: the
+    memory that the rank has in total. Raises `ValueError` if the files do not match this model, or
+    if it does not fit.
     """
-    # 1) A model without memory shows what would not fit, before any is taken.
+    # 1) A model on the meta device, which has no memory, shows whether the weights will fit.
     make = model_class(model_config.architecture)
     meta = replace(context, device=torch.device("meta"), num_positions=1)
     elsewhere: Set[str] = frozenset()
     if context.pp.num_stages > 1:
         elsewhere = tensors_of_other_stages(model_config, meta)
     check_model(make(model_config, meta), config, model_config, path, memory_bytes, elsewhere)
-    # 2) The model; its tables are for positions that occur.
+    # 2) The model; its position tables have `num_positions` entries.
     context = replace(context, max_model_len=config.max_model_len, num_positions=num_positions)
     model = make(model_config, context)
     is_deferred = any(hasattr(parameter, "bits") for parameter in model.parameters())
@@ -63,9 +64,9 @@ def check_model(
     memory_bytes: int,
     elsewhere: Set[str] = frozenset(),
 ) -> None:
-    """Raise `ValueError` unless `model` is what the files hold, and its weights have room.
+    """Raise `ValueError` unless `model` matches the files and its weights fit into memory.
 
-    Other stages of a pipeline have the tensors `elsewhere`, which the files may hold, too.
+    elsewhere: names of tensors that the files may also hold, for other pipeline stages.
     """
     if config.load_format != "dummy":
         check = check_weights
@@ -75,24 +76,24 @@ def check_model(
     num_bytes = kept_bytes(model)
     require(
         num_bytes <= memory_bytes,
-        f"the weights take {num_bytes} bytes in {model_config.dtype}; a rank has "
-        f"{memory_bytes} of memory",
+        f"the weights take {num_bytes} bytes in {model_config.dtype}, but a rank has only "
+        f"{memory_bytes} bytes of memory: choose a smaller dtype or quantization, or more ranks",
     )
 
 
 def kept_bytes(model: nn.Module) -> int:
-    """Return the bytes of its weights, those that have no memory yet included.
+    """Return the bytes of a model's weights, including those that have no memory yet.
 
-    Integers are counted without their scales.
+    Quantized weights are counted without their scales.
     """
     bits = (p.numel() * getattr(p, "bits", 8 * p.element_size()) for p in model.parameters())
     return sum(bits) // 8
 
 
 class MemoryBeside(NamedTuple):
-    """Bytes that a second model takes on the same GPU, such as a draft model.
+    """Bytes that a second model, such as a draft model, takes on the same GPU.
 
-    block_bytes: of a block of its KV cache, which has as many as the first model's.
+    block_bytes: of a block of its KV cache, which has as many blocks as the first model's.
     """
 
     weights: int = 0
@@ -105,7 +106,7 @@ NOTHING_BESIDE = MemoryBeside()
 def memory_beside(
     config: EngineConfig, model_config: ModelConfig, context: LayerContext
 ) -> MemoryBeside:
-    """Return what a model will take, before it takes any memory."""
+    """Return the memory that a model will take, before it is allocated."""
     meta = replace(context, device=torch.device("meta"), num_positions=1)
     model = model_class(model_config.architecture)(model_config, meta)
     block_bytes = KVCacheLayout.of(config, model_config, context).block_bytes
@@ -119,11 +120,11 @@ def allocate_pool(
     num_kv_blocks: int,
     device: torch.device,
 ) -> list[KVCache]:
-    """Return the KV caches of the layers here, for so many blocks and the dummy block 0."""
+    """Allocate the KV caches of this rank's layers: `num_kv_blocks` blocks and dummy block 0."""
     kv_caches = allocate_kv_caches(*layout, num_kv_blocks, device)
     if config.num_kv_blocks or config.kv_cache_memory_bytes:
         for kv_cache in kv_caches:
-            kv_cache.fill_(0.0)  # asked for, so taken now: no step waits for the system
+            kv_cache.fill_(0.0)  # map all pages now: no step waits for the system
     pool = (num_kv_blocks + 1) * layout.block_bytes / 2**30
     logger.info(
         f"{model_config.architecture}, {model_config.dtype}, {num_kv_blocks} KV blocks of "
@@ -133,9 +134,9 @@ def allocate_pool(
 
 
 def tensors_of_other_stages(model_config: ModelConfig, context: LayerContext) -> Set[str]:
-    """Return the names of the checkpoint's tensors that are not read here, but by other stages.
+    """Return the names of the checkpoint's tensors that only other stages read.
 
-    `context` is this stage's, without memory.
+    `context` is this stage's, on the meta device.
     """
     make = model_class(model_config.architecture)
     alone = replace(context, parallel=ParallelContext(context.tp))

@@ -1,17 +1,17 @@
-"""`capture_mixed_steps`: CUDA graphs of the steps in which prompts are computed.
+"""Program of `capture_mixed_steps`: CUDA graphs of steps that contain prompt chunks.
 
-Launched kernel by kernel, such a step takes a host longer than a GPU computes a small model's. But
-a graph has fixed numbers of tokens and of rows, and mixed steps have any number of decode rows and
-of chunks of any length. So a graph is recorded of a padded number of tokens, with room for
+Launched kernel by kernel, such a step of a small model takes the host longer than the GPU. But a
+graph has fixed numbers of tokens and of rows, and mixed steps have any number of decode rows and of
+chunks of any length. So a graph is captured for a padded number of tokens, with room for
 `max_num_seqs` rows:
 
     tokens    [ a7 | b3 | c0 c1 c2 c3 | 0 0 ]     8, of which the last two are padding
 
-Padding stands behind what is there, and belongs to no row: its K and V go to the dummy block, no
-program of attention computes it, and nobody reads what becomes of it. How many rows there are, and
-how many of them are decode rows, attention's kernels read from the step's header on the device.
+Padding tokens come last and belong to no row: their K and V are written to the dummy block, no
+attention program computes them, and their results are never read. The attention kernels read the
+numbers of rows and of decode rows from the step's header on the device.
 
-All of that follows from the batch, so ranks that share it come to the same graph. It has not run on
+All of this follows from the batch, so ranks that share it choose the same graph. It has not run on
 several GPUs.
 """
 
@@ -26,15 +26,15 @@ from nanoserve.worker.cuda_buffers import CudaBuffers
 from nanoserve.worker.cuda_graphs import SizedGraphs
 from nanoserve.worker.dummy_rows import pack_dummy_step
 
-_SMALLEST = 64  # tokens; fewer take a GPU no less time
+_SMALLEST = 64  # tokens; a GPU takes as long for fewer
 
 
 def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
-    """Numbers of tokens to capture, ascending; the last one is the budget of a step itself.
+    """Return the numbers of tokens to capture, ascending; the last one is the token budget itself.
 
-    Powers of two, and from 512 on what lies between them: while prompts wait, a step is as large as
-    its budget and nothing is padded. For 2048: [64, 128, 256, 512, 768, 1024, 1536, 2048]. With a
-    budget of one token there is no mixed step.
+    Powers of two, and from 512 on the values halfway between them: while prompts wait, a step has
+    as many tokens as its budget, and no padding. For 2048: [64, 128, 256, 512, 768, 1024, 1536,
+    2048]. With a budget of one token there are no mixed steps.
     """
     if max_num_batched_tokens == 1:
         return []
@@ -46,10 +46,10 @@ def mixed_sizes(max_num_batched_tokens: int) -> list[int]:
 
 
 def pad_step(batch: Batch, header: BatchHeader, num_tokens: int, block_size: int) -> None:
-    """Fill a step up with tokens that belong to no row.
+    """Pad a step with tokens that belong to no row.
 
-    What is there stays where it is, and `batch.header` keeps counting it alone. What is written
-    behind it is the same on every rank that shares the batch.
+    Real tokens stay in place, and `batch.header` still counts only these. The padding is the same
+    on every rank that shares the batch.
     """
     tokens = header.num_tokens
     batch.input_ids[tokens:num_tokens] = 0
@@ -58,10 +58,10 @@ def pad_step(batch: Batch, header: BatchHeader, num_tokens: int, block_size: int
 
 
 class MixedProgram:
-    """Steps in which some row has several tokens; `sizes` are numbers of tokens, ascending.
+    """Program of steps in which some row has several tokens; `sizes` are token counts, ascending.
 
-    The largest graph is captured first, and the others fit into the memory that it has left behind.
-    Their outputs lie in one place: kept apart, they would fill that memory up.
+    The largest graph is captured first, and the smaller ones fit into the memory that it has
+    reserved. Their outputs share one buffer: separate outputs would fill that memory.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class MixedProgram:
         return header.max_query_len > 1 and header.num_tokens <= self.graphs.sizes[-1]
 
     def capture(self, *, shows_progress: bool) -> None:
-        """Record all sizes, with a row of two dummy tokens."""
+        """Capture all sizes, with a row of two dummy tokens."""
         batch, block_size = self._buffers.new_batch(), self._computation.block_size
         header = pack_dummy_step(batch, np.array([2], dtype=np.int32), block_size)
         pad_step(batch, header, self.graphs.sizes[-1], block_size)
@@ -84,7 +84,7 @@ class MixedProgram:
         self.graphs.capture(self._cuda, self.launch, shows_progress=shows_progress)
 
     def launch(self, num_tokens: int) -> torch.Tensor:
-        """Launch what a graph records: all rows there can be, in contexts up to the longest."""
+        """Launch what a graph captures: the maximum number of rows, in the longest contexts."""
         num_rows = self._buffers.layout.max_num_rows
         header = BatchHeader(
             num_tokens=num_tokens,
@@ -94,7 +94,7 @@ class MixedProgram:
         )
         step = self._buffers.tensors, header, self._buffers.tables(num_rows)
         hidden = self._computation.forward(*step, is_mixed=True)
-        if self._hidden is None:  # the largest is first, and runs once before it is recorded
+        if self._hidden is None:  # the largest size comes first, and runs once before its capture
             self._hidden = torch.empty_like(hidden)
         return self._hidden[:num_tokens].copy_(hidden)
 

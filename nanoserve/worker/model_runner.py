@@ -1,4 +1,4 @@
-"""Batch -> device -> model -> logits -> sampled tokens. The executor of one device."""
+"""Model runner, the executor of one device: batch -> model -> logits -> sampled tokens."""
 
 import logging
 from collections.abc import Callable
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Handle:
-    """A step under way. What lies on the device may not have been computed yet."""
+    """A step under way. Its tensors on the device may not have been computed yet."""
 
     batch: Batch
     header: BatchHeader
@@ -42,15 +42,15 @@ class Handle:
     hidden: torch.Tensor | None = None  # [num_sampled, hidden_size]
     logits: torch.Tensor | None = None  # [num_sampled, vocab_size], on rank 0
     of_heads: dict[str, Any] = field(default_factory=dict)
-    chosen: StepOutput | None = None  # of a graph that has sampled, too
+    chosen: StepOutput | None = None  # of a graph that also sampled
     sampled: Sampled | None = None
-    fetched: Any = None  # the sampled ids on their way to the host
+    fetched: Any = None  # sampled ids, while they are copied to the host
 
 
 class ModelRunner:
-    """Owns the weights, the KV cache and the batch buffers of one device.
+    """The weights, the KV cache and the batch buffers of one device.
 
-    What a GPU does otherwise than a CPU is its device's to know.
+    Differences between a GPU and a CPU are confined to the `Device` object.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class ModelRunner:
         num_kv_blocks: int,
         max_model_len: int,
     ) -> None:
-        """Put a runner together: its buffers, its sampler, and what there is already.
+        """Assemble a runner from its parts, and allocate its buffers and its sampler.
 
-        path: the checkpoint, from which it can read its weights again. num_kv_blocks: what the
-        engine may give out; `kv_caches` may have fewer, if all rows are dummies.
+        path: the checkpoint, from which the weights can be read again. num_kv_blocks: the number of
+        blocks that the scheduler may allocate; `kv_caches` may have fewer if all rows are dummies.
         """
         self.config, self.model_config = config, model_config
         self.path, self.context, self.device = path, context, device
@@ -97,15 +97,17 @@ class ModelRunner:
         context: LayerContext,
         device: Device,
     ) -> "ModelRunner":
-        """Return a runner of the checkpoint in `path` that is ready to serve.
+        """Load the checkpoint in `path` and return a runner that is ready to serve.
 
-        Whatever can be refused before the weights are read, is: with `ValueError`. A CPU's pool is
-        known beforehand; a GPU gives it what everything else has left.
+        Raises `ValueError` for every setting that can be rejected before the weights are read. The
+        block pool of a CPU is sized before the weights are loaded; on a GPU it gets the memory that
+        is left after everything else.
         """
         layout = KVCacheLayout.of(config, model_config, context)
         parallel, memory_bytes = context.parallel, device.memory_bytes(context.parallel)
         with device.guard():
-            # 1) As far as it goes without weights: the pool, and the longest sequence in it.
+            # 1) Without weights, if possible: the size of the pool, and of the longest sequence in
+            # it.
             pool = config, model_config, layout.block_bytes, memory_bytes
             num_kv_blocks, max_model_len = device.num_kv_blocks(*pool), config.max_model_len
             if num_kv_blocks is not None:
@@ -114,7 +116,7 @@ class ModelRunner:
             # 2) The weights.
             model = load_model(config, model_config, path, context, max_model_len, memory_bytes)
             make = partial(cls, config, model_config, path, context, device, model, layout)
-            # 3) The pool, where it is what they have left.
+            # 3) The pool, if it is what the weights have left.
             if num_kv_blocks is None:
                 profiled = partial(_with_one_block, make, config, model_config, layout, context)
                 measured = device.measure_kv_blocks(
@@ -122,7 +124,7 @@ class ModelRunner:
                 )
                 num_kv_blocks = parallel.smallest(measured)
                 max_model_len = longest_sequence(config, model_config, num_kv_blocks)
-            # 4) The runner, and what would otherwise be compiled while it serves.
+            # 4) The runner; its warm-up compiles what would otherwise be compiled while serving.
             logger.info("max_model_len %d", max_model_len)
             kv_caches = allocate_pool(config, model_config, layout, num_kv_blocks, context.device)
             runner = make(kv_caches, num_kv_blocks, max_model_len)
@@ -130,26 +132,26 @@ class ModelRunner:
         return runner
 
     def warm_up(self) -> None:
-        """Do what would otherwise be done while serving: compile, and capture graphs."""
+        """Compile kernels and capture graphs now, so that no request has to wait for it."""
         with self.device.guard():
             self.device.warm_up(self)
 
     def use_memory(self, memory: np.ndarray) -> None:
-        """Batches lie in `memory` from now on: uint8, room for two or more, used in turn."""
+        """Place the batches in `memory`: uint8, room for two or more, which are used in turn."""
         self.device.lock(memory)
         self.batches = [Batch(self.layout, m) for m in memory.reshape(-1, self.layout.num_bytes)]
 
     def next_batch(self) -> Batch:
-        """The one before last: its step has been collected, or was given up."""
+        """Return the next batch to pack; its previous step has been collected or cancelled."""
         batch = self.batches[self._num_batches % len(self.batches)]
         self.device.wait_until_read(batch)
-        # In 31 bits, and never given twice in a row, also if a step fails: workers tell by it
-        # whether a batch is still the one that was announced to them.
+        # Step numbers have 31 bits. No number is used twice in a row, even if a step fails: workers
+        # check it to see whether a batch is still the one that was announced to them.
         batch.step, self._num_batches = self._num_batches, (self._num_batches + 1) % 2**31
         return batch
 
     def fill_slots(self, updates: list[SlotUpdate]) -> None:
-        """Take how to sample for sequences that are new in their slots; on rank 0 only."""
+        """Store the sampling parameters of sequences new in their slots; on rank 0 only."""
         for update in updates:
             self.sampler.set_slot(update)
             if update.prompt_head is not None:
@@ -157,23 +159,23 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, inputs: ForwardInputs) -> Handle:
-        """Launch one step, as far as the logits. Every rank does this, and only this."""
+        """Launch one step up to the logits. This is all that ranks other than 0 do."""
         self.fill_slots(inputs.slot_updates)
         header, model = batch.header, self.model
         with self.device.guard():
-            # 1) Tokens that the host did not know when it packed the step are on rank 0's device.
+            # 1) Rank 0's device has the tokens that the host did not know when it packed the step.
             if header.num_pending:
                 self.context.tp.broadcast(self.last_token)
             # 2) The model: hidden states [num_tokens, hidden_size], after its last norm.
             output = self.device.run(batch, header, self.last_token, self._computation.forward)
             handle = Handle(batch, header, output.tensors, inputs.draft_tokens)
-            # 3) Only the rows that are wanted become logits: a prompt of a thousand tokens
-            #    and a vocabulary of 151,936 would be 600 MB of them, of which one row is sampled.
+            # 3) Logits are computed only for the rows that need them: for a prompt of a thousand
+            # tokens and a vocabulary of 151,936 they would take 600 MB, and one row is sampled.
             if header.num_outputs > header.num_sampled:
                 handle.of_heads = self.heads.run(
                     batch, header, output.tensors, output.hidden, model.compute_logits
                 )
-            # No row is sampled if each is a chunk in the middle of its prompt.
+            # No row is sampled if each one is a chunk that ends before the end of its prompt.
             if output.token_ids is not None:
                 handle.chosen = output
             elif header.num_sampled:
@@ -186,27 +188,27 @@ class ModelRunner:
 
     @torch.inference_mode()
     def sample(self, handle: Handle, inputs: SampleInputs) -> None:
-        """Launch the choice of the next tokens, and keep them for a step ahead."""
+        """Launch the sampling of the next tokens, and keep them as inputs of the next step."""
         with self.device.guard():
             if not handle.header.num_sampled:
-                # A step inside of prompts yields nothing, and is waited for too.
+                # A step of chunks inside prompts samples nothing, but `collect` waits for it too.
                 handle.fetched = self.device.fetch(self.last_token[:0])
                 return
             if handle.chosen is None or inputs.token_masks:
                 handle.sampled = self._sample(handle, inputs)
-            else:  # and kept
+            else:  # the graph has also kept them for the next step
                 token_ids = handle.chosen.token_ids
                 handle.sampled = Sampled(token_ids, None, np.zeros(0, dtype=np.int64), [], {})
             handle.fetched = self.device.fetch(handle.sampled.token_ids)
 
     def _sample(self, handle: Handle, inputs: SampleInputs) -> Sampled:
         batch, tensors, num_sampled = handle.batch, handle.tensors, handle.header.num_sampled
-        if handle.chosen is not None:  # by a graph, which could not know of these token masks
+        if handle.chosen is not None:  # a graph sampled without these token masks: sample again
             self._compute_logits(handle, handle.chosen.hidden)
         sampled = self.sampler.sample(
             handle.logits,
             batch.output_slots[:num_sampled].copy(),
-            # A new token's own position takes part in its noise.
+            # The noise of a new token depends on the position of this token.
             batch.positions[batch.output_rows[:num_sampled]] + 1,
             tensors,
             handle.draft_tokens,
@@ -217,13 +219,13 @@ class ModelRunner:
         return sampled
 
     def collect(self, handle: Handle) -> StepResult:
-        """Wait for a step's tokens, and say which of them each row gets."""
+        """Wait for a step's tokens, and return those that each row gets."""
         token_ids, sampled = self.device.wait(handle.fetched), handle.sampled
-        # What heads and log-probabilities copied to the host was launched before, so it is there.
+        # Heads and log-probabilities started their copies to the host earlier: these are complete.
         of_heads = {name: self.heads[name].collect(made) for name, made in handle.of_heads.items()}
         if sampled is None:
             return StepResult([], of_heads=of_heads)
-        # 1) By output: its token, or why it has none.
+        # 1) By output: its token, or the error because of which it has none.
         new_ids, errors = [[token_id] for token_id in token_ids], sampled.errors
         if -1 in token_ids:
             errors = errors_of_rows(token_ids, handle.logits, sampled, self.config)
@@ -251,13 +253,13 @@ class ModelRunner:
         )
 
     def cancel(self, handles: list[Handle]) -> None:
-        """Do nothing: what runs on the device runs to its end without being waited for."""
+        """Do nothing: steps on the device run to their end, and their results are dropped."""
 
     def release_kv_caches(self) -> None:
-        """Give the memory of the KV cache back; nothing runs until `resume`."""
+        """Release the memory of the KV cache; no step can run until `resume`."""
         with self.device.guard():
             self.device.finish()
-            self.device.drop_programs()  # they know where everything lies
+            self.device.drop_programs()  # graphs hold the addresses of these tensors
             self.kv_caches = self._computation = None
             self.device.release_unused()
 
@@ -288,7 +290,7 @@ class ModelRunner:
             self.kv_caches = allocate_pool(self.config, self.model_config, *shape)
 
     def resume(self) -> None:
-        """Run steps again, when weights and KV cache are there."""
+        """Make the runner ready for steps again, once weights and KV cache are restored."""
         with self.device.guard():
             self._prepare_device()
         self.warm_up()
@@ -327,9 +329,9 @@ def _with_one_block(
     layout: KVCacheLayout,
     context: LayerContext,
 ) -> ModelRunner:
-    """Return a runner for steps of dummy rows, which share the dummy block.
+    """Return a runner with one KV block, for steps of dummy rows, which share the dummy block.
 
-    Its buffers are those of the longest sequence that may turn out to fit.
+    Its buffers are sized for the longest sequence that may turn out to fit.
     """
     longest = config.max_model_len or model_config.max_position_embeddings
     kv_caches = allocate_kv_caches(*layout, 1, context.device)

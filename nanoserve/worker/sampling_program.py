@@ -1,12 +1,12 @@
-"""`capture_sampling=True`: a step whose tokens are chosen in a CUDA graph too.
+"""Program of `capture_sampling=True`: steps whose sampling runs in a CUDA graph too.
 
-Behind the graph of the model a second one is replayed: LM head, sampler, and the tokens put where
-the next step finds them. A decode step is then three copies and two replays, where it was sixteen
-launches and a replay.
+A second graph is replayed after the graph of the model: LM head, sampler, and the store of the
+tokens as inputs of the next step. A decode step then takes three copies and two replays, instead of
+sixteen launches and a replay.
 
-Only for steps in which every row takes a token of its logits as they are: greedy or at random, but
-without filter, penalty, grammar or log probability. All others go the usual way, behind the same
-first graph; so none pays for a choice that is not used.
+It covers steps in which each row samples from unmodified logits: greedy or at random, but without
+filter, penalty, grammar or log-probabilities. All other steps are sampled kernel by kernel after
+the same first graph, so they do not pay for sampling that is not used.
 """
 
 import torch
@@ -21,9 +21,9 @@ from nanoserve.worker.graph_programs import RowsProgram
 
 
 class SamplingProgram:
-    """The steps of another program that can be sampled in a graph behind it.
+    """The steps of another program that can be sampled in a graph after it.
 
-    keeps: whether tokens are kept for a step ahead.
+    keeps: True if tokens are kept as inputs of the next step (async scheduling).
     """
 
     def __init__(
@@ -37,12 +37,12 @@ class SamplingProgram:
         self.choices = SizedGraphs(rows.graphs.sizes)  # token ids, int64 [size * query_len]
         self._cuda, self._buffers, self._computation = cuda, buffers, computation
         self._rows, self._keeps = rows, keeps
-        self._nobodys_slot = len(computation.last_token) - 1
+        self._padding_slot = len(computation.last_token) - 1
 
     def covers(self, batch: Batch, header: BatchHeader) -> bool:
         if not self._rows.covers(batch, header):
             return False
-        # A head may want some of the hidden states, or a row be a token in the middle of a prompt.
+        # Some hidden states may be for a head, or a row may be a chunk that ends inside its prompt.
         if not 0 < header.num_outputs == header.num_sampled:
             return False
         if self._rows.query_len == 1 and header.num_sampled < header.num_rows:
@@ -53,7 +53,7 @@ class SamplingProgram:
         self.choices.capture(self._cuda, self.launch, shows_progress=False)
 
     def launch(self, num_rows: int) -> torch.Tensor:
-        """Launch what a graph records: the choice behind the graph of so many rows."""
+        """Launch what a graph captures: sampling after the model's graph of `num_rows` rows."""
         tensors, computation, length = (
             self._buffers.tensors,
             self._computation,
@@ -61,7 +61,7 @@ class SamplingProgram:
         )
         hidden = self._rows.graphs.outputs[num_rows]
         positions, slots = tensors.positions[: num_rows * length], tensors.row_slots[:num_rows]
-        if length > 1:  # or else each row has one token, and its output is the row's
+        if length > 1:  # otherwise each row has one token, and output i is row i
             places = tensors.output_rows[: num_rows * length]
             hidden, positions, slots = hidden[places], positions[places], slots[places // length]
         logits = computation.model.compute_logits(hidden)
@@ -72,10 +72,10 @@ class SamplingProgram:
 
     def replay(self, batch: Batch, header: BatchHeader) -> StepOutput:
         size, sampled = self._rows.graphs.size_for(header.num_rows), header.num_sampled
-        # What fills the graph up is chosen too. It is kept where no sequence is.
+        # Padding rows are sampled too. Their tokens are kept in a slot that no sequence has.
         others = slice(sampled, size * self._rows.query_len)
         batch.output_rows[others] = 0
-        batch.output_slots[others] = self._nobodys_slot
+        batch.output_slots[others] = self._padding_slot
         self._computation.sampler.update_settings()
         output = self._rows.replay(batch, header)
         return output._replace(token_ids=self.choices.replay(size)[:sampled])

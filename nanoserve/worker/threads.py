@@ -1,4 +1,4 @@
-"""How many threads compute on a CPU, and that only an engine's own work is given so many."""
+"""Number of threads on a CPU, in effect only while the engine itself computes."""
 
 import contextlib
 import os
@@ -7,22 +7,25 @@ from collections.abc import Iterator
 
 import torch
 
-# A model of fewer bytes gets one thread. It is read in less time than it takes to wake another for
-# each of some hundred products, and beside other work on the machine to wait for each other costs
-# a hundredfold of that.
+# A model of fewer bytes gets one thread. Reading it takes less time than waking a second thread for
+# each of some hundred products, and on a machine with other work, threads that wait for each other
+# take a hundred times as long.
 SMALL_MODEL_BYTES = 2**26
 
 
-def choose_num_threads(asked: int | None, weight_bytes: int) -> int:
-    """Of a model of so many bytes; what is asked for wins, up to the cores that there are."""
-    if asked is not None:
-        return min(asked, os.cpu_count() or asked)
+def choose_num_threads(requested: int | None, weight_bytes: int) -> int:
+    """Return the number of threads for a model of `weight_bytes`.
+
+    `requested` takes precedence, up to the number of cores.
+    """
+    if requested is not None:
+        return min(requested, os.cpu_count() or requested)
     return 1 if weight_bytes < SMALL_MODEL_BYTES else torch.get_num_threads()
 
 
 @contextlib.contextmanager
 def threads(num_threads: int) -> Iterator[None]:
-    """torch and numba use so many; afterwards torch has its own number again."""
+    """Use `num_threads` threads in torch and numba; then restore torch's own number."""
     before = torch.get_num_threads()
     set_num_threads(num_threads)
     try:
@@ -36,5 +39,5 @@ def set_num_threads(num_threads: int) -> None:
     if "numba" in sys.modules:
         numba = sys.modules["numba"]
         numba.set_num_threads(min(num_threads, numba.config.NUMBA_NUM_THREADS))
-        # To start numba's threads sets the number of OpenMP's, torch's too, to all.
+        # Starting numba's threads sets OpenMP's number, which is torch's too, to all cores.
         torch.set_num_threads(num_threads)

@@ -149,7 +149,7 @@ def test_settings_arrive_before_a_graph_that_goes_by_them(checkpoint: Path) -> N
 
 
 def keeps_for_nobody_in_slot_0(engine: GuardedEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.executor.device.programs[0], "_nobodys_slot", 0)
+    monkeypatch.setattr(engine.executor.device.programs[0], "_padding_slot", 0)
 
 
 def brings_settings_too_late(engine: GuardedEngine, monkeypatch: pytest.MonkeyPatch) -> None:

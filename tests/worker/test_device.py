@@ -33,7 +33,7 @@ def be_a_gpu(monkeypatch: pytest.MonkeyPatch, name: str, capability: tuple[int, 
 def test_auto_takes_the_gpu_that_is_there() -> None:
     assert device_kind("auto") == device_kind("cpu") == "cpu"
     assert choose_device(EngineConfig("m", device="cpu")) == CPU
-    with pytest.raises(ValueError, match=r"device='cuda', but torch .* sees no NVIDIA GPU"):
+    with pytest.raises(ValueError, match=r"device='cuda', but torch .* finds no NVIDIA GPU"):
         device_kind("cuda")
 
 

@@ -580,7 +580,7 @@ def test_another_process_that_starts_beside_it_does_not_shrink_the_share_unseen(
     options = {"max_num_seqs": 1, "max_num_batched_tokens": 32}
     with pytest.raises(ValueError, match=r"are missing.*libraries 1\.00 GiB.*Other processes"):
         make_runner(checkpoint, Loading(3 * GIB), gpu_memory_utilization=0.9, **options)
-    assert f"{3 * GIB} bytes of the GPU were taken" in caplog.text
+    assert f"{3 * GIB} bytes of GPU memory were taken" in caplog.text
 
 
 MEMORY = GPUMemory(total=16 * GIB, free=10 * GIB, weights=2 * GIB, activations=GIB, graphs=GIB)

@@ -456,7 +456,7 @@ def test_what_cannot_be_captured_is_refused(checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="pipeline_parallel_size=2 records no CUDA graphs"):
         EngineConfig(str(checkpoint), pipeline_parallel_size=2, **wanted)
     config = EngineConfig(str(checkpoint), attention_backend="torch", **wanted)
-    told = r"attention_backend='torch' cannot be part of a CUDA graph of decode rows and chunks"
+    told = r"attention_backend='torch' cannot be part of a CUDA graph of mixed steps"
     with pytest.raises(ValueError, match=told):
         CudaDevice(config.for_device("cuda"), FakeCuda(), is_capturable=True)
 

@@ -1,9 +1,9 @@
-"""Whether a worker lives that says nothing: its beats, and what the system knows of it.
+"""Detection of workers that hang: heartbeats, and processor time as the system reports it.
 
-A process that ends closes its pipes, and is noticed at once. One that is stopped (SIGSTOP, a
-debugger), or that waits for ever while it holds Python's lock, keeps them open and is silent. A
-busy one looks the same from afar: compiled code may hold the lock for as long as it computes. But
-it uses processor time, which Linux counts.
+A process that ends closes its pipes, which is noticed at once. A process that is stopped (SIGSTOP,
+a debugger), or that waits for ever while it holds Python's lock, keeps its pipes open and is
+silent. A busy process may look the same: compiled code may hold the lock for as long as it
+computes. But it uses processor time, which Linux counts.
 """
 
 import threading
@@ -13,15 +13,19 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 BEAT = 0.5  # seconds from one beat to the next
-# Work is taken for hung after IDLE_LIMIT seconds without processor time, or WORK_LIMIT in all. The
-# first compilation of a kernel or a long prompt on a slow CPU takes minutes, but it computes.
+# Work is considered hung after IDLE_LIMIT seconds without processor time, or WORK_LIMIT in total.
+# The first compilation of a kernel or a long prompt on a slow CPU takes minutes, but uses processor
+# time.
 IDLE_LIMIT = 30.0
 WORK_LIMIT = 300.0
-_BUSY_SHARE = 0.02  # of a processor; a thread that only polls uses less
+_BUSY_SHARE = 0.02  # fraction of a processor; a thread that only polls uses less
 
 
 def beat_for_ever(send: Callable[[], None]) -> None:
-    """In a worker, in a thread of its own; until rank 0 is gone, which another thread looks to."""
+    """Send heartbeats from a thread of a worker, until the connection to rank 0 is broken.
+
+    Another thread ends the worker when rank 0 terminates.
+    """
     try:
         while True:
             send()
@@ -31,43 +35,46 @@ def beat_for_ever(send: Callable[[], None]) -> None:
 
 
 class Pulse:
-    """For how many seconds a process has shown no sign of life: `silence`.
+    """The number of seconds for which a process has shown no sign of life: `silence`.
 
-    Time passes from look to look, but never more than two beats at once: if the last look was
-    longer ago, then whoever looks was stopped itself, perhaps together with the whole machine, and
-    the other must have time to beat again.
+    Time is counted from check to check, but never more than two beats at once: if the last check is
+    longer ago, then this process itself was stopped, perhaps together with the whole machine, and
+    the other process must have time to send beats again.
     """
 
     def __init__(self, pid: int) -> None:
         self.pid, self.silence = pid, 0.0
         self._processor_time = _processor_time(pid)
 
-    def look(self, elapsed: float, heard: bool) -> None:
-        """`elapsed` seconds after the look before, since when something was `heard`, or not."""
+    def look(self, elapsed: float, received: bool) -> None:
+        """Update `silence`, `elapsed` seconds after the last call.
+
+        received: True if data has arrived since then.
+        """
         processor_time = _processor_time(self.pid)
-        is_alive = heard or processor_time != self._processor_time
+        is_alive = received or processor_time != self._processor_time
         self._processor_time = processor_time
         self.silence = 0.0 if is_alive else self.silence + min(elapsed, 2 * BEAT)
 
 
 class WorkWatch:
-    """Measures how long the work that a thread has begun has not ended.
+    """Stopwatch for the work of one thread: how long the current piece has been running.
 
-    `work` is entered by the thread that is watched, around each piece; `look` is called by another
-    thread, again and again. `age` are the seconds that the piece under way has taken, `idle` how
-    many of the last ones it has used no processor time. Time passes as in `Pulse`: a process that
-    was stopped, or a machine that slept, is not taken for hung when it goes on.
+    The watched thread enters `work` around each piece; another thread calls `look` repeatedly.
+    `age` is the number of seconds that the current piece has taken, and `idle` the number of the
+    last ones in which it used no processor time. Time is counted as in `Pulse`: a process that was
+    stopped, or a machine that slept, is not considered hung when it continues.
     """
 
     def __init__(self) -> None:
         self.age = self.idle = 0.0
-        self._count = self._seen_count = 0  # of beginnings and ends: odd while something is done
+        self._count = self._seen_count = 0  # starts and ends; odd while a piece of work is running
         self._clock: int | None = None  # of the thread's processor time
         self._seen_time = 0.0
 
     @contextmanager
     def work(self) -> Iterator[None]:
-        if self._clock is None and hasattr(time, "pthread_getcpuclockid"):  # macOS has it not
+        if self._clock is None and hasattr(time, "pthread_getcpuclockid"):  # macOS does not have it
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
         self._count += 1
         try:
@@ -76,7 +83,7 @@ class WorkWatch:
             self._count += 1
 
     def look(self, elapsed: float) -> None:
-        """`elapsed` seconds after the look before."""
+        """Update `age` and `idle`, `elapsed` seconds after the last call."""
         count, elapsed = self._count, min(elapsed, 2 * BEAT)
         now = None
         if self._clock is not None:
@@ -90,7 +97,7 @@ class WorkWatch:
 
     @property
     def stall(self) -> str | None:
-        """Why the work is taken for hung; None if it is not."""
+        """Reason why the work is considered hung; None if it is not."""
         if self.idle >= IDLE_LIMIT:
             return f"the engine's step has computed nothing for {self.idle:.0f} seconds"
         if self.age >= WORK_LIMIT:
@@ -99,7 +106,7 @@ class WorkWatch:
 
 
 def _processor_time(pid: int) -> list[str] | None:
-    """In user mode and in the kernel, in clock ticks; None where the system does not tell."""
+    """Return user and kernel time of a process, in clock ticks; None where it is not available."""
     try:
         # The second field is the command in brackets, which may itself contain spaces.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

@@ -1,9 +1,9 @@
-"""Rank 0 of a pipeline: it is in the last stage, and takes part in a step when it is collected.
+"""Executor of a pipeline: rank 0 is in the last stage, and computes its part in `collect`.
 
-`forward` only tells the others of a step, which begin with it at once. What rank 0 does of it, its
-layers and the sampling, waits until the loop collects it: by then the loop has launched the steps
-behind it, so that the stages before have work. So a sequence's settings are read, too, when the
-steps before have left its slot.
+`forward` only announces a step to the other ranks, which start it at once. Rank 0's part, the last
+layers and the sampling, runs when the engine loop collects the step: by then the loop has launched
+the following steps, so that the earlier stages have work. So the sampling parameters of a sequence
+are also read only then, when earlier steps no longer use its slot.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from nanoserve.features.parallel.tensor_parallel import TensorParallelExecutor
 
 @dataclass
 class Launched:
-    """A step that the stages before this one compute, or have computed."""
+    """A step that the stages before this one are computing or have computed."""
 
     batch: Batch
     inputs: ForwardInputs
@@ -30,11 +30,11 @@ class Launched:
 
 
 class PipelineExecutor(TensorParallelExecutor):
-    """Rank 0's runner, and the workers of all stages."""
+    """Executor of several stages: rank 0's runner, and the workers of all stages."""
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, *args: Any) -> None:
         check_stages(model_config, config.pipeline_parallel_size)
-        self._launched: deque[Launched] = deque()  # in which rank 0 has not taken part yet
+        self._launched: deque[Launched] = deque()  # steps that rank 0 has not computed yet
         self._is_traced = config.trace is not None
         super().__init__(config, model_config, *args)
 
@@ -46,7 +46,7 @@ class PipelineExecutor(TensorParallelExecutor):
         return self._launched[-1]
 
     def sample(self, launched: Launched, inputs: SampleInputs) -> None:
-        """Keep `inputs` until `collect`: the model's last layers have not run."""
+        """Keep `inputs` until `collect`: the model's last layers have not run yet."""
         launched.sample_inputs = inputs
 
     def collect(self, launched: Launched) -> StepResult:
@@ -56,16 +56,17 @@ class PipelineExecutor(TensorParallelExecutor):
             handle = self._compute(launched)
             self.runner.sample(handle, launched.sample_inputs)
             result = self.runner.collect(handle)
-            self._workers.check()  # as for tensor parallelism
+            self._workers.check()  # see `TensorParallelExecutor.collect`
             if self._is_traced:
                 span = [self.runner.context.pp.received_at, time.perf_counter()]
                 self._workers.spans[launched.batch.step, 0] = span
         return result
 
     def spans(self, step: int) -> list[list[float]]:
-        """When each stage began with a step that is over, and when it had done: by its own clock.
+        """Return, for each stage, when it started and finished a completed step, by its own clock.
 
-        All have, but the news may be under way. Once; a stage that says nothing has none.
+        All stages have finished, but their reports may still be on the way. A step can be read
+        once. The entry of a stage that reports nothing is [].
         """
         context, spans, deadline = self.runner.context, self._workers.spans, time.monotonic() + 1
         # The first rank of each stage; stage 0 has the last ranks.
@@ -75,8 +76,8 @@ class PipelineExecutor(TensorParallelExecutor):
         return [spans.pop((step, rank), []) for rank in ranks]
 
     def cancel(self, handles: list[Launched]) -> None:
-        """Compute what was launched without sampling: the others wait for rank 0 in these steps."""
-        with contextlib.suppress(Exception), self._recovery():  # an error has ended the engine
+        """Compute launched steps without sampling: other ranks wait for rank 0 in these steps."""
+        with contextlib.suppress(Exception), self._recovery():  # an error ends the engine
             while self._launched:
                 self._compute(self._launched.popleft(), is_wanted=False)
 
@@ -86,7 +87,7 @@ class PipelineExecutor(TensorParallelExecutor):
         try:
             if is_wanted:
                 self.runner.fill_slots(inputs.slot_updates)
-        except BaseException as raised:  # the others must not wait for it
+        except BaseException as raised:  # raised below: the other ranks must not wait for this one
             error = raised
         self._is_amid_collectives = True
         handle = self.runner.forward(launched.batch, replace(inputs, slot_updates=[]))
@@ -97,5 +98,5 @@ class PipelineExecutor(TensorParallelExecutor):
 
     def _others_wait(self) -> bool:
         if not self._is_amid_collectives:
-            self.cancel([])  # in those steps, too
+            self.cancel([])  # other ranks may wait in the launched steps, too
         return super()._others_wait()

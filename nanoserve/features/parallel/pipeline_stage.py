@@ -1,6 +1,6 @@
-"""Which layers each stage of a pipeline has, and where a rank finds its stage.
+"""Assignment of layers to the stages of a pipeline, and of ranks to stages.
 
-What a stage is, and how tensors pass from one to the next: `nanoserve.models.layers.pipeline_parallel`.
+See `nanoserve.models.layers.pipeline_parallel` for stages, and for how tensors pass between them.
 """
 
 from bisect import bisect_left
@@ -19,33 +19,33 @@ from nanoserve.models.registry import model_class
 from nanoserve.utils.checks import require
 from nanoserve.worker.load_model import tensors_of_other_stages
 
-# (stage, first layer, the one behind the last) -> if a stage may have these layers. Where it may,
-# it may have fewer of them, too.
+# (stage, first layer, last layer + 1) -> True if the stage may have these layers. If so, it may
+# also have fewer of them.
 Fits = Callable[[int, int, int], bool]
 
 
 def check_stages(model_config: ModelConfig, num_stages: int) -> None:
-    """Raise `ValueError`, before any process is started, for a model that has no such stages."""
+    """Raise `ValueError`, before any process is started, if a model cannot be split into stages."""
     first = PipelineParallel(0, num_stages, share_layers(model_config, num_stages)[0])
     parallel = ParallelContext(pp=first)
     meta = LayerContext(device=torch.device("meta"), parallel=parallel, num_positions=1)
     require(
-        bool(tensors_of_other_stages(model_config, meta)),  # else it is a model of one's own
-        f"pipeline_parallel_size={num_stages}, but {model_config.architecture} is built whole on "
-        f"each stage: its class must build the layers of `context.pp` only, receive and send, as "
-        f"nanoserve.models.qwen3.Qwen3Model does",
+        bool(tensors_of_other_stages(model_config, meta)),  # otherwise a class without stages
+        f"pipeline_parallel_size={num_stages}, but {model_config.architecture} builds all layers "
+        f"on each stage: its class must build only the layers of `context.pp`, receive and send, "
+        f"as nanoserve.models.qwen3.Qwen3Model does",
     )
 
 
 def share_layers(model_config: ModelConfig, num_stages: int) -> list[range]:
     """Return the layers of each stage: see `split_layers`.
 
-    Raises `ValueError` for fewer layers than stages.
+    Raises `ValueError` if there are fewer layers than stages.
     """
     num_layers = model_config.num_hidden_layers
     require(
         num_layers >= num_stages,
-        f"pipeline_parallel_size={num_stages} stages, but the model has {num_layers} layers",
+        f"pipeline_parallel_size={num_stages} must be at most the model's {num_layers} layers",
     )
     meta = LayerContext(device=torch.device("meta"), num_positions=1)
     model = model_class(model_config.architecture)(model_config, meta)
@@ -55,26 +55,27 @@ def share_layers(model_config: ModelConfig, num_stages: int) -> list[range]:
 
 
 def split_layers(layers: Sequence[int], embedding: int, head: int, num_stages: int) -> list[range]:
-    """Split layers into stages: the fastest pipeline, and of those the one with the largest pool.
+    """Split layers into stages: the fastest pipeline and, among equals, the largest KV pool.
 
-    `layers` are the numbers of weights of each. The first stage also has the `embedding`, and the
-    last one the `head`; if the two are tied, both stages have these weights.
+    `layers` are the numbers of weights of each layer. The first stage also has the `embedding`, and
+    the last one the `head`; if the two are tied, both stages have these weights.
 
     1. A pipeline is as fast as its slowest stage, and in a step a stage reads its weights: those of
-       its layers and of the head, but of the embedding only a row for each token. So the most that
-       a stage reads is as little as can be.
-    2. All stages have equally many KV blocks, as many as fit where the fewest do. On ranks of equal
-       memory that is the smallest (memory - weights) / (layers x bytes of one layer's K and V). So
-       the most layers that a stage has are as few as can be.
-    3. Among stages with so many layers, the most weights, the embedding included, are as few as
-       can be. These two make the pool largest wherever memory is ample beside the weights.
+       its layers and of the head, but of the embedding only a row for each token. So the maximum
+       over the stages of the weights read is minimized first.
+    2. All stages have the same number of KV blocks, limited by the stage where the fewest fit. On
+       ranks of equal memory that number is the minimum of (memory - weights) / (layers x bytes of
+       one layer's K and V). So the maximum number of layers of a stage is minimized next.
+    3. Among the stages with that many layers, the maximum number of weights, the embedding
+       included, is minimized. 2 and 3 make the pool largest if memory is ample beside the weights.
 
     Qwen3-0.6B has 28 layers, and its tied embedding is as large as 9.9 of them. The slowest of four
-    stages reads 10.9 layers' weights at best, the head and one layer: 7/10/10/1 layers do, and so
-    do 9/9/9/1, where a block takes the K and V of 9 layers at most, not of 10. (7/7/7/7 would have
-    a larger pool still, but its last stage would read 16.9 layers' weights in each step.)
+    stages reads 10.9 layers' weights at best, the head and one layer: 7/10/10/1 layers achieve
+    that, and so do 9/9/9/1, where a block holds the K and V of 9 layers at most, not of 10.
+    (7/7/7/7 would have a larger pool still, but its last stage would read 16.9 layers' weights in
+    each step.)
 
-    Of several such splits, this is the one that fills the last stages first.
+    If several splits remain, the one that fills the last stages first is returned.
     """
     sums = [0, *accumulate(layers)]
 
@@ -85,7 +86,7 @@ def split_layers(layers: Sequence[int], embedding: int, head: int, num_stages: i
         return read(stage, first, end) + (embedding if stage == 0 else 0)
 
     def starts(*limits: int) -> list[int] | None:
-        """Return the first layer of each stage under limits of 1, 2, 3; None if there is none."""
+        """Return each stage's first layer under limits 1, 2 and 3; None if impossible."""
         most_read, most_layers, most_kept = (*limits, inf, inf)[:3]
 
         def fits(stage: int, first: int, end: int) -> bool:
@@ -104,9 +105,10 @@ def split_layers(layers: Sequence[int], embedding: int, head: int, num_stages: i
 
 
 def _starts(fits: Fits, num_layers: int, num_stages: int) -> list[int] | None:
-    """Return the first layer of each stage, if stages that fit can hold all layers; else None.
+    """Return the first layer of each stage if stages that fit can hold all layers, else None.
 
-    From the last stage to the first, each takes as many as fit, and leaves one for each before it.
+    From the last stage to the first, each takes as many layers as fit, and leaves at least one for
+    each stage before it.
     """
     starts, end = [], num_layers
     for stage in reversed(range(num_stages)):
@@ -127,10 +129,10 @@ def join_stage(
     model_config: ModelConfig,
     join: Callable[[str, int, int], Group],
 ) -> ParallelContext:
-    """Return this rank's place, when it has met the other ranks.
+    """Join the other ranks, and return this rank's context.
 
-    Ranks 0 to `tp_size` - 1 are the last stage, the next ones that before.
-    `join(name, rank, size)` meets a group. All ranks meet theirs in the order of stages.
+    Ranks 0 to `tp_size` - 1 are the last stage, the next `tp_size` ranks the stage before, and so
+    on. `join(name, rank, size)` joins a group. All ranks join their groups in the order of stages.
     """
     index, tp_rank = num_stages - 1 - rank // tp_size, rank % tp_size
     layers, before, behind = share_layers(model_config, num_stages)[index], None, None

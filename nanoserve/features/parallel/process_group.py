@@ -1,7 +1,7 @@
-"""Where the ranks of one engine meet, and the collectives that its layers need.
+"""Process group of the ranks of one engine, with the collectives that its layers need.
 
-No default process group: that would be one for the whole process, and an engine is not alone in
-its process. Each engine has a group of its own, on a store of its own, at whichever port is free.
+torch's default process group is not used: there is only one per process, and a process may have
+several engines. Each engine has its own group, on its own store, at a free port.
 """
 
 import contextlib
@@ -16,29 +16,29 @@ import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
-LOOPBACK = "127.0.0.1"  # where all ranks are on one machine
+LOOPBACK = "127.0.0.1"  # used if all ranks are on one machine
 _LOOK_UP = timedelta(seconds=0.1)
 _MEET_TIMEOUT = timedelta(seconds=120)
-_FAREWELL = timedelta(seconds=1)  # for a collective that was left, when all others are dead
+_FAREWELL = timedelta(seconds=1)  # for an abandoned collective, after all other ranks have died
 
 
 class Group:
-    """The collectives of one engine's ranks, over a process group that can be let go.
+    """Collectives of one engine's ranks, over a process group that can be released.
 
     Layers hold this object; the process group must not outlive the engine, because some of torch's
-    groups end the process if they are still there when Python ends.
+    groups abort the process if they still exist when Python exits.
     """
 
     def __init__(self, process_group: Any, store: dist.Store, device: torch.device) -> None:
         self._process_group, self._store, self._device = process_group, store, device
         self._is_cuda = device.type == "cuda"
         self._is_aborted = False
-        self._left: Any = None  # a collective that nobody waits for any more
-        self.device_bytes = 0  # that NCCL has taken from the GPU, beside torch's own memory
+        self._left: Any = None  # a collective that was abandoned
+        self.device_bytes = 0  # memory of NCCL on the GPU, outside torch's own
         self._sum, self._minimum, self._maximum = (dist.AllreduceOptions() for _ in range(3))
         self._minimum.reduceOp, self._maximum.reduceOp = dist.ReduceOp.MIN, dist.ReduceOp.MAX
         for options in (self._sum, self._minimum, self._maximum):
-            # By default NCCL has a stream of its own, which costs two events for each sum.
+            # By default NCCL uses a stream of its own, which costs two events for each all-reduce.
             if self._is_cuda and hasattr(options, "asyncOp"):
                 options.asyncOp = False
 
@@ -46,7 +46,7 @@ class Group:
         self.wait(self._process_group.allreduce([x], self._sum))
 
     def largest(self, x: torch.Tensor) -> None:
-        """Of each element, the largest of all ranks, in place."""
+        """Replace each element by its maximum over all ranks."""
         self.wait(self._process_group.allreduce([x], self._maximum))
 
     def gather(self, x: torch.Tensor) -> list[torch.Tensor] | None:
@@ -56,11 +56,14 @@ class Group:
         return parts if is_first else None
 
     def broadcast(self, x: torch.Tensor) -> None:
-        """From rank 0."""
+        """Copy `x` of rank 0 to all ranks."""
         self.wait(self.start_broadcast(x))
 
     def start_broadcast(self, x: torch.Tensor) -> Any:
-        """The same; `x` must be kept until `wait` has been called with what is returned."""
+        """Start a broadcast from rank 0, and return its work object.
+
+        `x` must be kept until `wait` has been called with that object.
+        """
         return self._process_group.broadcast(x, 0)
 
     def smallest(self, value: int) -> int:
@@ -69,49 +72,49 @@ class Group:
         return int(x)
 
     def abort(self) -> None:
-        """Make collectives that wait for a dead rank fail."""
+        """Make collectives fail that wait for a terminated rank."""
         self._is_aborted = True
         process_group = self._process_group
-        # It may have been let go meanwhile. Gloo cannot abort: whoever waits looks up, and leaves.
+        # The group may have been released meanwhile. Gloo cannot abort: `wait` polls `_is_aborted`.
         if process_group is None or not self._is_cuda:
             return
         try:
             process_group.abort()
-        except Exception:  # it is broken already; but whoever hangs next should find out why
+        except Exception:  # it is broken already; the log helps if a later call hangs
             logger.warning("the process group could not be aborted", exc_info=True)
 
     def close(self) -> None:
-        if self._is_cuda:  # else its destructor says that nobody has destroyed it
+        if self._is_cuda:  # without an abort, NCCL's destructor prints a warning
             self.abort()
         elif self._left is not None:
             with contextlib.suppress(RuntimeError):
                 self._left.wait(_FAREWELL)
-            if not self._left.is_completed():  # the destructor would wait for it
+            if not self._left.is_completed():  # its destructor would wait for this collective
                 self.leak()
         self._process_group = self._store = self._left = None
 
     def leak(self) -> None:
-        """Keep the group and its store for ever, even when Python ends."""
+        """Keep the group and its store for ever, even when Python exits."""
         for kept in (self._process_group, self._store):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
     def wait(self, work: Any) -> None:
-        """For a collective.
+        """Wait for a collective.
 
-        On a CPU look up now and then: inside torch's own wait, a Ctrl-C would not be heard.
-        Nor is a dead rank always noticed there: gloo was seen to wait out its whole timeout.
+        On a CPU, poll: inside torch's own wait, Ctrl-C is not handled, and gloo does not always
+        notice a terminated rank: it was seen to wait for its whole timeout.
         """
         if self._is_cuda:
-            if work is not None:  # None: it was launched on the current stream, in order
-                work.wait()  # for the stream: this does not block
+            if work is not None:  # None: already ordered on the current stream
+                work.wait()  # makes the stream wait; does not block the host
             return
         while not work.is_completed():
             if self._is_aborted:
                 self._left = work
-                raise RuntimeError("another rank is gone, and this collective was left")
-            with contextlib.suppress(RuntimeError):  # this wait has ended, or the work has failed
+                raise RuntimeError("another rank has terminated, and this collective was abandoned")
+            with contextlib.suppress(RuntimeError):  # this wait has timed out, or the work failed
                 work.wait(_LOOK_UP)
-        work.wait()  # at once: its error, if it has one
+        work.wait()  # returns at once; raises if the collective failed
 
 
 def join_group(
@@ -122,15 +125,15 @@ def join_group(
     timeout: float,
     host: str = LOOPBACK,
 ) -> Group:
-    """Meet the other ranks. Returns when all have come; raises if one does not in time.
+    """Join the other ranks; return when all have joined, and raise if one does not in time.
 
-    `timeout`, in seconds, is also what a collective waits for a rank that does not take part.
-    `host` is an address of this machine that the others reach.
+    `timeout`, in seconds, also limits how long a collective waits for a rank. host: an address of
+    this machine that the other ranks can reach.
     """
     if device.type == "cuda":
         return _join_nccl(rank, size, store, device, timeout)
     options = dist.ProcessGroupGloo._Options()
-    # By address: the machine's own name may not resolve.
+    # An address, because the machine's own name may not resolve.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=timeout)
     return Group(dist.ProcessGroupGloo(store, rank, size, options), store, device)
@@ -139,14 +142,16 @@ def join_group(
 def _join_nccl(
     rank: int, size: int, store: dist.Store, device: torch.device, timeout: float
 ) -> Group:
-    """NCCL meets only in the first collective, and waits there for ever for a rank that has died.
+    """Join an NCCL group, and run a first collective.
 
-    So it is done here, where the caller still watches the others, and not after minutes of loading.
+    NCCL connects only in the first collective, and there waits for ever for a rank that has died.
+    So that is done here, where the caller monitors the other ranks, and not after minutes of
+    loading.
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout)
     group = Group(dist.ProcessGroupNCCL(store, rank, size, options), store, device)
-    with torch.cuda.device(device):  # of this thread
+    with torch.cuda.device(device):  # current device of this thread
         before, _ = torch.cuda.mem_get_info(device)
         group.smallest(0)
         after, _ = torch.cuda.mem_get_info(device)
@@ -155,7 +160,7 @@ def _join_nccl(
 
 
 def serve_store(size: int, host: str = LOOPBACK) -> dist.TCPStore:
-    """Where `size` ranks find each other, on a free port of an address of this machine."""
+    """Serve a store for `size` ranks, on a free port of an address of this machine."""
     listener = socket.create_server((host, 0))
     return _store(
         host, listener.getsockname()[1], size, is_master=True, master_listen_fd=listener.detach()
@@ -163,7 +168,7 @@ def serve_store(size: int, host: str = LOOPBACK) -> dist.TCPStore:
 
 
 def find_store(port: int, size: int, host: str = LOOPBACK) -> dist.TCPStore:
-    """The store that rank 0 serves at `port`."""
+    """Connect to the store that rank 0 serves at `port`."""
     return _store(host, port, size, is_master=False)
 
 

@@ -1,4 +1,4 @@
-"""Where a rank finds its place among the others."""
+"""Rendezvous of the ranks of an engine."""
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,9 @@ def join_ranks(
     groups: list[Group],
     host: str = LOOPBACK,
 ) -> ParallelContext:
-    """Meet the other ranks; all groups that this one is in are put into `groups`, to be closed.
+    """Join the other ranks; return this rank's context, and append its groups to `groups`.
 
-    `host` is an address of this machine that the others reach.
+    The caller closes the groups. host: an address of this machine that the other ranks can reach.
     """
 
     def join(name: str, rank: int, size: int) -> Group:

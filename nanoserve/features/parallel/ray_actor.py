@@ -1,4 +1,4 @@
-"""A rank in a process that Ray has started. Importing this module imports neither torch nor Ray."""
+"""A rank in a process that Ray starts. Importing this module imports neither torch nor Ray."""
 
 import os
 import socket
@@ -10,18 +10,21 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nanoserve.engine.batch import Batch
 
-_GRACE = 2.0  # seconds for the end of a step, when rank 0 is gone
+_GRACE = 2.0  # seconds to end a step after rank 0 has terminated
 
 
 class RankActor:
-    """`run` serves until rank 0 has no more steps; if it fails or rank 0 is gone, the process ends.
-    Otherwise rank 0 has Ray end it."""
+    """Ray actor of one rank.
+
+    `run` serves until rank 0 has no more steps. If it fails, or rank 0 terminates, the process
+    exits; otherwise rank 0 has Ray end it.
+    """
 
     def run(self, job: dict[str, Any]) -> None:
-        """`job` is as in `nanoserve.features.parallel.tp_worker`, with where rank 0 listens."""
+        """Run a rank; `job` is as in `nanoserve.features.parallel.tp_worker`, with rank 0's address."""
         import ray
 
-        os.environ["OMP_NUM_THREADS"] = str(job["num_threads"])  # Ray has set another one
+        os.environ["OMP_NUM_THREADS"] = str(job["num_threads"])  # Ray has set another value
         from nanoserve.features.parallel.tp_worker import Reporter, run
 
         connection = socket.create_connection((job["host"], job["steps_port"]))
@@ -34,7 +37,7 @@ class RankActor:
 
 
 class Seat:
-    """Keeps a GPU of rank 0's machine for rank 0, which is no actor."""
+    """Placeholder actor that reserves a GPU for rank 0, which is not an actor."""
 
     def gpus(self) -> list[int]:
         import ray
@@ -43,26 +46,26 @@ class Seat:
 
 
 class SentSteps:
-    """Steps as messages of `nanoserve.features.parallel.ray_workers`.
+    """Steps received as messages of `nanoserve.features.parallel.ray_workers`.
 
-    A thread reads them, also while this rank waits for others in a step: so it hears at once that
-    rank 0 is gone, whose connection ends with it.
+    A thread reads them even while this rank waits for others in a step, so it notices at once when
+    rank 0 terminates, which closes the connection.
     """
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self._told: deque[tuple[int, bytes] | None] = deque()
+        self._received: deque[tuple[int, bytes] | None] = deque()
         self._is_there = threading.Semaphore(0)
         self._content, self._is_over = b"", False
         threading.Thread(target=self._read_all, daemon=True).start()
 
     def next(self) -> int | None:
         self._is_there.acquire()
-        told = self._told.popleft()
-        if told is None:
+        received = self._received.popleft()
+        if received is None:
             self._is_over = True
             return None
-        step, self._content = told
+        step, self._content = received
         return step
 
     def fetch(self, step: int, own: "Batch") -> "Batch":
@@ -74,19 +77,19 @@ class SentSteps:
         return own
 
     def _read_all(self) -> None:
-        told: tuple[int, bytes] | None
+        received: tuple[int, bytes] | None
         while True:
             try:
                 step, size = (int.from_bytes(self._read(4), "little") for _ in range(2))
-                told = step, self._read(size)
+                received = step, self._read(size)
             except OSError:
-                told = None
-            self._told.append(told)
+                received = None
+            self._received.append(received)
             self._is_there.release()
-            if told is None:
+            if received is None:
                 time.sleep(_GRACE)
                 if not self._is_over:
-                    os._exit(1)  # it waits for ranks that will not come
+                    os._exit(1)  # the step waits for ranks that will not come
                 return
 
     def _read(self, size: int) -> bytes:
@@ -94,7 +97,7 @@ class SentSteps:
         while missing:
             part = self._connection.recv(min(missing, 1 << 20))
             if not part:
-                raise ConnectionError("rank 0 is gone")
+                raise ConnectionError("rank 0 has closed the connection")
             parts.append(part)
             missing -= len(part)
         return b"".join(parts)

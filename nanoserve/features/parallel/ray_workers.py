@@ -1,14 +1,13 @@
 """Ranks as Ray actors, on one machine or on several; rank 0 stays in the caller's process.
 
-Ray does what it does well: it finds a place for each rank, starts a process there, and tells when
-one is gone. Steps do not go through it. Each worker opens a connection to rank 0, on which a step
-comes as one message, its number and its packed batch; what the worker has to say goes back on it,
-in the lines that a worker of this machine writes into a pipe. The ranks find each other through a
-store at rank 0, as ever. All machines must see the model at the same path, and trust each other:
-what travels is not encrypted.
+Ray places each rank, starts its process, and reports when it terminates. Steps do not go through
+Ray. Each worker opens a connection to rank 0, on which it receives each step as one message, its
+number and its packed batch; the worker's reports go back on it, in the lines that a worker on this
+machine writes into a pipe. The ranks join through a store at rank 0, as without Ray. All machines
+must have the model at the same path, and must trust each other: messages are not encrypted.
 
-A cluster of Ray is used if there is one (`RAY_ADDRESS`, or one that this machine is part of);
-otherwise a local one is started. The last engine that uses it leaves it, or ends it.
+An existing Ray cluster is used (`RAY_ADDRESS`, or one that this machine is part of); otherwise a
+local one is started. The last engine that uses it disconnects from it, or shuts it down.
 """
 
 import contextlib
@@ -25,32 +24,32 @@ from nanoserve.features.parallel.heartbeat import Pulse
 from nanoserve.features.parallel.worker_processes import Workers
 from nanoserve.utils.checks import require
 
-# By name, as a worker of this machine is started by name: what it builds may be what is here.
+# Imported by name, as a local worker is started by name, so that this module does not import it.
 _ACTORS = "nanoserve.features.parallel.ray_actor"
-_PLACE_TIMEOUT = 60.0  # seconds until Ray has a place for all ranks
+_PLACE_TIMEOUT = 60.0  # seconds to wait for a placement of all ranks
 _CONNECT_TIMEOUT = 120.0  # seconds: importing torch on a busy machine
 _NO_PROCESS = -1
 
-_USERS: "list[RayWorkers]" = []  # of a Ray that was joined here
+_USERS: "list[RayWorkers]" = []  # engines that use Ray
 
 
 class ActorProcess:
-    """A rank's actor, with what is asked of a `subprocess.Popen`."""
+    """A rank's actor, with those methods of `subprocess.Popen` that `Workers` uses."""
 
     def __init__(self, actor: Any, job: dict[str, Any]) -> None:
         self._actor, self.pid = actor, _NO_PROCESS
         self._running = actor.run.remote(job)
-        self.error: Exception | None = None  # with which it has ended
+        self.error: Exception | None = None  # the error that ended it
 
     def kill(self) -> None:
         import ray
 
-        if ray.is_initialized():  # else asking would start another one
-            with contextlib.suppress(Exception):  # it has ended
+        if ray.is_initialized():  # otherwise ray.kill would start a cluster
+            with contextlib.suppress(Exception):  # the actor has already terminated
                 ray.kill(self._actor)
 
     def wait(self, timeout: float | None = None) -> int:
-        """Until it has ended. 0, or 1 if that was not by itself."""
+        """Wait until the actor has terminated; return 0, or 1 if it failed or was killed."""
         import ray
 
         if ray.is_initialized():
@@ -64,17 +63,17 @@ class ActorProcess:
 
 
 class RayWorkers(Workers):
-    """Ranks 1, 2, ... in a placement group; see `Workers` for what they are told and tell."""
+    """Ranks 1, 2, ... in a placement group; see `Workers` for the messages in both directions."""
 
     def __init__(self, *args: Any) -> None:
         self._connections: list[socket.socket] = []
-        self._group: Any = None  # Ray's, of places
+        self._group: Any = None  # Ray's placement group
         _USERS.append(self)
         super().__init__(*args)
 
     @staticmethod
     def own_address() -> str:
-        """This machine's, as the others reach it. Ray is running from here on."""
+        """Return this machine's address, as other machines reach it; start or join Ray first."""
         require(
             find_spec("ray") is not None,
             "distributed_executor_backend='ray' needs Ray: pip install 'nanoserve[ray]'",
@@ -88,7 +87,7 @@ class RayWorkers(Workers):
 
     @staticmethod
     def leave() -> None:
-        """Ray, if it was joined by `own_address` and no engine uses it any more."""
+        """Shut Ray down if `own_address` initialized it and no engine uses it any more."""
         if _JOINED and not _USERS:
             import ray
 
@@ -96,12 +95,12 @@ class RayWorkers(Workers):
             ray.shutdown()
 
     def announce(self, batch: Batch) -> None:
-        """Send every worker the step of `batch`."""
+        """Send the step of `batch` to every worker."""
         self.check()
         used = batch.num_bytes_used(batch.header)
         self._send(message(batch.step, batch.memory[:used].tobytes()))
 
-    def _tell(self, number: bytes) -> None:
+    def _send_number(self, number: bytes) -> None:
         self._send(message(int.from_bytes(number, "little"), b""))
 
     def _send(self, whole: bytes) -> None:
@@ -137,7 +136,7 @@ class RayWorkers(Workers):
             self._statuses[connection.fileno()] = rank
 
     def _find_places(self, size: int, job: dict[str, Any]) -> list[dict[str, float]]:
-        """What each rank needs; Ray has set it aside. Rank 0's place is on this machine."""
+        """Reserve resources for each rank, and return them. Rank 0 is placed on this machine."""
         import ray
         from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -150,16 +149,16 @@ class RayWorkers(Workers):
         has = ray.cluster_resources().get(kind, 0)
         require(
             has >= num_wanted,
-            f"{size} ranks, of which one is here, take {num_wanted} {kind}s of Ray's cluster, "
-            f"which has {has:g}",
+            f"{size} ranks need {num_wanted} {kind}s, but Ray's cluster has {has:g}: add machines, "
+            f"or lower tensor_parallel_size or pipeline_parallel_size",
         )
         self._group = placement_group(places)
         if not self._group.wait(_PLACE_TIMEOUT):
             raise RuntimeError(
-                f"Ray had no place for {size} ranks within {_PLACE_TIMEOUT:.0f} seconds: "
-                f"{num_wanted} {kind}s are wanted, {ray.available_resources().get(kind, 0):g} free"
+                f"Ray could not place {size} ranks within {_PLACE_TIMEOUT:.0f} seconds: they need "
+                f"{num_wanted} {kind}s, and {ray.available_resources().get(kind, 0):g} are free"
             )
-        if is_cuda:  # Ray must give this process's GPU to nobody else
+        if is_cuda:  # Ray must not give this process's GPU to another actor
             import torch
 
             seat = PlacementGroupSchedulingStrategy(self._group, 0)
@@ -170,15 +169,15 @@ class RayWorkers(Workers):
             current = torch.cuda.current_device()
             require(
                 gpus == [current],
-                f"Ray has set GPU {gpus} aside for rank 0, whose current one is {current}: choose "
-                "that with torch.cuda.set_device before the engine is made",
+                f"Ray has reserved GPU {gpus} for rank 0, whose current GPU is {current}: select "
+                "the reserved one with torch.cuda.set_device before the engine is made",
             )
         return places
 
     def _accept_all(
         self, listener: socket.socket, size: int, secret: str
     ) -> dict[int, socket.socket]:
-        """Each worker's connection. Who does not know the secret is not listened to."""
+        """Accept a connection from each worker. Connections without the secret are closed."""
         found: dict[int, socket.socket] = {}
         deadline = time.monotonic() + _CONNECT_TIMEOUT
         while len(found) < size - 1:
@@ -189,47 +188,49 @@ class RayWorkers(Workers):
                 missing = sorted(set(range(1, size)) - found.keys())
                 ended = [rank for rank in missing if self._processes[rank - 1].wait(0)]
                 if ended or time.monotonic() > deadline:
-                    told = "ended in Ray before they began" if ended else "have not come from Ray"
-                    errors = [self._processes[rank - 1].error for rank in ended]
-                    raise RuntimeError(f"ranks {ended or missing} {told}") from next(
-                        iter(errors), None
+                    status = (
+                        "ended before they connected" if ended else "have not connected in time"
                     )
+                    errors = [self._processes[rank - 1].error for rank in ended]
+                    raise RuntimeError(
+                        f"ranks {ended or missing}, started by Ray, {status}"
+                    ) from next(iter(errors), None)
                 continue
             connection.settimeout(5.0)
             with contextlib.suppress(OSError, ValueError, KeyError):
-                told = json.loads(_read_line(connection))
-                if secrets.compare_digest(told["secret"], secret):
-                    found[told["rank"]] = connection
-                    self._processes[told["rank"] - 1].pid = told["pid"]
+                greeting = json.loads(_read_line(connection))
+                if secrets.compare_digest(greeting["secret"], secret):
+                    found[greeting["rank"]] = connection
+                    self._processes[greeting["rank"] - 1].pid = greeting["pid"]
                     continue
             connection.close()
         return found
 
     def _pulse(self, rank: int) -> Pulse:
-        """It may be on another machine: its beats are all that is heard of it."""
+        """Return a pulse that only counts beats: the process may be on another machine."""
         return Pulse(_NO_PROCESS)
 
     def _read(self, fd: int) -> bytes:
         try:
             return super()._read(fd)
-        except OSError:  # of a machine that is gone
+        except OSError:  # the machine may have terminated
             return b""
 
     def _close_status(self, fd: int) -> None:
-        """It is the connection on which steps are sent, too, and is closed with that."""
+        """Do nothing: this is the connection that also carries steps, and is closed with it."""
 
     def _note_end(self, rank: int) -> None:
-        if not self._is_closing:  # Ray would take its time to say why
-            self.fail(f"rank {rank}, in Ray: its process or its connection has ended")
+        if not self._is_closing:  # Ray may take long to report the reason
+            self.fail(f"rank {rank}, started by Ray: its process or its connection has ended")
 
     def _close_steps(self) -> None:
-        """Workers read an end, and go."""
+        """Close the sending direction; workers then exit."""
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
 
     def _end_lives(self) -> None:
-        """Of a worker that does not go by itself Ray ends the process."""
+        """Do nothing: Ray ends the process of a worker that does not exit by itself."""
 
     def close(self) -> None:
         super().close()
@@ -252,11 +253,14 @@ class RayWorkers(Workers):
             ray.util.remove_placement_group(self._group)
 
 
-_JOINED: list[bool] = []  # whether Ray was, for these engines alone
+_JOINED: list[bool] = []  # not empty if Ray was initialized here
 
 
 def message(step: int, content: bytes) -> bytes:
-    """A step's number, how many bytes follow, and these: nothing, or its packed batch."""
+    """Return the message of a step: its number, the number of bytes that follow, and these bytes.
+
+    The content is the packed batch, or empty.
+    """
     return step.to_bytes(4, "little") + len(content).to_bytes(4, "little") + content
 
 
@@ -265,6 +269,6 @@ def _read_line(connection: socket.socket) -> bytes:
     while not line.endswith(b"\n"):
         some = connection.recv(1)
         if not some or len(line) > 4096:
-            raise ValueError("this is no worker")
+            raise ValueError("the connection is not from a worker")
         line += some
     return line

@@ -1,12 +1,12 @@
-"""Tensor parallelism: several processes, one model, and the batch in memory that all of them read.
+"""Tensor parallelism: several processes, one model, and batches in shared memory.
 
-Rank 0 lives in the caller's process: it runs the loop, and whatever a request brings along, such
-as a logits processor of your own, need not travel. The other ranks do with every batch what it
-does, up to the logits (Shoeybi et al. 2019, "Megatron-LM": two all-reduces a layer).
+Rank 0 is the caller's process: it runs the engine loop, so objects that come with a request, such
+as a user's logits processor, need not be sent anywhere. The other ranks run the same model code on
+every batch, up to the logits (Shoeybi et al. 2019, "Megatron-LM": two all-reduces a layer).
 
-A step is handed over by one small write to each worker: the step's number, through a pipe. The
-batch itself lies in shared memory, packed there by rank 0 and read there by every rank. A pipe
-orders memory on every processor, and its end tells either side that the other has died.
+A step is announced by one small write to each worker: the step's number, through a pipe. The batch
+itself is in shared memory, packed there by rank 0 and read there by every rank. A pipe orders
+memory on every processor, and its end notifies either side that the other has died.
 """
 
 import contextlib
@@ -37,11 +37,11 @@ from nanoserve.worker.model_runner import Handle, ModelRunner
 
 _START_TIMEOUT = 120.0  # seconds: importing torch on a busy machine
 _LOAD_TIMEOUT = 3600.0  # seconds: reading the weights, compiling and capturing
-_LEFT_TIMEOUT = 2.0  # seconds for an answer of ranks that most likely wait for a collective
+_LEFT_TIMEOUT = 2.0  # seconds to wait for ranks that are probably blocked in a collective
 
 
 class TensorParallelExecutor:
-    """Rank 0's runner, and the workers that do with every batch what it does."""
+    """Executor of several ranks: rank 0's runner, and workers that run every batch, too."""
 
     def __init__(
         self,
@@ -53,7 +53,7 @@ class TensorParallelExecutor:
     ) -> None:
         tp_size, architecture = config.tensor_parallel_size, model_config.architecture
         size = tp_size * config.pipeline_parallel_size
-        # Without memory: raises if so many ranks cannot share it.
+        # On the meta device: raises if the model cannot be split over so many ranks.
         parallel, meta = ParallelContext(TensorParallel(0, tp_size)), torch.device("meta")
         shape_only = LayerContext(device=meta, parallel=parallel, num_positions=1)
         model_class(architecture)(model_config, shape_only)
@@ -63,10 +63,11 @@ class TensorParallelExecutor:
         _ENGINES.add(self)
         self._workers: Workers | None = None
         self._groups: list[Group] = []
-        # More than are under way, and a power of two: at one, steps are numbered from 0 again.
+        # More than the number of steps under way, and a power of two, because step numbers wrap
+        # around at one.
         self._num_batches = 2 ** config.pipeline_parallel_size.bit_length()
-        self._uncollected: set[Batch] = set()  # their steps were launched
-        self._is_amid_collectives = False  # of a step that others have been told of
+        self._uncollected: set[Batch] = set()  # batches whose steps were launched
+        self._is_amid_collectives = False  # of a step that was announced to other ranks
         self._timeout = config.distributed_timeout_seconds
         workers_class = Workers
         if config.distributed_executor_backend == "ray":
@@ -91,9 +92,9 @@ class TensorParallelExecutor:
             self._stack.callback(self._workers.close)
             self._workers.wait_for("ready", _START_TIMEOUT)
             meet = partial(join_ranks, config, model_config, 0, store, device, groups, host)
-            place = self._workers.watch(meet)
+            parallel = self._workers.watch(meet)
             self._workers.call_on_failure(lambda: [group.abort() for group in groups])
-            self.runner = make_runner(place)
+            self.runner = make_runner(parallel)
             self._stack.callback(self.runner.close)
             num_bytes = self._num_batches * self.runner.layout.num_bytes
             os.ftruncate(memory, num_bytes)
@@ -112,16 +113,16 @@ class TensorParallelExecutor:
 
     @property
     def failure(self) -> str | None:
-        """Why no further step can run; None while all ranks live. Any thread may ask."""
+        """Reason why no further step can run; None while all ranks live. Thread-safe."""
         return None if self._workers is None else self._workers.failure
 
     def next_batch(self) -> Batch:
         self._workers.check()
         batch = self.runner.next_batch()
-        if batch in self._uncollected:  # its step was given up: have the others read it by now?
+        if batch in self._uncollected:  # cancelled: wait until the other ranks have read it
             self._uncollected.discard(batch)
             if not self._workers.are_waiting(self._timeout):
-                error = WorkerError("a step that was given up does not end")
+                error = WorkerError("a cancelled step does not end")
                 self._end(error)
                 raise error
         return batch
@@ -129,7 +130,7 @@ class TensorParallelExecutor:
     def forward(self, batch: Batch, inputs: ForwardInputs) -> Handle:
         self._workers.check()
         with self._recovery():
-            # Before any other rank starts: this may raise.
+            # This may raise, so it comes before any other rank starts.
             self.runner.fill_slots(inputs.slot_updates)
             self._is_amid_collectives = True
             self._workers.announce(batch)
@@ -145,21 +146,21 @@ class TensorParallelExecutor:
     def collect(self, handle: Handle) -> StepResult:
         with self._recovery():
             result = self.runner.collect(handle)
-            # On a GPU the wait for a step ends without an error when its collectives are aborted,
-            # and its tokens are garbage. Whoever aborts has noted the failure before.
+            # On a GPU the wait for a step ends without an error if its collectives are aborted, and
+            # its tokens are invalid. The failure was recorded before the abort.
             self._workers.check()
         self._uncollected.discard(handle.batch)
         return result
 
     def cancel(self, handles: list[Handle]) -> None:
-        """Discard steps: `next_batch` waits until the other ranks have read what they need."""
+        """Discard steps: `next_batch` waits until the other ranks have read these batches."""
 
     def close(self) -> None:
-        """End the workers and release everything. Idempotent."""
+        """End the workers and release all resources. Idempotent."""
         self._close()
 
     def _share_processor(self, size: int, device: torch.device) -> int:
-        """Threads for each rank. More of them than cores would wait for each other."""
+        """Return the number of threads of each rank: more threads than cores slow all down."""
         if device.type == "cpu":
             _THREADS.append(torch.get_num_threads())
             torch.set_num_threads(max(1, _THREADS[-1] // size))
@@ -167,9 +168,10 @@ class TensorParallelExecutor:
         return torch.get_num_threads()
 
     def forget_in_child(self) -> None:
-        """This process is a fork of the one that owns the engine: let go without ending anything.
+        """Release the engine in a fork of the process that owns it, without ending anything.
 
-        The threads of the process group are not here; destroying it would wait for them for ever.
+        The threads of the process group do not exist here; destroying it would wait for them for
+        ever.
         """
         self._close.detach()
         if self._workers is not None:
@@ -179,7 +181,7 @@ class TensorParallelExecutor:
 
     @contextlib.contextmanager
     def _recovery(self) -> Iterator[None]:
-        """An error is the end, unless only rank 0 has failed and the others wait for a step."""
+        """End the engine on an error, unless only rank 0 failed and the other ranks can go on."""
         try:
             yield
         except BaseException as error:
@@ -193,42 +195,42 @@ class TensorParallelExecutor:
             raise
 
     def _others_wait(self) -> bool:
-        """Whether, after an error on rank 0, all others come to the end of what was launched."""
-        # Where rank 0 has done its share, the others are busy at most. They have time for it.
+        """Return True if, after an error on rank 0, all other ranks complete the launched work."""
+        # If rank 0 is outside collectives, the other ranks are at most busy, and get more time.
         timeout = _LEFT_TIMEOUT if self._is_amid_collectives else self._timeout
         self._is_amid_collectives = False
         return self._workers.are_waiting(timeout)
 
     def _end(self, error: BaseException) -> None:
-        """Close, and raise what a worker has to say if it may be the cause of `error`.
+        """Close, and raise a worker's failure if it may be the cause of `error`.
 
-        A Ctrl-C that waits for the end of the step is told instead: this is it.
+        If a Ctrl-C is deferred to the end of the step, `KeyboardInterrupt` is raised instead.
         """
         workers = self._workers
-        # What torch raises when another rank is gone is a RuntimeError, and says little.
+        # If another rank terminates, torch raises a RuntimeError that does not explain it.
         is_effect = isinstance(error, RuntimeError) and not isinstance(error, WorkerError)
         if workers is not None and is_effect:
             workers.explain()
-        told = workers is not None and workers.failure
+        failure = workers is not None and workers.failure
         is_in_step = workers is not None and workers.are_built
-        if is_in_step:  # for those who call this engine later
+        if is_in_step:  # message of later calls of this engine
             reason = f"{type(error).__name__}: {error}".removesuffix(": ")
-            workers.fail(f"rank 0 has left a step that the others have not: {reason}")
+            workers.fail(f"rank 0 failed in a step that other ranks had started: {reason}")
         self._close()
         if is_in_step and DeferredInterrupt.holding:
             raise KeyboardInterrupt("this ends the engine") from WorkerError(workers.failure)
-        if is_effect and told:
-            raise WorkerError(told) from error
+        if is_effect and failure:
+            raise WorkerError(failure) from error
 
 
-# What is one for the whole process: engines that a fork must forget, and torch's thread count, as
-# it was before each of the engines that share it now.
+# State of the whole process: engines that a fork must release, and torch's thread count as it was
+# before each of the engines that share it now.
 _ENGINES: "weakref.WeakSet[TensorParallelExecutor]" = weakref.WeakSet()
 _THREADS: list[int] = []
 
 
 def _restore_threads() -> None:
-    """The last engine to go restores what the first one found."""
+    """Restore the thread count that the first engine found, when the last engine is closed."""
     first, *_ = _THREADS
     _THREADS.pop()
     if not _THREADS:
@@ -236,7 +238,7 @@ def _restore_threads() -> None:
 
 
 def _close(stack: contextlib.ExitStack) -> None:
-    with DeferredInterrupt():  # what is half closed stays behind
+    with DeferredInterrupt():  # an interrupted close would leak resources
         stack.close()
 
 
@@ -250,13 +252,14 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 def options_of_workers(config: EngineConfig) -> dict[str, Any]:
-    """Return the options of the other ranks, which JSON can carry.
+    """Return the options of the other ranks, serializable as JSON.
 
-    Sampling is for rank 0, and so are proposers. But how many draft tokens a row may have is for
-    all: they record graphs of such steps, and take part in the logits of the largest.
+    Sampling runs on rank 0 only, and so do proposers. But all ranks need the number of draft tokens
+    of a row: they capture graphs of such steps, and compute the logits of the largest one.
     """
     drafts = config.speculative_config
-    # A draft model decides which blocks windows keep; other methods may be rank 0's alone.
+    # A draft model affects which blocks sliding windows keep; other methods may exist on rank 0
+    # only.
     if drafts is not None and drafts.method != "draft_model":
         drafts = replace(drafts, method="ngram", model=None)
     own = {"logits_processors": (), "scheduler_cls": None, "speculative_config": drafts}
@@ -264,9 +267,9 @@ def options_of_workers(config: EngineConfig) -> dict[str, Any]:
 
 
 def _model_location(architecture: str) -> str:
-    """ "package.module:Class", from which another process can import the class.
+    """Return "package.module:Class", from which another process can import a model's class.
 
-    Raises `ValueError` for a class that only this process has.
+    Raises `ValueError` for a class that other processes cannot import.
     """
     model = MODELS.entry(architecture)
     if isinstance(model, str):
@@ -274,6 +277,6 @@ def _model_location(architecture: str) -> str:
     if model.__module__ == "__main__" or "<" in model.__qualname__:
         raise ValueError(
             f"tensor parallelism: {architecture} is registered as {model.__qualname__} of "
-            f"{model.__module__}, which other processes cannot import"
+            f"{model.__module__}, which other processes cannot import: define it in a module"
         )
     return f"{model.__module__}:{model.__qualname__}"

@@ -1,8 +1,8 @@
-"""Every rank but the first: `python -m nanoserve.features.parallel.tp_worker JOB`, with JOB in JSON.
+"""Worker process of every rank but rank 0: `python -m nanoserve.features.parallel.tp_worker JOB` (JSON).
 
-It builds its part of the model, then waits for steps. It decides nothing: no scheduler, no
-sampler, no random number. It ends when rank 0 closes the pipe of steps, and at once, whatever it
-does, when the process of rank 0 is gone.
+It builds its part of the model, then waits for steps. It makes no decisions: it has no scheduler,
+no sampler, and no random numbers. It exits when rank 0 closes the pipe of steps, and immediately,
+in any state, when the process of rank 0 terminates.
 """
 
 import json
@@ -43,7 +43,10 @@ def main() -> None:
 
 
 class Reporter:
-    """Writes lines to rank 0. A long one is not written at once, and no beat may fall into it."""
+    """Writer of lines to rank 0.
+
+    It is locked: a long line takes several writes, between which no heartbeat may be written.
+    """
 
     def __init__(self, write: Callable[[bytes], Any]) -> None:
         self._write_some, self._lock = write, threading.Lock()
@@ -60,32 +63,33 @@ class Reporter:
 
 
 class Steps(Protocol):
-    """What rank 0 says."""
+    """Source of the steps that rank 0 announces."""
 
     def next(self) -> int | None:
-        """Wait for the number of the next step, or `PING`; None if there are no more."""
+        """Wait for the number of the next step, or `PING`; return None if there are no more."""
 
     def fetch(self, step: int, own: Batch) -> Batch:
-        """`own`, with what `step` has packed."""
+        """Copy the batch of `step` into `own`, and return it."""
 
 
 class SharedSteps:
-    """Steps by pipe, and batches in the memory that rank 0 packs them in."""
+    """Steps from a pipe, and batches from the shared memory in which rank 0 packs them."""
 
     def __init__(self, fds: dict[str, int], num_batches: int) -> None:
         self._steps, self._memory, self._num_batches = fds["steps"], fds["memory"], num_batches
         self._shared: list[Batch] = []
 
     def next(self) -> int | None:
-        told = os.read(self._steps, 4)
-        return int.from_bytes(told, "little") if told else None
+        number = os.read(self._steps, 4)
+        return int.from_bytes(number, "little") if number else None
 
     def fetch(self, step: int, own: Batch) -> Batch:
-        """Rank 0 may pack the shared one anew when it has the logits of this step.
+        """Copy the batch of `step` from shared memory into `own`, and return it.
 
-        If it has begun to before, the number in the header shows it.
+        Rank 0 may overwrite the shared batch once it has the logits of this step. If it has started
+        earlier, the step number in the header shows it, and this raises `RuntimeError`.
         """
-        if not self._shared:  # rank 0 has given the memory its size by now
+        if not self._shared:  # rank 0 has set the size of the memory by now
             memory = map_memory(self._memory, self._num_batches * own.layout.num_bytes)
             parts = np.split(memory, self._num_batches)
             self._shared = [Batch(own.layout, part) for part in parts]
@@ -98,9 +102,12 @@ class SharedSteps:
 
 
 def run(job: dict[str, Any], steps: Steps, report: Reporter) -> int:
-    """Serve to the end; the exit status. Threads of libraries may still wait for other ranks."""
+    """Serve until there are no more steps; return the exit status.
+
+    The caller exits with `os._exit`, because threads of libraries may still wait for other ranks.
+    """
     threading.Thread(target=beat_for_ever, args=(report.beat,), daemon=True).start()
-    logging.disable(logging.WARNING)  # rank 0 has said it
+    logging.disable(logging.WARNING)  # rank 0 has logged it
     try:
         serve(job, steps, report)
         return 0
@@ -120,29 +127,29 @@ def serve(job: dict[str, Any], steps: Steps, report: Reporter) -> None:
     model_config = Checkpoint.open(path, config).model_config(config, supported_architectures())
     device = choose_device(config, job["rank"], size)
     if device.type == "cuda":
-        torch.cuda.set_device(device)  # this process has no other; what forgets to say so means it
+        torch.cuda.set_device(device)  # the default of code that names no device
     store = find_store(job["port"], size, job["host"])
     report(state="ready")
     own_host = job.get("own_host", LOOPBACK)
-    place = join_ranks(config, model_config, job["rank"], store, device, [], own_host)
-    runner = make_runner(config, model_config, path, place)
+    parallel = join_ranks(config, model_config, job["rank"], store, device, [], own_host)
+    runner = make_runner(config, model_config, path, parallel)
     report(state="built")
     while (step := steps.next()) is not None:
         if step == PING:
             runner.device.finish()
             report(state="waiting")
             continue
-        # What rank 0 does in this step, up to the logits, which go to rank 0.
+        # Rank 0 does the same, up to the logits, which are gathered there.
         batch = steps.fetch(step, runner.next_batch())
         began = time.perf_counter()
         runner.forward(batch, ForwardInputs())
-        if config.trace is not None and place.pp.num_stages > 1 and place.tp.rank == 0:
-            pp = place.pp  # a stage works from when it has received until it sends
+        if config.trace is not None and parallel.pp.num_stages > 1 and parallel.tp.rank == 0:
+            pp = parallel.pp  # a stage works from its receive to its send
             report(step=step, span=[began if pp.is_first else pp.received_at, pp.sent_at])
 
 
 def _end_with(life: int) -> None:
-    """The pipe ends when rank 0's process does, however it does."""
+    """Exit when the pipe is closed, which happens however rank 0's process terminates."""
     os.read(life, 1)
     os._exit(1)
 

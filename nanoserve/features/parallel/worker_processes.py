@@ -1,8 +1,8 @@
-"""The processes of the other ranks: started, told of steps, listened to, and ended, come what may.
+"""Worker processes of the other ranks: start, messages in both directions, and shutdown.
 
-They are started as `python -m nanoserve.features.parallel.tp_worker`, so that a plain script needs no
-`if __name__ == "__main__"`, and nothing of them has a name: what is shared are file descriptors
-that they inherit.
+They are started as `python -m nanoserve.features.parallel.tp_worker`, so that a plain script needs no `if
+__name__ == "__main__"`. Pipes and shared memory have no names: the workers inherit their file
+descriptors.
 """
 
 import contextlib
@@ -27,36 +27,36 @@ from nanoserve.features.parallel.heartbeat import BEAT, Pulse
 
 T = TypeVar("T")
 
-PING = 2**32 - 1  # a step that no batch has: it asks a worker whether it waits
-_GRACE = 5.0  # seconds that a worker has for ending by itself
-_HURRY = 2.0  # seconds of silence that are enough where somebody waits for the end
+PING = 2**32 - 1  # a number that no step has: a worker replies when it waits for steps
+_GRACE = 5.0  # seconds for a worker to exit by itself
+_HURRY = 2.0  # limit of silence in seconds while the caller waits for the end
 
 
 class WorkerError(ExecutorDeadError):
-    """Another rank failed, or died. The engine is of no use any more; the message says why."""
+    """Another rank failed or died; the message has the reason. The engine is no longer usable."""
 
 
 class Workers:
-    """The processes of ranks 1, 2, ...: started, told of steps, listened to, and ended.
+    """Processes of ranks 1, 2, ...: their start, messages, monitoring and shutdown.
 
-    Each has three pipes: `steps` brings the number of the step to run next; on `life` nothing is
-    ever written, it ends when this process does; and on `status` the worker writes lines of JSON,
-    what it has reached or what went wrong; an empty line is a beat. A worker that shows no sign of
-    life for `timeout` seconds is taken for hung, and killed.
+    Each has three pipes. `steps` carries the number of the step to run next. On `life` nothing is
+    ever written: it is closed when this process terminates. On `status` the worker writes lines of
+    JSON, the state it has reached or an error; an empty line is a heartbeat. A worker that shows no
+    sign of life for `timeout` seconds is considered hung, and killed.
     """
 
     def __init__(
         self, size: int, job: dict[str, Any], memory: int, num_threads: int, timeout: float
     ) -> None:
-        self.failure: str | None = None  # why the workers are of no use any more
+        self.failure: str | None = None  # reason why the workers cannot be used any more
         self._on_failure: Callable[[], None] = lambda: None
-        # Of a pipeline that is traced, by step and rank: when it began and when it had done.
+        # Start and end of each step of a traced pipeline, by (step, rank).
         self.spans: dict[tuple[int, int], list[float]] = {}
         self._messages: queue.Queue[tuple[int, str]] = queue.Queue()  # (rank, state)
         self._timeout = timeout
         self._is_closing = False
         self.are_built = False
-        self._processes: list[Any] = []  # `subprocess.Popen`, or what has its methods
+        self._processes: list[Any] = []  # `subprocess.Popen`, or an object with its methods
         self._steps: list[int] = []
         self._statuses: dict[int, int] = {}  # file descriptor -> rank
         try:
@@ -74,20 +74,23 @@ class Workers:
         return [process.pid for process in self._processes]
 
     def call_on_failure(self, function: Callable[[], None]) -> None:
-        """Have `function` called, once, when the workers fail."""
+        """Register `function`, which is called once when the workers fail."""
         self._on_failure = function
 
     def wait_for(self, state: str, timeout: float) -> None:
-        """Until every worker has reported `state`; raises `WorkerError` if one does not."""
+        """Wait until every worker has reported `state`; raise `WorkerError` if one does not."""
         late = self._late(state, timeout)
         if late:
-            self.fail(f"ranks {late} were not {state} after {timeout:.0f} seconds")
+            self.fail(f"ranks {late} have not reported {state!r} after {timeout:.0f} seconds")
             self.check()
         if state == "built":
             self.are_built = True
 
     def watch(self, work: Callable[[], T]) -> T:
-        """What `work` returns; `WorkerError` as soon as a worker fails that `work` may wait for."""
+        """Run `work` in a thread, and return its result.
+
+        Raises `WorkerError` as soon as a worker fails, since `work` may wait for it.
+        """
         future: Future[T] = Future()
 
         def run() -> None:
@@ -107,14 +110,14 @@ class Workers:
         if self.failure is not None:
             raise WorkerError(self.failure)
         if self._is_closing:
-            raise WorkerError("the ranks of this engine have been ended")
+            raise WorkerError("the ranks of this engine have been closed")
 
     def announce(self, batch: Batch) -> None:
-        """Let every worker run the step of `batch`, which is packed in the memory of all."""
+        """Make every worker run the step of `batch`, which is packed in shared memory."""
         self.check()
-        self._tell(batch.step.to_bytes(4, "little"))
+        self._send_number(batch.step.to_bytes(4, "little"))
 
-    def _tell(self, message: bytes) -> None:
+    def _send_number(self, message: bytes) -> None:
         for fd in self._steps:
             try:
                 os.write(fd, message)
@@ -123,42 +126,45 @@ class Workers:
                 self.check()
 
     def explain(self, timeout: float = 2.0) -> None:
-        """Give the reason of a failure time to arrive, after something has already gone wrong."""
+        """Wait up to `timeout` seconds for the reason of a failure to arrive."""
         deadline = time.monotonic() + timeout
         while self.failure is None and time.monotonic() < deadline:
             time.sleep(0.01)
 
     def are_waiting(self, timeout: float) -> bool:
-        """Whether all have done what was announced within `timeout` seconds, and have not failed.
+        """Return True if all workers finish the announced steps within `timeout` seconds.
 
-        A worker that is busy answers when it is done; one that waits for a rank 0 that has left
-        the step does not.
+        A busy worker replies when it has finished; one that waits for a rank 0 that has left the
+        step does not reply. A failure returns False, too.
         """
         with contextlib.suppress(queue.Empty):
-            while True:  # answers to an earlier question that nobody waited for
+            while True:  # discard late replies to an earlier ping
                 self._messages.get_nowait()
         try:
             self.check()
-            self._tell(PING.to_bytes(4, "little"))
+            self._send_number(PING.to_bytes(4, "little"))
             return not self._late("waiting", timeout)
         except WorkerError:
             return False
 
     def fail(self, reason: str) -> None:
-        """Let everybody know why the workers are of no use any more; the first reason counts."""
+        """Record why the workers cannot be used any more, and wake waiting threads.
+
+        Only the first reason is kept.
+        """
         if self.failure is None:
             self.failure = f"the ranks of this engine: {reason}"
-            self._messages.put((0, "failed"))  # wakes whoever waits for a state
+            self._messages.put((0, "failed"))  # wakes a thread that waits for a state
             self._on_failure()
 
     def close(self) -> None:
-        """End all workers: those that wait for a step by themselves, the others at once."""
+        """End all workers: those that wait for a step exit by themselves, others are killed."""
         if self._is_closing:
             return
         self._is_closing = True
         try:
             self._close_steps()
-            # Before it is built, a worker does not listen for steps.
+            # Until its model is built, a worker does not read steps.
             self._join(_GRACE if self.are_built and not self.failure else 0.0)
         finally:
             self._end_lives()
@@ -170,7 +176,7 @@ class Workers:
                     process.wait()
 
     def forget(self) -> None:
-        """In a fork of the process that owns the workers: hold nothing that keeps them alive."""
+        """Close, in a fork of the owning process, the descriptors that keep the workers alive."""
         self._is_closing = True
         self.failure = "this engine belongs to another process: instead of fork, use spawn"
         self._close_steps()
@@ -180,7 +186,7 @@ class Workers:
                 os.close(fd)
 
     def _late(self, state: str, timeout: float) -> list[int]:
-        """The ranks that have not reported `state` after `timeout` seconds."""
+        """Return the ranks that have not reported `state` after `timeout` seconds."""
         deadline = time.monotonic() + timeout
         waiting = set(range(1, len(self._processes) + 1))
         while waiting:
@@ -205,12 +211,12 @@ class Workers:
                 process.wait(max(0.0, deadline - time.monotonic()))
 
     def _end_lives(self) -> None:
-        """Workers end at once when they read this pipe's end."""
+        """Close the `life` pipe; workers exit immediately when they read its end."""
         with contextlib.suppress(OSError):  # closed before the fork
             os.close(self._life)
 
     def _start_all(self, size: int, job: dict[str, Any], memory: int, num_threads: int) -> None:
-        """All workers, each with its place in `_processes`, `_steps` and `_statuses`."""
+        """Start all workers, and enter each in `_processes`, `_steps` and `_statuses`."""
         life, self._life = os.pipe()
         try:
             for rank in range(1, size):
@@ -227,7 +233,7 @@ class Workers:
         package = str(Path(__file__).parents[3])
         search = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH")]))
         settings = {"PYTHONPATH": search, "OMP_NUM_THREADS": str(num_threads)}
-        settings["PYTHONSAFEPATH"] = "1"  # modules in the current folder are not meant
+        settings["PYTHONSAFEPATH"] = "1"  # modules in the current folder must not shadow others
         arguments = json.dumps(job | {"fds": fds}, default=str)
         command = [sys.executable, "-m", "nanoserve.features.parallel.tp_worker", arguments]
         try:
@@ -236,7 +242,7 @@ class Workers:
                 env=os.environ | settings,
                 pass_fds=list(fds.values()),
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # a Ctrl-C in the terminal is for the caller
+                start_new_session=True,  # a Ctrl-C in the terminal must reach only the caller
             )
             self._processes.append(process)
         finally:
@@ -244,11 +250,11 @@ class Workers:
             os.close(status_there)
 
     def _listen(self) -> None:
-        """Read what workers report until all have ended; runs in a thread of its own."""
+        """Read the reports of workers until all have ended; runs in a thread of its own."""
         with selectors.DefaultSelector() as selector:
             unread = dict.fromkeys(self._statuses, b"")
-            pulses: dict[int, Pulse] = {}  # by rank, from its first beat on: it has begun to work
-            heard: set[int] = set()
+            pulses: dict[int, Pulse] = {}  # by rank, from its first heartbeat on
+            reporting: set[int] = set()
             for fd in self._statuses:
                 selector.register(fd, selectors.EVENT_READ)
             looked = time.monotonic()
@@ -260,7 +266,7 @@ class Workers:
                     for line in filter(None, lines):
                         self._receive(rank, json.loads(line))
                     if data:
-                        heard.add(rank)
+                        reporting.add(rank)
                         pulses.setdefault(rank, self._pulse(rank))
                         continue
                     selector.unregister(fd)
@@ -271,10 +277,10 @@ class Workers:
                 elapsed = time.monotonic() - looked
                 if elapsed >= BEAT:
                     for rank, pulse in pulses.items():
-                        pulse.look(elapsed, rank in heard)
+                        pulse.look(elapsed, rank in reporting)
                         self._judge(rank, pulse)
                     looked += elapsed
-                    heard.clear()
+                    reporting.clear()
 
     def _pulse(self, rank: int) -> Pulse:
         return Pulse(self.pids[rank - 1])
@@ -282,13 +288,13 @@ class Workers:
     def _judge(self, rank: int, pulse: Pulse) -> None:
         """Kill a worker that has been silent for too long."""
         is_awaited = self._is_closing or len(DeferredInterrupt.holding) > 0
-        # Two beats pass before silence is one: it is found within the time that was given.
+        # Silence starts up to two beats late; subtracted so that it is found within the given time.
         if pulse.silence < (_HURRY if is_awaited else self._timeout - 2 * BEAT):
             return
         if not self._is_closing:
             self.fail(
                 f"rank {rank}, process {pulse.pid}, has shown no sign of life for "
-                f"{pulse.silence:.0f} seconds, as if it were stopped, and is killed"
+                f"{pulse.silence:.0f} seconds, as if it were stopped, and was killed"
             )
         self._processes[rank - 1].kill()
 
@@ -309,5 +315,7 @@ class Workers:
     def _note_end(self, rank: int) -> None:
         if not self._is_closing:
             status = self._processes[rank - 1].wait()
-            told = f"was killed by signal {-status}" if status < 0 else f"ended with {status}"
-            self.fail(f"rank {rank} {told}")
+            status_text = (
+                f"was killed by signal {-status}" if status < 0 else f"ended with {status}"
+            )
+            self.fail(f"rank {rank} {status_text}")

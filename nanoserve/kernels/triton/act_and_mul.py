@@ -1,4 +1,4 @@
-"""The gate of SwiGLU and GEGLU (Shazeer 2020) in one kernel: it never goes through memory.
+"""Gate of SwiGLU and GEGLU (Shazeer 2020) in one kernel: intermediate values stay in registers.
 
 Both activations are x sigmoid(v): v = x for SiLU. For GELU's approximation (Hendrycks and Gimpel
 2016), x / 2 (1 + tanh u) with u = sqrt(2 / pi) (x + 0.044715 x^3), it is v = 2 u.
@@ -13,18 +13,18 @@ _BLOCK = 1024  # 8 values, a 16-byte load in 16 bits, for each of the 128 thread
 
 
 def act_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
-    """[num_tokens, 2 x size] -> [num_tokens, size]: activation(gate) * up, rounded once.
+    """Return activation(gate) * up, [num_tokens, 2 x size] -> [num_tokens, size], rounded once.
 
     gate_up is contiguous; the result has its dtype. activation: one of `ACTIVATIONS`.
     """
     shape = gate_up.shape
     if len(shape) != 2 or shape[1] % 2 or not gate_up.is_contiguous():
         raise ValueError(
-            f"gate_up of shape {list(shape)} and strides {list(gate_up.stride())} is no "
+            f"gate_up of shape {list(shape)} and strides {list(gate_up.stride())} must be "
             f"contiguous [num_tokens, 2 x size]"
         )
     if activation not in ACTIVATIONS:
-        raise ValueError(f"activation={activation!r} is none of {ACTIVATIONS}")
+        raise ValueError(f"activation={activation!r} must be one of {ACTIVATIONS}")
     num_tokens, size = shape[0], shape[1] // 2
     out = gate_up.new_empty(num_tokens, size)
     num_blocks = -(-size // _BLOCK)  # Triton's `cdiv` takes microseconds

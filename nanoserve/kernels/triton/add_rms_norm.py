@@ -1,20 +1,20 @@
-"""RMSNorm (Zhang and Sennrich 2019), mostly with the residual addition before it, in one pass.
+"""RMSNorm (Zhang and Sennrich 2019), usually fused with the residual addition before it.
 
-Apart, the two read the residual stream three times and write it twice; they do so little
-arithmetic that the time is all memory traffic. Here each token's row stays in registers.
+Separately, the two operations read the residual stream three times and write it twice; they have so
+little arithmetic that their time is all memory traffic. Here each token's row stays in registers.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-_MAX_HIDDEN = 16384  # beyond it a row no longer fits the registers of one program
+_MAX_HIDDEN = 16384  # a longer row does not fit into the registers of one program
 
 
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(normalised, sum): sum = residual + x, and sum / sqrt(mean(sum^2) + eps) * weight.
+    """Return (normalised, sum): sum = residual + x, and sum / sqrt(mean(sum^2) + eps) * weight.
 
     x and residual: [num_tokens, hidden], contiguous, of one dtype, which both results share.
     weight: [hidden], of any dtype. The sum is rounded to the dtype before it is normalised.
@@ -22,14 +22,14 @@ def add_rms_norm(
     if x.shape != residual.shape or x.dtype != residual.dtype or not residual.is_contiguous():
         raise ValueError(
             f"x {list(x.shape)} of {x.dtype} and residual {list(residual.shape)} of "
-            f"{residual.dtype} must be alike, and contiguous"
+            f"{residual.dtype} must have the same shape and dtype, and be contiguous"
         )
     total = torch.empty_like(x)
     return _launch(x, residual, weight, total, eps), total
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight, of the shape and dtype of x.
+    """Return x / sqrt(mean(x^2) + eps) * weight, of the shape and dtype of x.
 
     x: [num_tokens, hidden], contiguous. weight: [hidden], of any dtype.
     """
@@ -46,14 +46,16 @@ def _launch(
     shape = x.shape
     if len(shape) != 2 or weight.shape != shape[1:]:
         raise ValueError(
-            f"x {list(shape)} and weight {list(weight.shape)} do not fit: "
+            f"x {list(shape)} and weight {list(weight.shape)} must be "
             f"[num_tokens, hidden] and [hidden]"
         )
     if not (x.is_contiguous() and weight.is_contiguous()):
         raise ValueError("x and weight must be contiguous")
     num_tokens, hidden = shape
     if hidden > _MAX_HIDDEN:
-        raise ValueError(f"hidden is {hidden}, but a program holds at most {_MAX_HIDDEN} values")
+        raise ValueError(
+            f"hidden={hidden} must be at most {_MAX_HIDDEN}, which one program can hold"
+        )
     normed = torch.empty_like(x)
     block = 1 << (hidden - 1).bit_length()  # Triton's `next_power_of_2` takes microseconds
     # 8 values per thread are one 16-byte load in 16 bits; 512 threads leave registers for 32.
@@ -77,7 +79,7 @@ def _add_rms_norm(
         row += tl.load(residual + address, mask=mask, other=0.0).to(tl.float32)
         rounded = row.to(total.dtype.element_ty)
         tl.store(total + address, rounded, mask=mask)
-        row = rounded.to(tl.float32)  # what the next layer will read is what counts
+        row = rounded.to(tl.float32)  # normalise the rounded sum, which the next layer will read
     scale = tl.rsqrt(tl.sum(row * row, axis=0) / HIDDEN + eps)
     gain = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(normed + address, (row * scale * gain).to(normed.dtype.element_ty), mask=mask)

@@ -1,12 +1,13 @@
 """Greedy and plain temperature sampling on the GPU, for all rows of a step at once.
 
-The draw is the exponential race of `nanoserve/sampling/gumbel_noise.py`, argmax(logit / temperature -
+The method is the exponential race of `nanoserve/sampling/gumbel_noise.py`, argmax(logit / temperature -
 log E), with the noise computed where it is used: from the same hash of (seed, position, stream,
 token id), bit for bit, so a seeded request gives the same tokens with either. The logits are read
-once and nothing of their size is written. One program takes a part of one row's vocabulary, since
-the few rows of a step alone would leave most of a GPU idle; a second kernel picks the best part.
-Rows with a top-k, top-p or min-p filter bring its border, see `filter_logits.py`. Rows with a
-grammar bring a mask of what it allows, a bit for each token.
+once, and nothing of their size is written. A program processes a part of one row's vocabulary,
+since the few rows of a step alone would leave most of a GPU idle; a second kernel selects the best
+part. For rows with a top-k, top-p or min-p filter, the filter's border is an input, see
+`filter_logits.py`. For rows with a grammar, a mask of the allowed tokens is an input, a bit for
+each token.
 """
 
 import numpy as np
@@ -15,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-SETTINGS_WORDS = tl.constexpr(8)  # of a slot: 32 bytes
+SETTINGS_WORDS = tl.constexpr(8)  # per slot: 32 bytes
 _PART = 4096  # tokens of a program: 16 for each of its 256 threads, with their hashes in registers
 
 # The constants of the hash, as in `nanoserve/sampling/gumbel_noise.py`.
@@ -32,11 +33,13 @@ def pack_settings(
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> np.ndarray:
-    """A slot's row of `settings`, int32 [8]: bits of the temperature, seed in two halves, stream,
-    top_k, bits of top_p and min_p, nothing.
+    """Return a slot's row of `settings`, int32 [8].
 
-    temperature 0 is greedy; of a seed, the lower 64 bits count. top_k <= 0, top_p = 1 and min_p = 0
-    are off.
+    Its words: bits of the temperature, seed in two halves, stream, top_k, bits of top_p and min_p,
+    and one unused word.
+
+    temperature 0 is greedy; the lower 64 bits of a seed are used. top_k <= 0, top_p = 1 and
+    min_p = 0 are off.
     """
     words = np.zeros(SETTINGS_WORDS.value, dtype=np.uint32)
     words[1:5] = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, stream, max(top_k, 0)
@@ -53,19 +56,19 @@ def choose_tokens(
     masks: torch.Tensor | None = None,
     mask_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Token ids, int64 [num_rows].
+    """Sample a token for each row; return token ids, int64 [num_rows].
 
-    logits: [num_rows, vocab_size], any float dtype, rows any stride apart; left as they are.
-    slots: int32 [num_rows], the row of `settings` that a row of logits goes by.
+    logits: [num_rows, vocab_size], any float dtype, any row stride; not modified.
+    slots: int32 [num_rows], the row of `settings` for each row of logits.
     positions: int32 [num_rows], the position that the new token will have.
-    settings: int32 [num_slots, 8], rows by `pack_settings`.
-    borders: float32 [num_rows], from `filter_borders`, if any row of the step has a filter: rows
-        that sample draw nothing whose logit / temperature is below.
+    settings: int32 [num_slots, 8], rows from `pack_settings`.
+    borders: float32 [num_rows], from `filter_borders`, if any row of the step has a filter: random
+        rows exclude tokens whose logit / temperature is below.
     masks, mask_rows: int32 [num_masks, ceil(vocab_size / 32)], bit t % 32 of word t // 32 set for
-        each token t that may be drawn; and int32 [num_rows], which of them a row goes by, -1 for
-        none. What is no finite number is an error also where it is forbidden.
-    Of equal scores the lowest id wins. A row whose best score is no finite number gives -1: it has
-    NaN or infinity somewhere, or nothing above -inf.
+        each allowed token t; and int32 [num_rows], the mask of each row, -1 for none. A logit that
+        is not finite is an error even if its token is forbidden.
+    Of equal scores the lowest id wins. A row whose best score is not finite gets -1: it has NaN or
+    infinity somewhere, or all its logits are -inf.
     """
     check_logits(logits)
     num_rows, vocab_size = logits.shape
@@ -106,16 +109,16 @@ def choose_tokens(
 
 
 def check_logits(logits: torch.Tensor) -> None:
-    """ValueError unless they are [num_rows, vocab_size] with contiguous rows."""
+    """Raise `ValueError` unless logits are [num_rows, vocab_size] with contiguous rows."""
     if logits.ndim != 2 or logits.shape[1] == 0 or logits.stride(1) != 1:
         raise ValueError(
-            f"logits of shape {list(logits.shape)} and strides {list(logits.stride())} are no "
+            f"logits of shape {list(logits.shape)} and strides {list(logits.stride())} must be "
             f"[num_rows, vocab_size] with contiguous rows"
         )
 
 
 def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, *shape: int) -> None:
-    """ValueError unless it is contiguous and has this dtype and shape."""
+    """Raise `ValueError` unless a tensor is contiguous and has this dtype and shape."""
     if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
         raise ValueError(
             f"{name} must be a contiguous {dtype} {list(shape)}; it is {tensor.dtype} "
@@ -123,8 +126,8 @@ def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, *shape: in
         )
 
 
-# Slots and positions lie anywhere in a step's buffer of integers: specialising on their alignment
-# would compile the kernel anew in the middle of serving.
+# Slots and positions start anywhere in a step's buffer of integers: specialising on their alignment
+# would compile the kernel anew while serving.
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _best_of_parts(
     logits,
@@ -141,12 +144,12 @@ def _best_of_parts(
     PART: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
 ):
-    """Best score of one part of one row's vocabulary, and its token id."""
+    """Find the best score of one part of one row's vocabulary, and its token id."""
     row, part = tl.program_id(0), tl.program_id(1)
     token_ids = part * PART + tl.arange(0, PART)
     address = logits + row.to(tl.int64) * row_stride + token_ids
     scores = tl.load(address, mask=token_ids < VOCAB_SIZE, other=-float("inf")).to(tl.float32)
-    # A maximum may pass over not-a-number. Infinity stays the best to the end, where it is seen.
+    # A maximum may ignore NaN. It becomes infinity, which wins and is detected at the end.
     scores = tl.where(scores == scores, scores, float("inf"))
     if masks is not None:
         mask_row = tl.load(mask_rows + row).to(tl.int64)
@@ -171,7 +174,10 @@ def _best_of_parts(
 
 @triton.jit
 def _best_part(best_scores, best_ids, token_ids, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """Parts are in the order of their ids, so the lowest of equal parts has the lowest id."""
+    """Select the best part of a row.
+
+    Parts are in the order of their ids, so the first of equal parts has the lowest id.
+    """
     row = tl.program_id(0)
     parts = tl.arange(0, BLOCK)
     address = best_scores + row * NUM_PARTS + parts
@@ -183,7 +189,7 @@ def _best_part(best_scores, best_ids, token_ids, NUM_PARTS: tl.constexpr, BLOCK:
 
 @triton.jit
 def _row_key(slot_settings, position):
-    """`row_keys` of noise.py, for one row. Unsigned, so that shifts bring in zeros."""
+    """Compute `row_keys` of noise.py for one row. Unsigned, so that shifts insert zeros."""
     key = _mix(tl.load(slot_settings + 1).to(tl.uint32, bitcast=True) + _WEYL)
     key = _mix((key ^ tl.load(slot_settings + 2).to(tl.uint32, bitcast=True)) + _WEYL)
     key = _mix((key ^ position.to(tl.uint32, bitcast=True)) + _WEYL)
@@ -199,14 +205,15 @@ def _mix(x):
 
 @triton.jit
 def _log_exponential(key, token_ids, IS_INTERPRETED: tl.constexpr):
-    """log of Exp(1) noise as in `Noise`: E = -log(1 - u) with u = (bits + 0.5) / 2^32."""
+    """Return log of Exp(1) noise as in `Noise`: E = -log(1 - u) with u = (bits + 0.5) / 2^32."""
     bits = _mix((token_ids.to(tl.uint32, bitcast=True) * _WEYL) ^ key)
-    # Below 1, as there: the largest bits round up to it, and an infinite E loses to anything.
+    # Clamped below 1, as there: the largest bits round up to 1, and an infinite E never wins.
     u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.0**-32, 1 - 2.0**-24)
-    # For want of a log1p: 1 - u rounds by up to 2^-25, which -log(1 - u) carries along, and the
-    # hardware's log2 is off by 2^-22, together a relative error of 2e-7 / u. The nine terms of the
-    # series leave one of u^9 / 10. At the border of 1/4 they are 8e-7 and 4e-7, and on its own side
-    # each only gets smaller. Small E win the race, so the series is what decides it.
+    # There is no log1p: 1 - u rounds by up to 2^-25, which -log(1 - u) propagates, and the
+    # hardware's log2 has an error of 2^-22, together a relative error of 2e-7 / u. Nine terms of
+    # the series have a relative error of u^9 / 10. At the border of 1/4 these errors are 8e-7 and
+    # 4e-7, and each decreases away from the border on its own side. The smallest E wins, so the
+    # series decides.
     series = 1 / 9 * u
     for i in tl.static_range(8, 1, -1):
         series = (series + 1 / i) * u
@@ -217,6 +224,6 @@ def _log_exponential(key, token_ids, IS_INTERPRETED: tl.constexpr):
 
 @triton.jit
 def _log(x, IS_INTERPRETED: tl.constexpr):
-    """By the hardware's log2: one instruction where the library's logarithm takes thirty."""
+    """Return the logarithm by the hardware's log2: one instruction instead of thirty."""
     LN_2: tl.constexpr = 0.6931471805599453
     return (tl.log2(x) if IS_INTERPRETED else libdevice.fast_log2f(x)) * LN_2

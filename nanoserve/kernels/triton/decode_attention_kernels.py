@@ -1,32 +1,34 @@
-"""Attention of rows with few tokens each: what a program of its share of the keys does.
+"""Attention of rows with few tokens each: the keys of all rows are split evenly over programs.
 
-A decode row has a single query and as many keys as any, so the launch is as fast as the memory
-reads K and V, if all of the GPU reads to the end. Cutting by rows does not do that: contexts
-differ, and while the longest is read, most of the GPU has nothing left. So the tiles of all rows
-are numbered through, and cut into equal shares (Stream-K, Osama et al. 2023). Each share has a
-program for every KV head. For rows of 5, 1 and 3 tiles and 3 shares, that is 3 tiles each:
+A decode row has a single query and as many keys as any other row, so the kernel is limited by the
+memory bandwidth for K and V, provided that all of the GPU reads until the end. Splitting by rows
+does not achieve that: contexts differ, and while the longest is read, most of the GPU is idle. So
+the tiles of all rows are numbered consecutively and split into equal shares (Stream-K, Osama et al.
+2023). Each share has a program for every KV head. For rows of 5, 1 and 3 tiles and 3 shares, these
+are 3 tiles each:
 
     tiles    row 0: 0 1 2 3 4 | row 1: 0 | row 2: 0 1 2
     share           0 0 0 1 1 |        1 |        2 2 2
 
-The programs of one share start side by side. Together they read the heads of a block at about the
-same time, which lie side by side, too: head after head, each in a program's own order, the same
-launch took a sixth longer on an H100 in a pool of 75 GB.
+The programs of one share start together. They read the heads of a block at about the same time, and
+these are adjacent in memory: if each program read its head in an order of its own, the same launch
+took a sixth longer on an H100 with a pool of 75 GB.
 
-A share may end in the middle of a row. What a program has of a row that it does not have as a
-whole, it leaves in one of its two places for parts: a row that it did not begin can only be its
-first, one that it does not end its last. `merge_parts_kernel` puts parts together by their sums of
-exponentials (Dao et al. 2023, "Flash-Decoding").
+A share may end in the middle of a row. The partial result of a row that a program does not compute
+completely is stored in one of the share's two partial-result entries: one for a row that it did not
+begin, which can only be its first, and one for a row that it does not end, which is its last.
+`merge_parts_kernel` combines partial results by their sums of exponentials (Dao et al. 2023,
+"Flash-Decoding").
 
-The programs find their shares from the contexts' lengths on the GPU: captured in a CUDA graph, a
+The programs compute their shares from the context lengths on the GPU: captured in a CUDA graph, a
 launch stays balanced as contexts grow.
 
-A row that guesses has some queries more, and the same keys. Its queries share a tile, so each K and
-V is read once for all of them:
+A row with draft tokens has several queries, and the same keys. Its queries share a tile, so each K
+and V is read once for all of them:
 
     tile row m:  query token m // HEADS,  head m % HEADS of the group
 
-Of a share's keys, early queries may see none. Such a part weighs nothing.
+Early queries may see none of a share's keys. Such a partial result has weight zero.
 """
 
 import triton
@@ -36,11 +38,11 @@ from triton.language.extra import cuda
 from nanoserve.kernels.triton.paged_attention_kernels import online_softmax_step
 from nanoserve.kernels.triton.quantized_kv import as_operand, load_scales
 
-_ROWS = tl.constexpr(256)  # whose lengths are looked at in one go
-_PARTS = tl.constexpr(16)  # that are merged in one go
+_ROWS = tl.constexpr(256)  # rows whose lengths are read at once
+_PARTS = tl.constexpr(16)  # partial results that are merged at once
 
 
-# What changes from step to step is not specialised: values that are 1 or divisible by 16 would
+# Values that change from step to step are not specialised: values of 1 or divisible by 16 would
 # each compile the kernel anew.
 @triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def decode_attention_kernel(
@@ -50,17 +52,17 @@ def decode_attention_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    # None, and what they take is compiled away, or of codes: float32, one for each slot and head.
+    # None (their code is compiled away), or scales of codes: float32, one for each slot and head.
     k_scales_ptr,
     v_scales_ptr,
     cu_seqlens_q_ptr,  # None: row r has token r alone
     context_lens_ptr,
     block_tables_ptr,
     num_rows,
-    row_counts_ptr,  # int32 [2]: all rows, and the decode rows; None, and it is compiled away
+    row_counts_ptr,  # int32 [2]: numbers of rows and of decode rows; None: compiled away
     scale,  # times log2(e)
-    # If they are None, all that they take is compiled away. Else they are values, not constants:
-    # they only set ranges and masks and a factor, and layers that differ in them share a kernel.
+    # If None, their code is compiled away. Otherwise they are values, not constants: they only set
+    # ranges, masks and a factor, and layers with different values share a kernel.
     sliding_window,
     soft_cap,  # times log2(e)
     q_token_stride,
@@ -73,7 +75,7 @@ def decode_attention_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_PADDED: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    QUERIES: tl.constexpr,  # of a row, at most; a power of two
+    QUERIES: tl.constexpr,  # maximum per row; a power of two
     BLOCK_M: tl.constexpr,
     TILE_N: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
@@ -95,8 +97,8 @@ def decode_attention_kernel(
         cu_seqlens_q_ptr, context_lens_ptr, num_rows, at, sliding_window, TILE_N
     )
     if IS_DEPENDENT:
-        cuda.gdc_launch_dependents()  # the merge may come, and wait where we do now:
-        cuda.gdc_wait()  # what was before is over, and q, K and V are stored
+        cuda.gdc_launch_dependents()  # the merge kernel may start, and wait as we do here:
+        cuda.gdc_wait()  # earlier kernels have finished, and q, K and V are stored
     if at >= end:
         return
 
@@ -112,7 +114,7 @@ def decode_attention_kernel(
         k_scales_ptr += kv_head.to(tl.int64) * (kv_head_stride // HEAD_DIM)
         v_scales_ptr += kv_head.to(tl.int64) * (kv_head_stride // HEAD_DIM)
     while at < end:
-        # 1) Which of the row's tiles.
+        # 1) The range of the row's tiles.
         context_len = tl.load(context_lens_ptr + row)
         q_start, q_len = _queries(cu_seqlens_q_ptr, row)
         first_seen = _first_seen(context_len - q_len + 1, sliding_window)
@@ -121,7 +123,7 @@ def decode_attention_kernel(
         first = at - before
         last = tl.minimum(num_tiles, end - before)
 
-        # 2) Attention over them. int64: in a large cache, block * stride passes 2^31.
+        # 2) Attention over them. int64: in a large cache, block * stride exceeds 2^31.
         first_token = q_start.to(tl.int64)
         exists = is_head & (token < q_len)
         mask = exists[:, None] & (d < HEAD_DIM)[None, :]
@@ -133,7 +135,7 @@ def decode_attention_kernel(
         row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
         for tile in range(first_tile + first, first_tile + last):
             key = tile * TILE_N + tl.arange(0, TILE_N)
-            # Other table columns and slots hold anything, even NaN.
+            # Other table columns and slots may contain anything, even NaN.
             is_seen = (key >= first_seen) & (key < context_len)
             kv_mask = is_seen[:, None] & (d < HEAD_DIM)[None, :]
             block = tl.load(block_table_ptr + key // BLOCK_SIZE, mask=is_seen, other=0)
@@ -167,9 +169,9 @@ def decode_attention_kernel(
                 DOT_PRECISION,
             )
 
-        # 3) The result, or a part of it; and on to the next row.
+        # 3) Store the complete or partial result, and go on to the next row.
         result = acc / row_sum[:, None]
-        if QUERIES > 1:  # 0 / 0 of who sees no key here; its row_sum's logarithm is -inf
+        if QUERIES > 1:  # 0 / 0 for queries without keys here; log2(row_sum) is -inf
             result = tl.where(row_sum[:, None] > 0, result, 0.0)
         if (first == 0) & (last == num_tiles):
             out_offsets = ((first_token + token) * num_heads + head)[:, None] * HEAD_DIM
@@ -201,11 +203,11 @@ def merge_parts_kernel(
     TILE_N: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    """One head of a query in the row in which one share ended and the next one began.
+    """Merge one head of a query in the row in which one share ended and the next one began.
 
-    Its parts' mean, weighted by their sums of exponentials.
+    The result is the mean of the partial results, weighted by their sums of exponentials.
     """
-    # 1) Which row it is.
+    # 1) Find the row.
     if row_counts_ptr is not None:
         num_rows = tl.load(row_counts_ptr + 1)
     share, num_heads = tl.program_id(1), tl.num_programs(0) // QUERIES
@@ -213,15 +215,15 @@ def merge_parts_kernel(
     size, num_tiles_in_all = _size_of_shares(
         cu_seqlens_q_ptr, context_lens_ptr, num_rows, num_shares, sliding_window, TILE_N
     )
-    if row_counts_ptr is not None:  # of no rows at all, shares have no tiles, and 0 divides nothing
+    if row_counts_ptr is not None:  # without rows, shares have no tiles: avoid a division by 0
         size = tl.maximum(size, 1)
     border = (share + 1) * size
     row, before = _find_row(
         cu_seqlens_q_ptr, context_lens_ptr, num_rows, border, sliding_window, TILE_N
     )
-    if IS_DEPENDENT:  # in every program: the next kernel only waits for this one
+    if IS_DEPENDENT:  # in every program, because the next kernel waits only for this one
         cuda.gdc_wait()
-    # Nothing is cut here, or it has been cut before, and that border's program merges it.
+    # No row is split here, or its first split is at an earlier border, whose program merges it.
     if (border >= num_tiles_in_all) | (before == border) | (before // size != share):
         return
     q_start, q_len = _queries(cu_seqlens_q_ptr, row)
@@ -231,7 +233,7 @@ def merge_parts_kernel(
     first_tile = _first_seen(context_len - q_len + 1, sliding_window) // TILE_N
     last_share = (before + tl.cdiv(context_len, TILE_N) - first_tile - 1) // size
 
-    # 2) Its parts.
+    # 2) Merge its partial results.
     d = tl.arange(0, HEAD_DIM_PADDED)
     acc = tl.zeros([HEAD_DIM_PADDED], dtype=tl.float32)
     largest, total = -3e38, 0.0
@@ -255,13 +257,13 @@ def merge_parts_kernel(
 
 @triton.jit
 def _part(share, is_begun):
-    """Where a program leaves its part of a row: of the one that it has begun, or of another's."""
+    """Return the entry of a share's partial result: of the row it has begun, or of another."""
     return 2 * share + is_begun.to(tl.int32)
 
 
 @triton.jit
 def _queries(cu_seqlens_q_ptr, row):
-    """A row's first token, and how many it has."""
+    """Return a row's first token and its number of tokens."""
     if cu_seqlens_q_ptr is None:
         return row, 1
     else:
@@ -273,7 +275,7 @@ def _queries(cu_seqlens_q_ptr, row):
 def _size_of_shares(
     cu_seqlens_q_ptr, context_lens_ptr, num_rows, num_shares, sliding_window, TILE_N: tl.constexpr
 ):
-    """How many tiles a share has, and how many there are in all rows."""
+    """Return the number of tiles of a share, and of all rows."""
     num_tiles = 0
     for first in range(0, num_rows, _ROWS):
         num_tiles += tl.sum(
@@ -286,14 +288,14 @@ def _size_of_shares(
 def _find_row(
     cu_seqlens_q_ptr, context_lens_ptr, num_rows, tile, sliding_window, TILE_N: tl.constexpr
 ):
-    """The row that has `tile`, and how many tiles are before that row."""
+    """Return the row that has `tile`, and the number of tiles before that row."""
     row, before, seen = 0, 0, 0
     for first in range(0, num_rows, _ROWS):
         num_tiles = _tiles_of(
             cu_seqlens_q_ptr, context_lens_ptr, first, num_rows, sliding_window, TILE_N
         )
         ends = seen + tl.cumsum(num_tiles)
-        is_before = ends <= tile  # beyond the end of all, too, where nobody asks
+        is_before = ends <= tile  # also True for tiles beyond the last, which is not used
         row += tl.sum(is_before.to(tl.int32))
         before = tl.maximum(before, tl.max(tl.where(is_before, ends, 0)))
         seen += tl.sum(num_tiles)
@@ -304,10 +306,10 @@ def _find_row(
 def _tiles_of(
     cu_seqlens_q_ptr, context_lens_ptr, first, num_rows, sliding_window, TILE_N: tl.constexpr
 ):
-    """Of each of the rows from `first` on, how many tiles of keys its queries see; 0 if no row."""
+    """Return the number of key tiles seen by the queries of each row from `first` on, or 0."""
     rows = first + tl.arange(0, _ROWS)
     context_lens = tl.load(context_lens_ptr + rows, mask=rows < num_rows, other=0)
-    first_ends = context_lens  # of the first query's keys
+    first_ends = context_lens  # end of the first query's keys
     if cu_seqlens_q_ptr is not None and sliding_window is not None:
         starts = tl.load(cu_seqlens_q_ptr + rows, mask=rows < num_rows, other=0)
         ends = tl.load(cu_seqlens_q_ptr + rows + 1, mask=rows < num_rows, other=1)
@@ -317,7 +319,7 @@ def _tiles_of(
 
 @triton.jit
 def _first_seen(num_keys, sliding_window):
-    """Of so many keys, the first that the last one's query sees."""
+    """Return the first of `num_keys` keys that the query of the last one sees."""
     if sliding_window is None:
         return num_keys * 0
     else:

@@ -1,11 +1,11 @@
-"""Programmatic dependent launch: a kernel that comes before the one before it is over.
+"""Programmatic dependent launch: a kernel that starts before the kernel before it has finished.
 
-Between two kernels of a stream a GPU does nothing for about a microsecond: one drains, the next is
-sent for. A kernel that is launched with `launch_pdl=True` may come as soon as every program of the
-one before has called `gdc_launch_dependents` or has ended, prepares what does not depend on it, and
-waits in `gdc_wait` until all that it has written is there. What a kernel reads before it waits must
-be older than the kernel before it. Every program must wait, also one that has nothing to do: the
-next kernel waits for this one only.
+Between two kernels of a stream a GPU is idle for about a microsecond: one drains, the next is
+launched. A kernel with `launch_pdl=True` may start as soon as every program of the kernel before it
+has called `gdc_launch_dependents` or has ended. It prepares what does not depend on that kernel,
+and `gdc_wait` waits until all its writes are visible. Data that a kernel reads before it waits must
+be older than the kernel before it. Every program must wait, even if it has no work: the next kernel
+waits only for this one.
 """
 
 import functools
@@ -14,16 +14,16 @@ import triton
 
 
 def has_dependent_launch() -> bool:
-    """Whether the GPU that kernels are launched on can do it: from Hopper on."""
+    """Return True if the current GPU supports dependent launch: from Hopper on."""
     return not triton.knobs.runtime.interpret and current_capability() >= 90
 
 
 def current_capability() -> int:
-    """Of the GPU that kernels are launched on: 90 of Hopper."""
+    """Return the compute capability of the current GPU as an integer: 90 for Hopper."""
     return _capability(triton.runtime.driver.active.get_current_device())
 
 
 @functools.cache
 def _capability(device: int) -> int:
-    """Of the one that is current."""
+    """Return the compute capability of `device`, which must be the current one."""
     return triton.runtime.driver.active.get_current_target().arch

@@ -1,4 +1,4 @@
-"""The weights of a mixture's experts in 8 bits."""
+"""Expert weights in 8 bits."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -9,11 +9,12 @@ from torch import Tensor, nn
 
 
 class ExpertCodes(nn.Module):
-    """codes: int8 [experts, outputs, inputs]; scale: float32 [experts, outputs].
+    """Expert weights as codes, int8 [experts, outputs, inputs], with scales.
 
-    `nanoserve.kernels.triton.experts.fused_experts` takes them as they are. The plain formula,
-    `nanoserve.models.layers.experts.sum_of_experts`, asks for one expert after the other, and what it gets
-    becomes floats when it is used. Both are buffers: they move when the model does.
+    scale: float32 [experts, outputs]. `nanoserve.kernels.triton.experts.fused_experts` reads the codes.
+    The reference, `nanoserve.models.layers.experts.sum_of_experts`, iterates over the experts, and the
+    codes of each are converted to floats when it is used. Both tensors are buffers: they move with
+    the module.
     """
 
     def __init__(self, codes: Tensor, scale: Tensor) -> None:

@@ -1,19 +1,19 @@
-"""A mixture of experts as two grouped matrix products (Gale et al. 2022, "MegaBlocks").
+"""Mixture of experts as two grouped matrix products (Gale et al. 2022, "MegaBlocks").
 
-T tokens that each have K experts make T x K *pairs*, numbered token x K + choice. Sorted by expert,
-the pairs of an expert are rows of one product with its weights, which then travel from memory to
-the multiprocessors once, not once for each token. Four kernels:
+T tokens with K experts each make T x K *pairs*, numbered token x K + choice. Sorted by expert, the
+pairs of an expert are rows of one product with its weights, which are then read from memory once,
+not once for each token. Four kernels:
 
-    sort      which pairs each expert has: `order` lists the pairs by expert, `bounds` where each
-              expert's part of it begins and ends
+    sort      the pairs of each expert: `order` lists the pairs by expert, `bounds` has the start
+              and end of each expert's range in it
     product   gated[i] = silu(gate x) * (up x) of the pair order[i]
     product   products[order[i]] = down gated[i]
     sum       of the K products of each token, weighted
 
-How many pairs an expert has is known on the GPU only, and the host does not wait for it: the grid
-has as many tiles of rows as there can be at most, and every program finds its expert in `bounds`.
-So a captured CUDA graph stays right whatever the router chooses. Nothing is added atomically:
-results do not depend on which program comes first.
+The number of pairs of an expert is known only on the GPU, and the host does not wait for it: the
+grid has the maximum number of row tiles, and every program finds its expert in `bounds`. So a
+captured CUDA graph is valid for any choice of the router. There are no atomic additions: results do
+not depend on the order of programs.
 """
 
 from typing import NamedTuple
@@ -34,25 +34,25 @@ _SUM_BLOCK = 1024  # columns of a program
 
 
 class TileConfig(NamedTuple):
-    """How a program of a product is cut to the hardware."""
+    """Tile sizes and launch parameters of a product."""
 
     block_m: int  # pairs
-    block_n: int  # rows of the weight: half of them of gate and half of up, where there are both
+    block_n: int  # rows of the weight: half gate, half up, if it has both
     block_k: int  # columns of the weight at once
     num_warps: int
     num_stages: int
 
 
 def tile_config(num_pairs: int, num_experts: int, dtype: torch.dtype) -> TileConfig:
-    """Small tiles for a few pairs per expert, large ones for many; nothing in between.
+    """Return small tiles for few pairs per expert, and large ones for many.
 
-    Each configuration is compiled when it is first used, which shall not be while serving: the
-    smallest and the largest step, which are tried first, use both.
+    There are only two configurations: each is compiled on first use, which must not happen while
+    serving, and the smallest and the largest step, which are run first, use both.
     """
     is_small = num_pairs <= 16 * num_experts
-    if dtype == torch.float32:  # the tensor cores do none: operands go through registers
+    if dtype == torch.float32:  # not supported by tensor cores: operands go through registers
         return TileConfig(16, 32, 32, 4, 3) if is_small else TileConfig(32, 64, 32, 4, 3)
-    if is_small:  # as fast as the memory: what counts is the bytes under way
+    if is_small:  # limited by memory bandwidth: the bytes in flight matter
         return TileConfig(block_m=16, block_n=64, block_k=128, num_warps=4, num_stages=4)
     return TileConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3)
 
@@ -66,18 +66,18 @@ def fused_experts(
     first_expert: int = 0,
     num_experts: int | None = None,
 ) -> torch.Tensor:
-    """The weighted sum of those of each token's experts that are here.
+    """Return the weighted sum of each token's experts, over the experts of this rank.
 
     hidden          [num_tokens, hidden], float32, float16 or bfloat16
-    expert_ids      int32 or int64 [num_tokens, top_k], of all experts; of a token, all different
+    expert_ids      int32 or int64 [num_tokens, top_k], of all experts; distinct for each token
     expert_weights  [num_tokens, top_k], of any floating type
     gate_up         [experts here, 2 x size, hidden]: of `first_expert` and those that follow it
     down            [experts here, hidden, size]
 
     All are contiguous; the weights and the result [num_tokens, hidden] have hidden's dtype, or the
-    weights are codes, which become that when they are used. Sums are float32, and both products are
-    rounded to the dtype. `num_experts`, of all ranks, tells how many pairs an expert will have on
-    average.
+    weights are codes, which are converted to it on use. Sums are float32, and both products are
+    rounded to the dtype. `num_experts`, of all ranks, determines the average number of pairs of an
+    expert.
     """
     _check(hidden, expert_ids, expert_weights, gate_up, down)
     (gate_up, gate_up_scale), (down, down_scale) = _parts(gate_up), _parts(down)
@@ -121,30 +121,32 @@ def _check(
     gate_up, down = _parts(gate_up)[0], _parts(down)[0]
     tensors = {"hidden": hidden, "expert_ids": expert_ids, "expert_weights": expert_weights}
     tensors |= {"gate_up": gate_up, "down": down}
-    told = ", ".join(f"{name} {x.dtype} {list(x.shape)}" for name, x in tensors.items())
+    given = ", ".join(f"{name} {x.dtype} {list(x.shape)}" for name, x in tensors.items())
     if [x.dim() for x in tensors.values()] != [2, 2, 2, 3, 3]:
-        raise ValueError(f"must have 2, 2, 2, 3 and 3 dimensions: {told}")
+        raise ValueError(f"inputs must have 2, 2, 2, 3 and 3 dimensions: {given}")
     if expert_weights.shape != expert_ids.shape or len(expert_ids) != len(hidden):
-        raise ValueError(f"experts must be given for each token, with a weight each: {told}")
+        raise ValueError(f"expert_ids and expert_weights must have one row for each token: {given}")
     num_here, hidden_size, size = down.shape
     if hidden_size != hidden.shape[1] or gate_up.shape != (num_here, 2 * size, hidden_size):
         raise ValueError(
-            f"gate_up must be [experts, 2 x size, hidden], down [experts, hidden, size]: {told}"
+            f"gate_up must be [experts, 2 x size, hidden], down [experts, hidden, size]: {given}"
         )
     if hidden.dtype not in _TRITON_DTYPES or not kinds <= {hidden.dtype}:
-        raise ValueError(f"hidden, gate_up and down must have one floating dtype: {told}")
+        raise ValueError(
+            f"hidden, gate_up and down must have the same floating-point dtype: {given}"
+        )
     if expert_ids.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"expert_ids must be int32 or int64: {told}")
+        raise ValueError(f"expert_ids must be int32 or int64: {given}")
     if not expert_weights.is_floating_point():
-        raise ValueError(f"expert_weights must be floating: {told}")
+        raise ValueError(f"expert_weights must be floating-point: {given}")
     strided = [name for name, x in tensors.items() if not x.is_contiguous()]
     if strided:
         raise ValueError(f"{', '.join(strided)} must be contiguous")
 
 
 class _Pairs(NamedTuple):
-    order: torch.Tensor  # int32 [num_pairs]: the pairs here by expert; the rest is not set
-    bounds: torch.Tensor  # int32 [2, experts here]: where in `order` each begins and ends
+    order: torch.Tensor  # int32 [num_pairs]: this rank's pairs by expert; the rest is unset
+    bounds: torch.Tensor  # int32 [2, experts here]: start and end of each expert in `order`
 
 
 def _sort(expert_ids: torch.Tensor, first_expert: int, num_here: int) -> _Pairs:
@@ -165,15 +167,15 @@ def _product(
     top_k: int | None = None,
     scale: torch.Tensor | None = None,
 ) -> None:
-    """With `top_k`: tokens in, gated and sorted pairs out. Without: sorted pairs in, pairs out."""
+    """Launch a product. With `top_k`: tokens -> gated, sorted pairs; else: sorted -> pairs."""
     (num_pairs, out_features), num_experts = out.shape, len(weight)
     block_n = config.block_n if top_k is None else config.block_n // 2
-    # An expert that has any pairs fills all its tiles but one.
+    # All tiles of an expert that has pairs are full, except for one.
     num_experts_used = min(num_experts, num_pairs)
     num_tiles = num_experts_used + (num_pairs - num_experts_used) // config.block_m
-    interpreted = triton.knobs.runtime.interpret  # which misreads bfloat16 in products
-    # Programs that follow each other use the same columns of an expert for other pairs.
-    # In plain Python: Triton's `cdiv` and `next_power_of_2` take microseconds, in every layer.
+    interpreted = triton.knobs.runtime.interpret  # which computes bfloat16 products incorrectly
+    # Consecutive programs use the same columns of an expert for other pairs. The grid is computed
+    # in plain Python: Triton's `cdiv` and `next_power_of_2` take microseconds, in every layer.
     _product_kernel[(num_tiles, -(-out_features // block_n))](
         out,
         x,
@@ -195,13 +197,13 @@ def _product(
     )
 
 
-# What changes from step to step, or from rank to rank, is not specialised: values that are 1 or
+# Values that change from step to step, or between ranks, are not specialised: values of 1 or
 # divisible by 16 would each compile the kernel anew.
 @triton.jit(do_not_specialize=["first_expert", "num_pairs"])
 def _sort_kernel(
     order_ptr, bounds_ptr, expert_ids_ptr, first_expert, num_pairs, BLOCK: tl.constexpr
 ):
-    """Counting sort: a program lists the pairs of one expert, behind those of the ones before."""
+    """Counting sort: a program lists the pairs of one expert, after those of the experts before."""
     here, num_here = tl.program_id(0), tl.num_programs(0)
     expert = first_expert + here
     i = tl.arange(0, BLOCK)
@@ -225,14 +227,14 @@ def _product_kernel(
     out_ptr,  # [num_pairs, OUT_FEATURES]
     x_ptr,  # [num_tokens or num_pairs, IN_FEATURES]
     weight_ptr,  # [NUM_EXPERTS, OUT_FEATURES or twice that, IN_FEATURES]
-    scale_ptr,  # of codes, for each row of the weight; else None
+    scale_ptr,  # scales of codes, for each row of the weight; else None
     order_ptr,
     bounds_ptr,
     IN_FEATURES: tl.constexpr,
     OUT_FEATURES: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_PADDED: tl.constexpr,
-    TOP_K: tl.constexpr,  # None: x is sorted, and out is not; else x is tokens, and out is sorted
+    TOP_K: tl.constexpr,  # None: x is sorted, and out is not; else x has tokens, and out is sorted
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -249,12 +251,12 @@ def _product_kernel(
     out_row = pair if TOP_K is None else position
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    # int64: all experts together may have more than 2^31 weights, and many pairs as many values.
+    # int64: all experts together may have more than 2^31 weights, and many pairs that many values.
     weight_ptr += expert.to(tl.int64) * (OUT_FEATURES * (1 if TOP_K is None else 2) * IN_FEATURES)
     x_ptrs = x_ptr + x_row.to(tl.int64)[:, None] * IN_FEATURES + k[None, :]
     weight_ptrs = weight_ptr + n.to(tl.int64)[:, None] * IN_FEATURES + k[None, :]
     x_mask = exists[:, None] & tl.full([BLOCK_M, BLOCK_K], True, tl.int1)
-    # A mask that is true everywhere costs nothing: the compiler drops it.
+    # A constant true mask costs nothing: the compiler removes it.
     weight_mask = tl.full([BLOCK_N, BLOCK_K], True, tl.int1)
     if OUT_FEATURES % BLOCK_N != 0:
         weight_mask &= (n < OUT_FEATURES)[:, None]
@@ -289,9 +291,10 @@ def _product_kernel(
 def _find_tile(
     bounds_ptr, NUM_EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, BLOCK_M: tl.constexpr
 ):
-    """The expert of this program's tile of pairs; where in `order` the tile and the expert end.
+    """Return the expert of this program's tile of pairs, and where tile and expert begin and end.
 
-    The expert does not exist if the tile does not.
+    Returns (expert, start of the tile in `order`, end of the expert in `order`). The expert is
+    NUM_EXPERTS or more if the tile does not exist.
     """
     tile = tl.program_id(0)
     e = tl.arange(0, EXPERTS_PADDED)
@@ -299,7 +302,7 @@ def _find_tile(
     ends = tl.load(bounds_ptr + NUM_EXPERTS + e, mask=e < NUM_EXPERTS, other=0)
     num_tiles = tl.cdiv(ends - begins, BLOCK_M)
     expert = tl.sum((tl.cumsum(num_tiles, 0) <= tile).to(tl.int32), 0)
-    tile -= tl.sum(tl.where(e < expert, num_tiles, 0), 0)  # now counted from the expert's first
+    tile -= tl.sum(tl.where(e < expert, num_tiles, 0), 0)  # relative to the expert's first tile
     first = tl.sum(tl.where(e == expert, begins, 0), 0) + tile * BLOCK_M
     return expert, first, tl.sum(tl.where(e == expert, ends, 0), 0)
 
@@ -316,14 +319,14 @@ def _sum_kernel(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """A token's experts in the order of the router's choice; those of other ranks count nothing."""
+    """Sum a token's experts in the order of the router's choice, without those of other ranks."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for choice in tl.static_range(TOP_K):
         pair = token * TOP_K + choice
         here = tl.load(expert_ids_ptr + pair) - first_expert
-        # Of other ranks' experts nothing was written.
+        # The products of other ranks' experts are unset.
         num_columns = tl.where((here >= 0) & (here < NUM_HERE), HIDDEN, 0)
         address = products_ptr + pair * HIDDEN + column
         product = tl.load(address, mask=column < num_columns, other=0.0)

@@ -1,12 +1,12 @@
-"""min-p, top-k and top-p on the GPU: what a row must reach to be drawn, without a sort.
+"""Filters min-p, top-k and top-p on the GPU, as a threshold for each row, without a sort.
 
-As in `nanoserve/sampling/filters.py` a row's filter comes down to one number, the border. It is
-searched for: a pass over the row weighs what lies above a trial border, by count for top-k and by
-probability for top-p, and the search goes on above or below it. The values of a float dtype are
-finitely many, so bisecting them ends, at one that the row has. bfloat16 has 16 bits, and a pass
-tries three borders and gains two bits. Of those eight passes four or five are usually needed (all,
-if k is large), since the first look at a row shows where to start. They find the row in the L2
-cache, and nothing is written but borders.
+As in `nanoserve/sampling/filters.py`, a row's filter is reduced to one number, the border, which is
+found by a search: a pass over the row sums what is at or above a trial border, by count for top-k
+and by probability for top-p, and the search continues above or below it. A float dtype has finitely
+many values, so the bisection ends, at a value that occurs in the row. bfloat16 has 16 bits, and a
+pass tries three borders and gains two bits. Usually four or five of those eight passes are needed
+(all, if k is large), since the first pass over a row gives a starting range. Passes read the row
+from the L2 cache, and only borders are written.
 """
 
 import torch
@@ -16,29 +16,32 @@ import triton.language as tl
 from nanoserve.kernels.triton.choose_tokens import SETTINGS_WORDS, check_logits, check_tensor
 
 _WARPS = 16
-_BLOCK_BYTES = 16 * 32 * _WARPS  # of logits at a time: each thread loads 16 bytes
+_BLOCK_BYTES = 16 * 32 * _WARPS  # bytes of logits at a time: each thread loads 16
 _GROUPS = tl.constexpr(64)
 
-# float32 bits that a dtype's values never use: keys leave them out, so that 16 bits are searched.
+# float32 bits that are always 0 in a dtype's values: keys omit them, so that 16 bits are searched.
 _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
 def filter_borders(
     logits: torch.Tensor, slots: torch.Tensor, settings: torch.Tensor
 ) -> torch.Tensor:
-    """Each row's border, float32 [num_rows]: nothing whose logit / temperature is below is drawn.
+    """Return each row's border, float32 [num_rows]: the least logit / temperature that is kept.
 
-    logits: [num_rows, vocab_size < 2^24], float32, float16 or bfloat16, rows any stride apart.
-    slots: int32 [num_rows], the row of `settings` that a row of logits goes by.
-    settings: int32 [num_slots, 8], rows by `pack_settings`.
-    In vLLM's order, each over what the one before has left: min_p, top_k, top_p. -inf for rows that
-    are greedy or have no filter. Not-a-number counts as -inf here; of a row that has any,
-    `choose_tokens` chooses nothing.
+    logits: [num_rows, vocab_size < 2^24], float32, float16 or bfloat16, any row stride.
+    slots: int32 [num_rows], the row of `settings` for each row of logits.
+    settings: int32 [num_slots, 8], rows from `pack_settings`.
+    In vLLM's order, each filter applies to the tokens that the one before has left: min_p, top_k,
+    top_p. The border is -inf for rows that are greedy or have no filter. NaN counts as -inf here;
+    for a row that has NaN, `choose_tokens` returns no token.
     """
     check_logits(logits)
     num_rows, vocab_size = logits.shape
     if logits.dtype not in _UNUSED_BITS or vocab_size >= 2**24:
-        raise ValueError(f"no filters for {vocab_size} logits of {logits.dtype}")
+        raise ValueError(
+            f"logits must have a vocabulary below {2**24} and dtype float32, float16 or bfloat16, "
+            f"not {vocab_size} and {logits.dtype}"
+        )
     check_tensor("slots", slots, torch.int32, num_rows)
     check_tensor("settings", settings, torch.int32, len(settings), SETTINGS_WORDS.value)
     borders = logits.new_empty(num_rows, dtype=torch.float32)
@@ -56,7 +59,7 @@ def filter_borders(
     return borders
 
 
-# As in choose_tokens, slots lie anywhere in a step's buffer.
+# As in choose_tokens, slots start anywhere in a step's buffer.
 @triton.jit(do_not_specialize_on_alignment=["slots"])
 def _filter_borders(
     logits,
@@ -68,7 +71,7 @@ def _filter_borders(
     BLOCK: tl.constexpr,
     UNUSED_BITS: tl.constexpr,
 ):
-    """Border of one row; all of a program's time goes into the passes of its searches."""
+    """Compute the border of one row; nearly all the time is spent in the passes of the searches."""
     row = tl.program_id(0)
     row_logits = logits + row.to(tl.int64) * row_stride
     slot_settings = settings + tl.load(slots + row) * SETTINGS_WORDS
@@ -113,8 +116,8 @@ def _filter_borders(
                 BLOCK,
                 BY_MASS=True,
             )
-            # What lies below weighs too little to matter, even if it is the whole vocabulary. The
-            # largest weighs 1; a factor of e and a key less are for rounding.
+            # Tokens below `low` have a negligible sum, even if they are the whole vocabulary. The
+            # largest has weight 1; a factor of e and one key less allow for rounding.
             low = largest - temperature * (1 - tl.log((1 - top_p) / VOCAB_SIZE))
             nucleus_key = _search(
                 row_logits,
@@ -128,19 +131,20 @@ def _filter_borders(
                 UNUSED_BITS,
                 BY_MASS=True,
             )
-            # No lower than before: what reached the border before weighs `total`, so reaches this.
+            # Not lower than before: the sum at the earlier border is `total`, which reaches this
+            # target.
             border = _value(nucleus_key, UNUSED_BITS) / temperature
     tl.store(borders + row, border)
 
 
 @triton.jit
 def _largest(row_logits, VOCAB_SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """The largest logit, and one that at least `_GROUPS` logits reach."""
+    """Return the largest logit, and a value that at least `_GROUPS` logits reach."""
     lanes = tl.arange(0, BLOCK)
     largest = tl.full((BLOCK,), -float("inf"), tl.float32)
     for start in range(0, VOCAB_SIZE, BLOCK):
         x = _load(row_logits, start + lanes, VOCAB_SIZE)
-        largest = tl.where(x > largest, x, largest)  # never true of not-a-number
+        largest = tl.where(x > largest, x, largest)  # never true for NaN
     of_groups = tl.max(tl.reshape(largest, (_GROUPS, BLOCK // _GROUPS)), axis=1)
     return tl.max(of_groups, axis=0), tl.min(of_groups, axis=0)
 
@@ -158,12 +162,12 @@ def _search(
     UNUSED_BITS: tl.constexpr,
     BY_MASS: tl.constexpr,
 ):
-    """The largest key from `low` to `high` such that what reaches it weighs at least `target`.
+    """Return the largest key from `low` to `high` at which the sum of tokens reaches `target`.
 
-    `low` is taken to do so: it is what remains if nothing else does.
+    `low` is assumed to satisfy this: it is returned if no larger key does.
     """
     while low < high:
-        width = high.to(tl.int64) - low  # of float32, beyond 32 bits
+        width = high.to(tl.int64) - low  # with float32 keys it may exceed 32 bits
         first = (low + (width + 3) // 4).to(tl.int32)
         second = (low + (width + 1) // 2).to(tl.int32)
         third = (low + (3 * width + 3) // 4).to(tl.int32)
@@ -203,9 +207,9 @@ def _weigh(
     BLOCK: tl.constexpr,
     BY_MASS: tl.constexpr,
 ):
-    """What reaches each of three borders, counted or by probability relative to the largest's.
+    """Sum the tokens that reach each of three borders: counts, or weights relative to the largest.
 
-    Sums are taken in one order, so they never grow with the border, however they round.
+    All sums are taken in the same order, so they never grow with the border, despite rounding.
     """
     lanes = tl.arange(0, BLOCK)
     from_first = tl.zeros((BLOCK,), tl.float32)
@@ -229,14 +233,14 @@ def _load(row_logits, token_ids, VOCAB_SIZE: tl.constexpr):
 
 @triton.jit
 def _key(value, UNUSED_BITS: tl.constexpr):
-    """int32 in the order of the values: the bits of a float, negative ones turned round."""
+    """Return an int32 key in the order of the values: a float's bits, inverted if negative."""
     bits = value.to(tl.int32, bitcast=True)
     return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> UNUSED_BITS
 
 
 @triton.jit
 def _value(key, UNUSED_BITS: tl.constexpr):
-    """The float32 of a key."""
+    """Return the float32 value of a key."""
     bits = key << UNUSED_BITS
     turned = (0x7FFFFFFF >> UNUSED_BITS) << UNUSED_BITS
     return (bits ^ ((bits >> 31) & turned)).to(tl.float32, bitcast=True)

@@ -1,9 +1,9 @@
-"""Products with weights of 4 or 8 bits, scales per output or group: activations stay floats.
+"""Products with weights of 4 or 8 bits, scales per output or group, and activations in floats.
 
-The codes become floats in registers, where the tensor cores take them: from memory comes a quarter
-of the bytes of 16 bits (or half), which is all that counts while a step has few rows (Frantar et
-al. 2024, "MARLIN"). A program has some outputs for all rows of a tile; with few rows it has only a
-part of the inputs too, so that there are programs for the whole GPU, and the parts are added.
+Codes are converted to floats in registers, as operands of tensor cores: memory traffic is a quarter
+of that of 16 bits (or half), which determines the time while a step has few rows (Frantar et al.
+2024, "MARLIN"). A program computes some outputs for all rows of a tile; with few rows, only for a
+part of the inputs, so that there are programs for the whole GPU, and the partial sums are added.
 """
 
 import functools
@@ -21,16 +21,19 @@ _TRITON_DTYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
-_MULTIPROCESSORS_WITHOUT_GPU = 132  # an H100's
-_SUM_BLOCK = 1024  # values of a program
-_FEWEST_STEPS = 4  # of a part of the inputs: with fewer, the loads have no time to overlap
+_MULTIPROCESSORS_WITHOUT_GPU = 132  # of an H100
+_SUM_BLOCK = 1024  # values per program
+_FEWEST_STEPS = 4  # per part of the inputs: with fewer, loads cannot overlap
 _MOST_PARTS = 8
 
 
 class GroupedWeight(NamedTuple):
-    """codes   int8 or float8_e4m3fn [outputs, inputs]; or, two to a byte, uint8 [outputs,
-               inputs / 2]: the first half of the inputs low, the second high, each as code + 8
-    scale    float32 [outputs, groups], as is offset; None is all zeros
+    """Weight as codes with scales per group.
+
+    codes    int8 or float8_e4m3fn [outputs, inputs]; or, two to a byte, uint8 [outputs,
+             inputs / 2]: the first half of the inputs low, the second high, each as code + 8
+    scale    float32 [outputs, groups]
+    offset   float32 [outputs, groups]; None is all zeros
     """
 
     codes: torch.Tensor
@@ -43,20 +46,23 @@ class GroupedWeight(NamedTuple):
 
 
 class TileConfig(NamedTuple):
-    """How a program is cut to the hardware."""
+    """Tile sizes and launch parameters of a product."""
 
     block_m: int  # rows
     block_n: int  # outputs
-    block_k: int  # codes at once; where there are two to a byte, of each half
+    block_k: int  # codes at once; if a byte has two, bytes
     num_warps: int
     num_stages: int
 
 
 def tile_config(num_rows: int, dtype: torch.dtype) -> TileConfig:
-    """Not measured yet: chosen by bytes under way, registers and shared memory (99 KiB do)."""
-    if dtype == torch.float32:  # the tensor cores do none: operands go through registers
+    """Return tile sizes, chosen by bytes in flight, registers and shared memory (99 KiB suffice).
+
+    They have not been tuned by measurements.
+    """
+    if dtype == torch.float32:  # not supported by tensor cores: operands go through registers
         return TileConfig(16 if num_rows <= 16 else 32, 32, 32, 4, 3)
-    if num_rows <= 16:  # as fast as the memory
+    if num_rows <= 16:  # limited by memory bandwidth
         return TileConfig(block_m=16, block_n=64, block_k=64, num_warps=4, num_stages=5)
     if num_rows <= 128:
         return TileConfig(block_m=64, block_n=64, block_k=32, num_warps=4, num_stages=4)
@@ -66,10 +72,10 @@ def tile_config(num_rows: int, dtype: torch.dtype) -> TileConfig:
 def pack_groups(
     codes: torch.Tensor, scale: torch.Tensor, offset: torch.Tensor | None = None, bits: int = 8
 ) -> GroupedWeight:
-    """Put weights into the order of the kernel, on their device.
+    """Convert weights to the kernel's layout, on their device.
 
     codes: int8, of 4 or 8 bits, or float8_e4m3fn [outputs, inputs]. scale and offset: float32
-    [outputs, groups], whose groups are runs of equally many inputs.
+    [outputs, groups], in which a group is a run of inputs, all of the same length.
     """
     outputs, inputs = codes.shape
     groups = scale.shape[-1] if scale.dim() == 2 else 0
@@ -89,15 +95,16 @@ def pack_groups(
 
 
 def grouped_product(x: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
-    """[rows, inputs] -> [rows, outputs], in x's dtype: float32, float16 or bfloat16.
+    """Return the product [rows, inputs] -> [rows, outputs], in x's dtype.
 
-    x is contiguous. A weight is code x scale + offset in float32, rounded to x's dtype; sums are
-    float32, in an order that the number of rows decides, and nothing is added atomically.
+    x is contiguous float32, float16 or bfloat16. A weight is code x scale + offset in float32,
+    rounded to x's dtype; sums are float32, in an order that depends on the number of rows, and
+    there are no atomic additions.
     """
     (num_rows, inputs), (outputs, stored) = x.shape, weight.codes.shape
     if inputs != weight.inputs or x.dtype not in _TRITON_DTYPES or not x.is_contiguous():
         raise ValueError(
-            f"x must be contiguous and floating with {weight.inputs} inputs, not {x.dtype} "
+            f"x must be contiguous, floating-point, with {weight.inputs} inputs, not {x.dtype} "
             f"{list(x.shape)}"
         )
     out = x.new_empty(num_rows, outputs)
@@ -110,9 +117,9 @@ def grouped_product(x: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
     sums = out if num_parts == 1 else x.new_empty(num_parts, *out.shape, dtype=torch.float32)
     groups = weight.scale.shape[1]
     codes = weight.codes
-    if codes.dtype == torch.float8_e4m3fn:  # of which older GPUs have no type
+    if codes.dtype == torch.float8_e4m3fn:  # older GPUs do not have this type
         codes = codes.view(torch.uint8)
-    interpreted = triton.knobs.runtime.interpret  # which misreads bfloat16 in products
+    interpreted = triton.knobs.runtime.interpret  # which computes bfloat16 products incorrectly
     _grouped_product[(*grid, num_parts)](
         sums,
         x,
@@ -125,7 +132,7 @@ def grouped_product(x: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
         OUTPUTS=outputs,
         STORED=stored,
         GROUP=inputs // groups,
-        # Of a tile, whose start need not be that of a group.
+        # Within a tile, whose start need not be that of a group.
         RUN=math.gcd(config.block_k, inputs // groups, stored),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
@@ -143,10 +150,10 @@ def grouped_product(x: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
 
 
 def _num_parts(num_tiles: int, num_steps: int, device: torch.device) -> int:
-    """Of the inputs: so many that there are two programs for each multiprocessor."""
+    """Return the number of parts of the inputs, for two programs per multiprocessor."""
     wanted = 2 * _num_multiprocessors(device) // num_tiles
     num_parts = max(1, min(wanted, num_steps // _FEWEST_STEPS, _MOST_PARTS))
-    return 1 << (num_parts.bit_length() - 1)  # a power of two mostly makes parts of equal size
+    return 1 << (num_parts.bit_length() - 1)  # a power of two usually gives parts of equal size
 
 
 @functools.cache
@@ -156,16 +163,16 @@ def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-# Rows and parts change from step to step, and neither shall compile the kernel anew.
+# Rows and parts change from step to step, and must not compile the kernel anew.
 @triton.jit(do_not_specialize=["num_rows", "steps_of_part"])
 def _grouped_product(
-    out_ptr,  # [num_rows, OUTPUTS]; of several parts, [parts, num_rows, OUTPUTS]
+    out_ptr,  # [num_rows, OUTPUTS], or [parts, num_rows, OUTPUTS]
     x_ptr,  # [num_rows, INPUTS]
     codes_ptr,  # [OUTPUTS, STORED]
     scale_ptr,
     offset_ptr,
     num_rows,
-    steps_of_part,  # of BLOCK_K codes each
+    steps_of_part,  # steps of BLOCK_K codes
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
     STORED: tl.constexpr,
@@ -182,7 +189,7 @@ def _grouped_product(
     k = tl.arange(0, BLOCK_K)
     run = tl.arange(0, BLOCK_K // RUN) * RUN
     row, output = m.to(tl.int64), n.to(tl.int64)
-    # Outputs before rows, as the first operand of a product may lie in registers.
+    # Outputs precede rows, because the first operand of a product may be in registers.
     acc = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     first = tl.program_id(2) * steps_of_part * BLOCK_K
     for start in range(first, min(first + steps_of_part * BLOCK_K, STORED), BLOCK_K):
@@ -219,7 +226,7 @@ def _sum_parts(
 ):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
-    for part in tl.static_range(MOST_PARTS):  # all loads at once; those of no part read nothing
+    for part in tl.static_range(MOST_PARTS):  # all loads at once; those of absent parts are masked
         mask = i < tl.where(num_parts > part, num_values, 0)
         total += tl.load(sums_ptr + part * num_values + i, mask=mask, other=0.0)
     tl.store(out_ptr + i, total.to(out_ptr.dtype.element_ty), mask=i < num_values)

@@ -1,8 +1,8 @@
 """Attention over the paged KV cache in Triton: a kernel for prompts and chunks, one for decoding.
 
-This is the host's side: how the work is cut into programs, and with how many they are launched.
-What a program does is in `nanoserve.kernels.triton.paged_attention_kernels` for rows of several tokens,
-and in `nanoserve.kernels.triton.decode_attention_kernels` for rows of one or few.
+This is the host side: how the work is split into programs, and the launch parameters. The kernels
+are in `nanoserve.kernels.triton.paged_attention_kernels` for rows of several tokens, and in
+`nanoserve.kernels.triton.decode_attention_kernels` for rows of one or few.
 """
 
 import functools
@@ -33,8 +33,8 @@ _TRITON_DTYPES = {
     torch.bfloat16: tl.bfloat16,
 }
 _LOG2_E = math.log2(math.e)
-_MULTIPROCESSORS_WITHOUT_GPU = 8  # under the interpreter: enough that tests see parts
-_MOST_SHARED = 64  # rows of a tile, tokens times heads, where keys are cut into shares
+_MULTIPROCESSORS_WITHOUT_GPU = 8  # under the interpreter: enough for tests to have partial results
+_MOST_SHARED = 64  # rows of a tile (tokens x heads) if keys are split into shares
 
 
 def paged_attention(
@@ -54,7 +54,7 @@ def paged_attention(
     kv_scales: torch.Tensor | None = None,
     row_counts: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend from every query token to the keys of its sequence up to itself.
+    """Compute attention of every query token over the keys of its sequence up to itself.
 
     q             [num_tokens, num_heads, head_dim], float32, float16 or bfloat16
     kv_cache      [2, num_blocks, num_kv_heads, block_size, head_dim], of q's dtype, or codes: int8,
@@ -63,23 +63,24 @@ def paged_attention(
     cu_seqlens_q  int32 [num_rows + 1]: row r has the tokens cu_seqlens_q[r : r + 2]
     context_lens  int32 [num_rows]; a row's tokens are the last ones of its context
     block_tables  int32 [num_rows, max_blocks]; columns beyond the context are never read, nor are
-                  those before all windows of the row, or their blocks, which may hold NaN
+                  those before all windows of the row, or their blocks, which may contain NaN
 
     The last dimension of q and kv_cache must be contiguous; all other strides are free. The first
-    `num_decode_rows` rows have one token each; their keys are cut into `num_shares`, or as many as
-    keep the GPU busy. So are those of the other rows, in the same launch, if `max_query_len` says
-    that the longest has few tokens; without it, as many programs read a row as there are KV heads.
-    A query sees `sliding_window` tokens, its own included, or all; c = `soft_cap` makes its scaled
-    scores c tanh(score / c). Returns [num_tokens, num_heads, head_dim], contiguous, in q's dtype.
+    `num_decode_rows` rows have one token each; their keys are split into `num_shares`, or as many
+    as keep the GPU busy. The keys of the other rows are split, too, in the same launch, if
+    `max_query_len` is given and small; without it, a row is read by as many programs as there are
+    KV heads. A query sees `sliding_window` tokens, its own included, or all; c = `soft_cap` changes
+    its scaled scores to c tanh(score / c). Returns [num_tokens, num_heads, head_dim], contiguous,
+    in q's dtype.
 
-    `context_lens`, `cu_seqlens_q` and `row_counts` must be older than the kernel that was launched
-    before: from Hopper on they are read while that one still runs.
+    `context_lens`, `cu_seqlens_q` and `row_counts` must have been written before the kernel
+    launched before this one: from Hopper on they are read while that kernel still runs.
 
-    The host looks at no tensor's values, and every program finds its share of the work on the GPU:
-    captured in a CUDA graph, a launch stays right as contexts grow. With `row_counts`, int32 [2] on
-    the device, it stays right for every mix of rows: they say how many rows there are, and how many
-    of them are decode rows, in the place of the tensors' lengths and of `num_decode_rows`. Each
-    other row has two tokens or more. What lies behind may be anything, and is not computed.
+    The host reads no tensor's values, and every program finds its share of the work on the GPU:
+    captured in a CUDA graph, a launch stays valid as contexts grow. With `row_counts`, int32 [2] on
+    the device, it stays valid for every mix of rows: these are the numbers of rows and of decode
+    rows, in place of the tensors' lengths and of `num_decode_rows`. Each other row has two tokens
+    or more. Entries beyond these may be anything, and are not computed.
     """
     check_cache(kv_cache, kv_scales, q.dtype)
     batch = _Batch(
@@ -95,7 +96,7 @@ def paged_attention(
     if num_others > 0 and max_query_len is not None:
         num_queries = triton.next_power_of_2(max_query_len)
         block_m = num_queries * _group_padded(batch)
-        if block_m <= _MOST_SHARED:  # all at once: rows of one token fit in as well
+        if block_m <= _MOST_SHARED:  # all rows at once, decode rows included
             config = for_few_tokens(_config(batch, True), block_m)
             _decode(batch, config, out, max_context_len, num_shares, num_queries)
             return out
@@ -114,14 +115,14 @@ def _attend_mixed(
     num_shares: int | None,
     row_counts: torch.Tensor,
 ) -> None:
-    """Launch both kernels for all rows: each finds out on the GPU which of them are its own."""
+    """Launch both kernels for all rows: each finds its own rows on the GPU."""
     if row_counts.dtype != torch.int32 or row_counts.shape != (2,) or row_counts.stride(0) != 1:
         raise ValueError(
-            f"row_counts must be contiguous int32 [2], all rows and decode rows, not "
+            f"row_counts must be contiguous int32 [2], rows and decode rows, not "
             f"{row_counts.dtype} {list(row_counts.shape)}"
         )
     _decode(batch, _config(batch, True), out, max_context_len, num_shares, 1, row_counts)
-    num_chunks = min(len(batch.context_lens), len(batch.q) // 2)  # of two tokens each, at least
+    num_chunks = min(len(batch.context_lens), len(batch.q) // 2)  # each has at least two tokens
     _attend_chunks(batch, _config(batch, False), out, 0, num_chunks, row_counts)
 
 
@@ -134,15 +135,15 @@ class _Batch(NamedTuple):
     scale: float
     sliding_window: int | None
     soft_cap: float | None
-    scales: tuple[torch.Tensor | None, ...]  # of codes: K's and V's
+    scales: tuple[torch.Tensor | None, ...]  # scales of codes: K's and V's
 
     @property
     def group(self) -> int:
-        """How many query heads read a KV head."""
+        """Number of query heads that read a KV head."""
         return self.q.shape[1] // self.kv_cache.shape[2]
 
     def rows(self, count: int) -> "_Batch":
-        """The first of them: integers that began elsewhere would compile kernels anew."""
+        """Return the first `count` rows; tensors with another start would compile kernels anew."""
         return self._replace(
             cu_seqlens_q=self.cu_seqlens_q[: count + 1],
             context_lens=self.context_lens[:count],
@@ -155,24 +156,26 @@ def _check(batch: _Batch) -> None:
     if q.dim() != 3 or kv_cache.dim() != 5 or kv_cache.shape[0] != 2:
         raise ValueError(f"q {list(q.shape)} must be 3-D, kv_cache {list(kv_cache.shape)} [2, ...]")
     if q.shape[1] % kv_cache.shape[2]:
-        raise ValueError(f"{q.shape[1]} heads are no multiple of {kv_cache.shape[2]} KV heads")
+        raise ValueError(f"{q.shape[1]} heads must be a multiple of {kv_cache.shape[2]} KV heads")
     if kv_cache.shape[4] != q.shape[2]:
-        raise ValueError(f"head_dim is {q.shape[2]} in q and {kv_cache.shape[4]} in kv_cache")
+        raise ValueError(
+            f"head_dim must be equal: {q.shape[2]} in q, {kv_cache.shape[4]} in kv_cache"
+        )
     if q.stride(-1) != 1 or kv_cache.stride(-1) != 1:
         raise ValueError(f"last strides must be 1: q {q.stride()}, kv_cache {kv_cache.stride()}")
     if q.dtype not in _TRITON_DTYPES:
-        raise ValueError(f"q is {q.dtype}: not supported")
-    if not batch.scale > 0:  # the kernels look for the largest score before it is scaled
+        raise ValueError(f"q must be float32, float16 or bfloat16, not {q.dtype}")
+    if not batch.scale > 0:  # the kernels take the maximum of unscaled scores
         raise ValueError(f"scale={batch.scale} must be positive")
     if batch.sliding_window is not None and batch.sliding_window < 1:
-        raise ValueError(f"sliding_window={batch.sliding_window}: a query sees at least itself")
+        raise ValueError(f"sliding_window={batch.sliding_window} must be at least 1")
     if batch.soft_cap is not None and not batch.soft_cap > 0:
         raise ValueError(f"soft_cap={batch.soft_cap} must be positive")
     lengths = [len(tensor) for tensor in indices]
     if lengths != [lengths[1] + 1, lengths[1], lengths[1]]:
         raise ValueError(
-            f"cu_seqlens_q, context_lens and block_tables have lengths {lengths}: "
-            f"must be num_rows + 1, num_rows, num_rows"
+            f"cu_seqlens_q, context_lens and block_tables have lengths {lengths}, but "
+            f"they must be num_rows + 1, num_rows, num_rows"
         )
     for tensor in indices:
         if tensor.dtype != torch.int32 or (tensor.stride(-1) != 1 and tensor.shape[-1] > 1):
@@ -190,7 +193,7 @@ def _num_multiprocessors(device: torch.device) -> int:
 
 @functools.cache
 def _shared_memory(device: torch.device) -> int:
-    """Bytes that a program may have, of what its multiprocessor shares among its programs."""
+    """Return the bytes of shared memory that a program may use."""
     if device.type != "cuda":
         return SHARED_MEMORY_WITHOUT_GPU
     return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
@@ -207,7 +210,7 @@ def _group_padded(batch: _Batch) -> int:
 
 
 def _num_shares(batch: _Batch, config: TileConfig, max_context_len: int, num_queries: int) -> int:
-    """As many as keep the GPU busy, or have something to do."""
+    """Return the number of shares: as many as keep the GPU busy, or as have work."""
     num_kv_heads, window = batch.kv_cache.shape[2], batch.sliding_window
     num_keys = min(max_context_len, (window or max_context_len) + num_queries - 1)
     most = len(batch.context_lens) * (num_keys // config.tile_n + 2)
@@ -224,8 +227,9 @@ def _decode(
     num_queries: int,
     row_counts: torch.Tensor | None = None,
 ) -> None:
-    """Attends for all rows, of one token each, or of up to `num_queries`; or for as many of them as
-    `row_counts` says.
+    """Launch decode attention for all rows, of one token each, or of up to `num_queries`.
+
+    `row_counts`: limits the rows to those that it counts.
     """
     q, kv_cache, cu_seqlens_q, context_lens, block_tables = batch[:5]
     scale, sliding_window, soft_cap, scales = batch[5:]
@@ -296,16 +300,17 @@ def _attend_chunks(
     num_rows: int,
     row_counts: torch.Tensor | None = None,
 ) -> None:
-    """Attends for rows [first_row, first_row + num_rows); those before have one token each. With
-    `row_counts`, for those that it says, of which there are no more.
+    """Launch chunk attention for rows [first_row, first_row + num_rows), after the decode rows.
+
+    `row_counts`: replaces these numbers on the device, where there may be fewer rows.
     """
     q, kv_cache, cu_seqlens_q, context_lens, block_tables = batch[:5]
     scale, sliding_window, soft_cap, scales = batch[5:]
     num_tokens, _, head_dim = q.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     group_padded = _group_padded(batch)
-    # How many tiles a row needs is in cu_seqlens_q, which the host does not look at. Row r
-    # starts at tile (tokens before it) // block_q + r, which always leaves room enough.
+    # The number of tiles of a row follows from cu_seqlens_q, which the host does not read. Row r
+    # starts at tile (tokens before it) // block_q + r, which always leaves enough room.
     num_tiles = num_rows + (num_tokens - first_row) // (config.block_m // group_padded)
     chunk_attention_kernel[(num_tiles * num_kv_heads,)](
         out,
@@ -339,18 +344,18 @@ def _attend_chunks(
 
 
 def _padded_head_dim(head_dim: int) -> int:
-    """What tensor cores take: a power of two, 16 or more."""
+    """Return head_dim padded for tensor cores: a power of two, 16 or more."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
 def _dot(batch: _Batch, config: TileConfig) -> dict[str, object]:
-    """In what products are computed; the interpreter misreads bfloat16 in them."""
+    """Return the kernels' constants for products; the interpreter computes bfloat16 incorrectly."""
     dtype, has_codes = batch.q.dtype, batch.scales[0] is not None
     dot_dtype = _TRITON_DTYPES[dtype]
     if triton.knobs.runtime.interpret:
         dot_dtype = tl.float32
     elif has_codes and dtype == torch.bfloat16:
-        dot_dtype = tl.float16  # which codes become in fewer instructions, and as exactly
+        dot_dtype = tl.float16  # codes are converted to it in fewer instructions, and exactly
     return {
         "DOT_DTYPE": dot_dtype,
         "DOT_PRECISION": "ieee" if dtype == torch.float32 else "tf32",

@@ -1,27 +1,27 @@
-"""Attention of rows with several tokens: a program takes some queries, and all keys they see.
+"""Attention of rows with several tokens: a program computes some queries over all keys they see.
 
-The K and V of a sequence lie in blocks that its block table lists (Kwon et al. 2023, "Efficient
-memory management for large language model serving with PagedAttention"). With block size 16 and
-the block table [5, 2, 8, 12], position 35 is offset 3 of the sequence's block 2, which is block 8
-of the cache: slot 8 * 16 + 3 = 131. The kernel looks up every position like this, so the number of
-keys it takes at once has nothing to do with the block size.
+The K and V of a sequence are stored in blocks that its block table lists (Kwon et al. 2023,
+"Efficient memory management for large language model serving with PagedAttention"). With block size
+16 and the block table [5, 2, 8, 12], position 35 is offset 3 of the sequence's block 2, which is
+block 8 of the cache: slot 8 * 16 + 3 = 131. The kernel looks up every position like this, so the
+number of keys of a tile is independent of the block size.
 
 A program computes one tile of queries of one KV head. All query heads that read this KV head are
 rows of the tile (grouped-query attention), so every K and V is loaded once for all of them:
 
     tile row m:  query token m // GROUP_PADDED,  head m % GROUP_PADDED of the group
 
-It walks over the keys with the online softmax (Dao et al. 2022, "FlashAttention"): `row_max` and
-`row_sum` are the maximum and the sum of exponentials of the scores so far, and what was accumulated
-is rescaled whenever the maximum grows. Exponentials are to base 2, which is what the hardware
+It iterates over the keys with the online softmax (Dao et al. 2022, "FlashAttention"): `row_max` and
+`row_sum` are the maximum and the sum of exponentials of the scores so far, and the accumulator is
+rescaled whenever the maximum grows. Exponentials are to base 2, which is what the hardware
 computes; the factor log2(e) is folded into the scale.
 
 With a sliding window (Beltagy et al. 2020, "Longformer") a query sees its last `sliding_window`
-tokens and nothing before them. The walk then begins at the first tile that a query of the program
-sees. With a soft cap c (Gemma Team 2024, "Gemma 2"), scores become c tanh(score / c).
+tokens and nothing before them. The iteration then begins at the first tile that a query of the
+program sees. With a soft cap c (Gemma Team 2024, "Gemma 2"), scores become c tanh(score / c).
 
-Rows with a single token, whose work is to read keys and not to compute, are cut otherwise: see
-`nanoserve.kernels.triton.decode_attention_kernels`.
+Rows with a single token, whose time is spent on reading keys and not on arithmetic, are split
+differently: see `nanoserve.kernels.triton.decode_attention_kernels`.
 """
 
 import triton
@@ -30,7 +30,7 @@ import triton.language as tl
 from nanoserve.kernels.triton.quantized_kv import as_operand, load_scales
 
 
-# What changes from step to step is not specialised: values that are 1 or divisible by 16 would
+# Values that change from step to step are not specialised: values of 1 or divisible by 16 would
 # each compile the kernel anew.
 @triton.jit(do_not_specialize=["first_row", "num_rows", "table_stride"])
 def chunk_attention_kernel(
@@ -38,7 +38,7 @@ def chunk_attention_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    # None, and what they take is compiled away, or of codes: float32, one for each slot and head.
+    # None (their code is compiled away), or scales of codes: float32, one for each slot and head.
     k_scales_ptr,
     v_scales_ptr,
     cu_seqlens_q_ptr,
@@ -46,12 +46,12 @@ def chunk_attention_kernel(
     block_tables_ptr,
     first_row,
     num_rows,
-    # int32 [2], in the place of both: all rows, and those before; None, and it is compiled away.
+    # int32 [2], in place of both: numbers of rows and of decode rows; None: compiled away.
     row_counts_ptr,
     num_kv_heads,
     scale,  # times log2(e)
-    # If they are None, all that they take is compiled away. Else they are values, not constants:
-    # they only set ranges and masks and a factor, and layers that differ in them share a kernel.
+    # If None, their code is compiled away. Otherwise they are values, not constants: they only set
+    # ranges, masks and a factor, and layers with different values share a kernel.
     sliding_window,
     soft_cap,  # times log2(e)
     q_token_stride,
@@ -78,7 +78,7 @@ def chunk_attention_kernel(
     if row_counts_ptr is not None:
         first_row = tl.load(row_counts_ptr + 1)
         num_rows = tl.load(row_counts_ptr) - first_row
-        # The launch has room for other steps, too: what has no row here looks for none.
+        # The grid is sized for other steps, too: a tile without a row ends here.
         if tile >= _first_tile(cu_seqlens_q_ptr, first_row + num_rows, first_row, BLOCK_Q):
             return
     row = _find_row(cu_seqlens_q_ptr, tile, first_row, num_rows, BLOCK_Q)
@@ -87,15 +87,15 @@ def chunk_attention_kernel(
     q_len = tl.load(cu_seqlens_q_ptr + row + 1) - q_start
     num_q_tiles = tl.cdiv(q_len, BLOCK_Q)
     if q_tile >= num_q_tiles:
-        return  # the room that a row does not need
-    q_tile = num_q_tiles - 1 - q_tile  # late queries see the most keys: they start first
+        return  # a tile that the row does not need
+    q_tile = num_q_tiles - 1 - q_tile  # late queries see the most keys, so they start first
     context_len = tl.load(context_lens_ptr + row)
     first_position = context_len - q_len + q_tile * BLOCK_Q
 
     num_keys = tl.minimum(context_len, first_position + BLOCK_Q)
     first, last = _tiles_seen(first_position, num_keys, sliding_window, TILE_N)
-    # Only in the first and in the last few tiles of keys does it matter who sees what: the plain
-    # ones between them begin where the last query's window does, and end at the first query.
+    # Masks are needed only in the first and the last few tiles of keys: the unmasked tiles between
+    # them begin where the last query's window does, and end at the first query.
     plain_first = first
     plain_last = tl.minimum(tl.maximum(first, (first_position + 1) // TILE_N), last)
     if sliding_window is not None:
@@ -105,17 +105,17 @@ def chunk_attention_kernel(
 
     m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, HEAD_DIM_PADDED)
-    token, head = m // GROUP_PADDED, m % GROUP_PADDED  # counted from the first of the tile
+    token, head = m // GROUP_PADDED, m % GROUP_PADDED  # relative to the first of the tile
     exists = (token < q_len - q_tile * BLOCK_Q) & (head < GROUP)
     mask = exists[:, None] & (d < HEAD_DIM)[None, :]
-    # int64: in a large batch, token * stride may pass 2^31; in a large cache, block * stride does.
+    # int64: token * stride may exceed 2^31 in a large batch, and block * stride in a large cache.
     first_token, first_head = (q_start + q_tile * BLOCK_Q).to(tl.int64), kv_head * GROUP
     q_ptr += first_token * q_token_stride + first_head * q_head_stride
     q_offsets = (token * q_token_stride + head * q_head_stride)[:, None] + d[None, :]
     q = tl.load(q_ptr + q_offsets, mask=mask, other=0.0).to(DOT_DTYPE)
 
     position = first_position + token
-    if sliding_window is not None:  # so that rows of no token, too, see some key
+    if sliding_window is not None:  # so that padding rows also see a key
         position = tl.minimum(position, num_keys - 1)
     k_ptr += kv_head.to(tl.int64) * kv_head_stride
     v_ptr += kv_head.to(tl.int64) * kv_head_stride
@@ -124,22 +124,22 @@ def chunk_attention_kernel(
         v_scales_ptr += kv_head.to(tl.int64) * (kv_head_stride // HEAD_DIM)
     block_table_ptr = block_tables_ptr + row.to(tl.int64) * table_stride
     acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], dtype=tl.float32)
-    # Of several queries, a later one's window may begin behind the first tile: there, its scores
-    # are -inf only. With a finite maximum they weigh exp2(-inf) = 0; with -inf it would be NaN.
-    # In the end every row has seen a key: its own.
+    # The window of a later query may begin after the first tile: all its scores there are -inf.
+    # With a finite maximum their weight is exp2(-inf) = 0; with -inf it would be NaN. At the end
+    # every row has seen a key: its own.
     row_max = tl.full([BLOCK_M], -3e38, dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    for MASKED in tl.static_range(2):  # the body is compiled twice, without masks and with
+    for MASKED in tl.static_range(2):  # the body is compiled twice, without masks and with masks
         begin = first + num_plain if MASKED else plain_first
         end = last if MASKED else plain_last
         for i in range(begin, end):
             n_tile = i
-            if MASKED and sliding_window is not None:  # first the tiles before the plain ones
+            if MASKED and sliding_window is not None:  # first the tiles before the unmasked ones
                 n_tile = tl.where(i < plain_last, i - num_plain, i)
             key = n_tile * TILE_N + tl.arange(0, TILE_N)
-            # A mask that is true everywhere costs nothing: the compiler drops it.
+            # A constant true mask costs nothing: the compiler removes it.
             is_seen = tl.full([TILE_N], True, tl.int1)
-            if MASKED:  # other table columns and slots hold anything, even NaN
+            if MASKED:  # other table columns and slots may contain anything, even NaN
                 is_seen = key < context_len
                 if sliding_window is not None:
                     is_seen &= key > first_position - sliding_window
@@ -200,10 +200,10 @@ def online_softmax_step(
     soft_cap,
     DOT_PRECISION: tl.constexpr,
 ):
-    """Attend from a tile of queries to a tile of keys; returns the new (acc, row_max, row_sum).
+    """Process a tile of queries and a tile of keys; return the new (acc, row_max, row_sum).
 
     k_scales, log_v_scales: of codes, one for each key; V's as logarithms to base 2. Else None.
-    visible: which query sees which key; None if each sees all.
+    visible: mask of the keys that each query sees; None if it sees all.
     """
     scores = tl.dot(q, tl.trans(k), input_precision=DOT_PRECISION)
     if k_scales is not None:
@@ -213,14 +213,14 @@ def online_softmax_step(
         scores = _soft_capped(scores * scale, soft_cap)
         scale = 1.0
     if log_v_scales is not None:
-        # A code of V weighs exp2(score + log2(v_scale)), with the largest at 1 as weights are:
-        # float16 has room for that, whatever the scales are.
+        # A code of V has weight exp2(score + log2(v_scale)), normalised so that the largest is 1,
+        # as for other weights: float16 can represent that for any scales.
         scores = scores * scale + log_v_scales[None, :]
         scale = 1.0
     if visible is not None:
         scores = tl.where(visible, scores, float("-inf"))
-    # The scale is positive, so the largest score is the largest before it, too. Scaled here, it
-    # costs nothing: a product and a difference are one instruction.
+    # The scale is positive, so the maximum can be taken before scaling. Scaling here is free: a
+    # product and a difference are one instruction.
     new_max = tl.maximum(row_max, tl.max(scores, 1) * scale)
     rescale = tl.exp2(row_max - new_max)
     weights = tl.exp2(scores * scale - new_max[:, None])
@@ -235,13 +235,13 @@ def online_softmax_step(
 
 @triton.jit
 def _first_tile(cu_seqlens_q_ptr, row, first_row, BLOCK_Q: tl.constexpr):
-    """Where the tiles of `row` start; the rows before first_row have one token each."""
+    """Return the first tile of `row`; the rows before first_row have one token each."""
     return (tl.load(cu_seqlens_q_ptr + row) - first_row) // BLOCK_Q + row - first_row
 
 
 @triton.jit
 def _find_row(cu_seqlens_q_ptr, tile, first_row, num_rows, BLOCK_Q: tl.constexpr):
-    """The last row whose tiles start at `tile` or before."""
+    """Return the last row whose tiles start at `tile` or before."""
     low, high = first_row, first_row + num_rows
     while high - low > 1:
         middle = (low + high) // 2
@@ -254,7 +254,7 @@ def _find_row(cu_seqlens_q_ptr, tile, first_row, num_rows, BLOCK_Q: tl.constexpr
 
 @triton.jit
 def _tiles_seen(first_position, num_keys, sliding_window, TILE_N: tl.constexpr):
-    """The tiles of keys that queries from `first_position` on see: from where, and to where."""
+    """Return the range (first, end) of key tiles that queries from `first_position` on see."""
     first_seen = 0
     if sliding_window is not None:
         first_seen = tl.maximum(first_position + 1 - sliding_window, 0) // TILE_N
@@ -263,8 +263,8 @@ def _tiles_seen(first_position, num_keys, sliding_window, TILE_N: tl.constexpr):
 
 @triton.jit
 def _soft_capped(scores, cap):
-    """cap * tanh(scores / cap), from tanh(x) = 1 - 2 / (exp(2 x) + 1)."""
+    """Return cap * tanh(scores / cap), from tanh(x) = 1 - 2 / (exp(2 x) + 1)."""
     LOG2_E: tl.constexpr = 1.4426950408889634
-    # tanh is 1, to the last bit of a float32, long before the power of 2 overflows.
+    # In float32 tanh is exactly 1 long before the power of 2 overflows.
     power = tl.minimum(scores * (2 * LOG2_E / cap), 64.0)
     return cap * (1 - 2 / (tl.exp2(power) + 1))

@@ -1,11 +1,11 @@
-"""Products of codes of 8 bits: activations with scales per row or group, weights per output.
+"""Products of 8-bit codes: activations with scales per row or group, weights per output.
 
     y[m, n] = (sum over groups g of x_scale[m, g] (sum over k in g of x[m, k] w[n, k])) w_scale[n]
 
-Codes are int8, whose sums in int32 are exact; floats are added in the order of the groups: a row's
-result depends on nothing but the row, whatever the tiles. Or they are e4m3 (FP8; Micikevicius et
-al. 2022) with a scale for a whole row, on GPUs of compute capability 8.9 and newer: in bfloat16 the
-product is then `torch._scaled_mm`'s, wherever that has one: see `least_scaled_mm_rows`.
+Codes are int8, whose sums in int32 are exact; floats are added in the order of the groups: so a
+row's result depends only on the row, for any tile sizes. Or they are e4m3 (FP8; Micikevicius et al.
+2022) with a scale for a whole row, on GPUs of compute capability 8.9 and newer: in bfloat16 the
+product is then `torch._scaled_mm`'s, wherever that supports it: see `least_scaled_mm_rows`.
 """
 
 import logging
@@ -20,17 +20,17 @@ from nanoserve.kernels.triton.quantized_rows import LARGEST_CODES, scale_shape
 
 logger = logging.getLogger(__name__)
 
-_MULTIPLE = 16  # of inputs and of outputs, for `torch._scaled_mm`
+_MULTIPLE = 16  # required of inputs and of outputs by `torch._scaled_mm`
 NEVER = sys.maxsize  # more rows than any step has
-# From the fewest on with which it is faster: on an H100, our own kernel takes 0.59 to 1.07 of its
-# time with up to 128 rows, and 1.1 to 1.8 with 256 (1,024 to 12,288 inputs). Even numbers and odd
-# ones, on both sides of 256, where a refusal of cuBLAS's is known to end.
+# Starting with the fewest for which it is faster: on an H100, our own kernel takes 0.59 to 1.07 of
+# its time with up to 128 rows, and 1.1 to 1.8 with 256 (1,024 to 12,288 inputs). Even and odd
+# numbers on both sides of 256, where a known range of sizes that cuBLAS rejects ends.
 _TRIED_ROWS = (129, 256, 257, 512, 513)
 _least_rows: dict[tuple[int, int, torch.device], int] = {}  # by inputs, outputs and device
 
 
 class TileConfig(NamedTuple):
-    """How a program is cut to the hardware."""
+    """Tile sizes and launch parameters of a product."""
 
     block_m: int  # rows
     block_n: int  # outputs
@@ -40,14 +40,14 @@ class TileConfig(NamedTuple):
 
 
 def tile_config(num_rows: int, group_size: int | None = None) -> TileConfig:
-    """Chosen by bytes under way, registers and shared memory (99 KiB do).
+    """Return tile sizes, chosen by bytes in flight, registers and shared memory (99 KiB suffice).
 
     Measured for e4m3 only: 4,096 inputs and outputs take an H100 9 us with 16 rows or fewer, 12.5
     with 128, 22 with 256 and 82 with 2,048; bfloat16 16, 15, 19 and 86.
 
-    Each is compiled when it is first used: the smallest and the largest step, which are tried
+    Each configuration is compiled on first use: the smallest and the largest step, which are run
     before serving, use the first and the last, and CUDA graphs of decode steps the second. With
-    groups, a program multiplies one at a time, and more of them are under way.
+    groups, a program multiplies one group at a time, with more of them in flight.
     """
     if group_size is not None:
         if num_rows <= 16:
@@ -55,7 +55,7 @@ def tile_config(num_rows: int, group_size: int | None = None) -> TileConfig:
         if num_rows <= 128:
             return TileConfig(64, 64, group_size, num_warps=4, num_stages=5)
         return TileConfig(128, 128, group_size, num_warps=8, num_stages=3)
-    if num_rows <= 16:  # as fast as the memory: an H100 has 128 programs for 4096 outputs
+    if num_rows <= 16:  # limited by memory bandwidth; 4096 outputs give an H100 128 programs
         return TileConfig(block_m=16, block_n=32, block_k=256, num_warps=4, num_stages=5)
     if num_rows <= 128:
         return TileConfig(block_m=64, block_n=64, block_k=128, num_warps=4, num_stages=4)
@@ -71,12 +71,12 @@ def scaled_product(
     group_size: int | None = None,
     scaled_mm_from: int = NEVER,
 ) -> torch.Tensor:
-    """[rows, inputs] codes by [outputs, inputs] codes -> [rows, outputs] of `dtype`.
+    """Return the product of codes [rows, inputs] and [outputs, inputs], [rows, outputs] of `dtype`.
 
     x and weight are contiguous, both int8 or both float8_e4m3fn; scales are float32: x's [rows], or
-    of int8 with a group_size (32, 64 or 128 inputs) [rows, groups], and weight's [outputs]. Sums of
-    e4m3 are float32. scaled_mm_from: so many rows of e4m3 or more are left to `torch._scaled_mm`,
-    as `least_scaled_mm_rows` has found for this weight.
+    for int8 with a group_size (32, 64 or 128 inputs) [rows, groups], and weight's [outputs]. Sums
+    of e4m3 are float32. scaled_mm_from: the number of rows of e4m3 from which `torch._scaled_mm` is
+    used, from `least_scaled_mm_rows` for this weight.
     """
     _check(x, x_scale, weight, weight_scale, group_size)
     (num_rows, inputs), outputs = x.shape, len(weight)
@@ -86,8 +86,8 @@ def scaled_product(
     if out.numel() == 0:
         return out
     config = tile_config(num_rows, group_size)
-    # Programs that follow each other use the same outputs' weights for other rows.
-    # In plain Python: Triton's `cdiv` takes microseconds, in every layer.
+    # Consecutive programs use the same outputs' weights for other rows. The grid is computed in
+    # plain Python: Triton's `cdiv` takes microseconds, in every layer.
     grid = (-(-num_rows // config.block_m), -(-outputs // config.block_n))
     _scaled_product[grid](
         out,
@@ -111,16 +111,16 @@ def scaled_product(
 def least_scaled_mm_rows(
     weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype
 ) -> int:
-    """Return from how many rows on `torch._scaled_mm` multiplies by this weight; `NEVER`, if not.
+    """Return the number of rows from which `torch._scaled_mm` is used; `NEVER` if it is not.
 
-    Which products it has depends on the GPU, on the libraries' versions, and on all three sizes.
-    torch 2.11 with CUDA 13.0 has all on an H100; others have none there of 9,216 inputs with 256
-    rows or fewer, and on an RTX 5000 Blackwell none at all (https://github.com/pytorch/ao/issues/4582
-    and pytorch/issues/192707). So it is asked, before there is anything to serve, and never while a
-    graph is captured: each pair of sizes once.
+    Which products it supports depends on the GPU, on the libraries' versions, and on all three
+    sizes. torch 2.11 with CUDA 13.0 supports all on an H100; other versions have none there for
+    9,216 inputs with 256 rows or fewer, and on an RTX 5000 Blackwell none at all
+    (https://github.com/pytorch/ao/issues/4582 and pytorch/issues/192707). So it is tried once for
+    each pair of sizes, before serving, and never while a graph is captured.
     """
     outputs, inputs = weight.shape
-    # With scales per row, bfloat16 is its only result on every GPU.
+    # With scales per row, it returns only bfloat16 on every GPU.
     if dtype != torch.bfloat16 or inputs % _MULTIPLE or outputs % _MULTIPLE:
         return NEVER
     key = inputs, outputs, weight.device
@@ -130,7 +130,7 @@ def least_scaled_mm_rows(
 
 
 def _try_scaled_mm(weight: torch.Tensor, weight_scale: torch.Tensor) -> int:
-    """Try the most rows first: below a number that is refused, nothing is left to torch."""
+    """Try `torch._scaled_mm`, most rows first: it is not used below a number it rejects."""
     outputs, inputs = weight.shape
     least = NEVER
     for num_rows in reversed(_TRIED_ROWS):
@@ -142,10 +142,10 @@ def _try_scaled_mm(weight: torch.Tensor, weight_scale: torch.Tensor) -> int:
             raise
         except (RuntimeError, ValueError) as error:
             logger.info(
-                "torch._scaled_mm refuses e4m3 of %d inputs and %d outputs with %d rows, so that "
-                "nanoserve's own kernel multiplies %s: %s",
+                "torch._scaled_mm does not support e4m3 with %d inputs, %d outputs and %d rows, so "
+                "nanoserve's own kernel is used for %s: %s",
                 *(inputs, outputs, num_rows),
-                "any number of them" if least == NEVER else f"up to {least - 1}",
+                "any number of rows" if least == NEVER else f"up to {least - 1} rows",
                 str(error).partition("\n")[0],
             )
             break
@@ -166,7 +166,7 @@ def _scaled_mm(
         scale_a=x_scale[:, None],
         scale_b=weight_scale[None, :],
         out_dtype=dtype,
-        use_fast_accum=False,  # else an H100 adds with 14 bits
+        use_fast_accum=False,  # otherwise an H100 accumulates with 14 bits
     )
 
 
@@ -195,13 +195,13 @@ def _check(
         wrong = "scales must be float32"
     elif not all(t.is_contiguous() for t in tensors.values()):
         wrong = "all must be contiguous"
-    if wrong is not None:  # told only then: this is called several times in every layer
-        told = ", ".join(f"{name} {t.dtype} {list(t.shape)}" for name, t in tensors.items())
-        raise ValueError(f"{wrong}: {told}")
+    if wrong is not None:  # formatted only on error: this is called several times in every layer
+        given = ", ".join(f"{name} {t.dtype} {list(t.shape)}" for name, t in tensors.items())
+        raise ValueError(f"{wrong}: {given}")
 
 
-# The number of rows changes from step to step: were it specialised, being 1 or divisible by 16
-# would each compile the kernel anew.
+# The number of rows changes from step to step and is not specialised: values of 1 or divisible by
+# 16 would each compile the kernel anew.
 @triton.jit(do_not_specialize=["num_rows"])
 def _scaled_product(
     out_ptr,  # [num_rows, OUTPUTS]
@@ -212,7 +212,7 @@ def _scaled_product(
     num_rows,
     INPUTS: tl.constexpr,
     OUTPUTS: tl.constexpr,
-    GROUPS: tl.constexpr,  # of a row's scales, BLOCK_K inputs each; 0: a row has one scale
+    GROUPS: tl.constexpr,  # groups of a row, of BLOCK_K inputs each; 0: a row has one scale
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -220,11 +220,11 @@ def _scaled_product(
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
-    # int64: an LM head may have more than 2^31 weights, and a step as many logits.
+    # int64: an LM head may have more than 2^31 weights, and a step that many logits.
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * INPUTS + k[None, :]
     weight_ptrs = weight_ptr + n.to(tl.int64)[:, None] * INPUTS + k[None, :]
     x_mask = (m < num_rows)[:, None] & tl.full([BLOCK_M, BLOCK_K], True, tl.int1)
-    # A mask that is true everywhere costs nothing: the compiler drops it.
+    # A constant true mask costs nothing: the compiler removes it.
     weight_mask = tl.full([BLOCK_N, BLOCK_K], True, tl.int1)
     if OUTPUTS % BLOCK_N != 0:
         weight_mask &= (n < OUTPUTS)[:, None]
@@ -243,11 +243,12 @@ def _scaled_product(
                 other=0.0,
             )
             sums = tl.dot(x, tl.trans(weight), out_dtype=tl.int32).to(tl.float32)
-            # Told, and not left to the compiler: all tiles must round alike.
+            # An explicit fma: otherwise the compiler decides, and tile sizes might round
+            # differently.
             acc = tl.fma(sums, tl.broadcast_to(group[:, None], [BLOCK_M, BLOCK_N]), acc)
         elif tl.int32 == SUM:
             acc = tl.dot(x, tl.trans(weight), acc, out_dtype=tl.int32)
-        else:  # a tensor core of an H100 adds with 14 bits; between its runs, float32 does
+        else:  # an H100's tensor cores accumulate with 14 bits: add tiles in float32
             acc = tl.dot(x, tl.trans(weight), acc, max_num_imprecise_acc=BLOCK_K)
     out = acc.to(tl.float32)
     if GROUPS == 0:

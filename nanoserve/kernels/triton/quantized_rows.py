@@ -1,4 +1,4 @@
-"""Activations in 8 bits: a scale for each row, a token's inputs, or for each group of them.
+"""Activations in 8 bits: a scale for each row (a token's inputs), or for each group of inputs.
 
 In a real model a few inputs of a row are up to 25,000 times its median. With one scale for the row,
 int8 rounds nearly all others to 0; e4m3, which has an exponent, does not.
@@ -24,18 +24,21 @@ def quantize_rows(
     largest: torch.Tensor | None = None,
     group_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """[rows, inputs] -> codes of `code_dtype`, the same shape, and float32 scales [rows].
+    """Quantize x [rows, inputs]; return codes of the same shape, and float32 scales [rows].
 
-    x is contiguous, of any floating type; code_dtype is int8 or float8_e4m3fn. With a group_size,
-    32, 64 or 128 inputs, scales are [rows, groups], and the last group may have fewer. A scale is
-    the largest magnitude of its row or group over the largest code. `largest`, float32 in the shape
-    of the scales, are magnitudes elsewhere, of the parts that other ranks have: the larger one
-    counts. Of a row or group that holds NaN or infinity, codes are 0 and the scale is NaN.
+    x is contiguous, of any floating-point dtype; code_dtype is int8 or float8_e4m3fn. With a
+    group_size of 32, 64 or 128 inputs, scales are [rows, groups], and the last group may be
+    shorter. A scale is the largest magnitude of its row or group divided by the largest code.
+    `largest`, float32 in the shape of the scales, has the magnitudes of the parts on other ranks:
+    the larger one is used. If a row or group has NaN or infinity, its codes are 0 and the scale is
+    NaN.
     """
     if x.dim() != 2 or not x.is_contiguous() or not x.is_floating_point():
-        raise ValueError(f"x {x.dtype} {list(x.shape)} is no contiguous, floating [rows, inputs]")
+        raise ValueError(
+            f"x {x.dtype} {list(x.shape)} must be contiguous, floating-point [rows, inputs]"
+        )
     if code_dtype not in LARGEST_CODES:
-        raise ValueError(f"code_dtype={code_dtype} is none of {list(LARGEST_CODES)}")
+        raise ValueError(f"code_dtype={code_dtype} must be one of {list(LARGEST_CODES)}")
     shape = scale_shape(len(x), x.shape[1], group_size)
     if largest is not None and (largest.dtype, largest.shape) != (torch.float32, shape):
         raise ValueError(
@@ -59,11 +62,11 @@ def quantize_rows(
 
 
 def scale_shape(rows: int, inputs: int, group_size: int | None) -> tuple[int, ...]:
-    """Return the shape of the scales. Raises `ValueError` for groups of other sizes."""
+    """Return the shape of the scales. Raises `ValueError` for an unsupported group size."""
     if group_size is None:
         return (rows,)
     if group_size not in GROUP_SIZES:
-        raise ValueError(f"group_size={group_size} is none of {list(GROUP_SIZES)}")
+        raise ValueError(f"group_size={group_size} must be one of {list(GROUP_SIZES)}")
     return (rows, -(-inputs // group_size))
 
 
@@ -81,7 +84,7 @@ def _quantize_rows(
     i = tl.arange(0, BLOCK)
     x_ptr += row * INPUTS
     codes_ptr += row * INPUTS
-    # 1) Magnitudes are in the order of their bits, and NaN comes last: as floats it would be lost.
+    # 1) Magnitudes are ordered like their bits, and NaN comes last; a maximum of floats loses it.
     largest = tl.zeros([BLOCK], dtype=tl.int32)
     for start in range(0, INPUTS, BLOCK):
         x = tl.load(x_ptr + start + i, mask=i < INPUTS - start, other=0.0).to(tl.float32)
@@ -92,7 +95,7 @@ def _quantize_rows(
     is_finite = bits < _INFINITY
     scale = _scale_of(bits, LARGEST_CODE)
     tl.store(scales_ptr + row, tl.where(is_finite, scale, float("nan")))
-    # 2) The row again, out of the nearest cache.
+    # 2) Read the row again, from the L1 cache.
     divisor = tl.broadcast_to(scale, [BLOCK])
     for start in range(0, INPUTS, BLOCK):
         mask = i < INPUTS - start
@@ -104,7 +107,7 @@ def _quantize_rows(
 @triton.jit
 def _quantize_groups(
     codes_ptr,
-    scales_ptr,  # [rows, GROUPS], as is largest
+    scales_ptr,  # [rows, GROUPS], like largest
     x_ptr,
     largest_ptr,
     INPUTS: tl.constexpr,
@@ -134,7 +137,10 @@ def _quantize_groups(
 
 @triton.jit
 def _scale_of(bits, LARGEST_CODE: tl.constexpr):
-    """Of the largest magnitudes' bits. `/` has two wrong ones: not every code would be nearest."""
+    """Return scales from the bits of the largest magnitudes.
+
+    `/` may have two wrong bits, and some codes would not be the nearest.
+    """
     magnitude = tl.where(bits < _INFINITY, bits.to(tl.float32, bitcast=True), 0.0)
     largest_code = tl.full(magnitude.shape, LARGEST_CODE, tl.float32)
     return tl.maximum(tl.div_rn(magnitude, largest_code), _SMALLEST_SCALE)

@@ -1,9 +1,9 @@
-"""All that stands between the qkv projection and attention, in one kernel.
+"""Fused kernel between the qkv projection and attention: norms, rotary embedding, cache write.
 
-Query and key heads are normalised (where the model does that) and turned by their positions, see
-`nanoserve/models/layers/rotary.py`; keys and values go to their slots of the paged KV cache. Each value is
-read once and written once: as separate operations this would be some ten kernels a layer, and at
-small batches a kernel's launch costs more than its work.
+Query and key heads are normalised (if the model does that) and rotated by their positions, see
+`nanoserve/models/layers/rotary.py`; keys and values are written to their slots of the paged KV cache. Each
+value is read once and written once: as separate operations this would be some ten kernels a layer,
+and at small batches a kernel's launch costs more than its work.
 """
 
 import torch
@@ -14,7 +14,8 @@ from triton.language.extra import cuda
 from nanoserve.kernels.triton.dependent_launch import has_dependent_launch
 from nanoserve.kernels.triton.quantized_kv import check_cache, quantized
 
-# Up to this many tokens, one program per token and head: there are too few to fill a GPU otherwise.
+# Up to this many tokens, one program per token and head: otherwise there are too few programs to
+# fill a GPU.
 _FEW_TOKENS = 64
 _BLOCK_TOKENS = 16
 
@@ -34,12 +35,12 @@ def store_kv(
     """Store K and V in `kv_cache`; return q [num_tokens, num_heads, head_dim], contiguous.
 
     heads: [num_tokens, num_heads + 2 x num_kv_heads, head_dim]: the heads of q, then k, then v.
-    positions, slot_mapping: int32 [num_tokens]; slot = block * block_size + offset. Of several
-    tokens with one slot (padding), any may win.
+    positions, slot_mapping: int32 [num_tokens]; slot = block * block_size + offset. If several
+    tokens have one slot (padding), any of them is stored.
     cos, sin: [max_positions, head_dim / 2].
     q_weight, k_weight: [head_dim], the RMSNorm of every query and key head, or None.
     kv_cache: [2, num_blocks, num_kv_heads, block_size, head_dim], in the dtype of `heads`; or
-    codes, int8 or uint8 for e4m3, which values become from float32.
+    codes, int8 or uint8 for e4m3, quantized from float32.
     kv_scales: of codes, float32 [2, num_blocks, num_kv_heads, block_size]; then both are
     contiguous.
     The last dimension of every tensor is contiguous; heads and kv_cache may have any other strides.
@@ -90,22 +91,22 @@ def _check(
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    shape, cache_shape = heads.shape, kv_cache.shape  # to ask a tensor takes longer than the rest
+    shape, cache_shape = heads.shape, kv_cache.shape  # read once: this takes longer than the checks
     if len(shape) != 3 or len(cache_shape) != 5 or cache_shape[0] != 2:
         raise ValueError(
-            f"heads {list(shape)} must have 3 dimensions, and kv_cache {list(cache_shape)} 5, of "
-            f"which the first is 2"
+            f"heads {list(shape)} must have 3 dimensions, and kv_cache {list(cache_shape)} 5, "
+            f"with first dimension 2"
         )
     num_tokens, num_all_heads, head_dim = shape
     if head_dim % 2 or head_dim != cache_shape[4] or num_all_heads <= 2 * cache_shape[2]:
         raise ValueError(
-            f"heads {list(shape)} do not fit kv_cache {list(cache_shape)}: one even head_dim, and "
-            f"query heads before two times {cache_shape[2]} KV heads"
+            f"heads {list(shape)} and kv_cache {list(cache_shape)} must have the same, even "
+            f"head_dim, and heads must be query heads and then two times {cache_shape[2]} KV heads"
         )
     if heads.stride()[2] != 1 or kv_cache.stride()[4] != 1:
         raise ValueError(
-            f"the last dimension must be contiguous; the strides are {list(heads.stride())} of "
-            f"heads and {list(kv_cache.stride())} of kv_cache"
+            f"the last dimension must be contiguous, but strides are {list(heads.stride())} for "
+            f"heads and {list(kv_cache.stride())} for kv_cache"
         )
     per_token, table, norm = (num_tokens,), (cos.shape[0], head_dim // 2), (head_dim,)
     for name, tensor, wanted in (
@@ -123,8 +124,8 @@ def _check(
             )
 
 
-# Positions and slots lie anywhere in a step's buffer of integers, and the number of tokens changes
-# with every step: specialising on them would compile the kernel anew in the middle of serving.
+# Positions and slots start anywhere in a step's buffer of integers, and the number of tokens
+# changes with every step: specialising on them would compile the kernel anew while serving.
 @triton.jit(
     do_not_specialize=["num_tokens"],
     do_not_specialize_on_alignment=["positions", "slot_mapping"],
@@ -157,15 +158,15 @@ def _store_kv(
     HAS_DEPENDENT: tl.constexpr,
 ):
     if HAS_DEPENDENT:
-        cuda.gdc_launch_dependents()  # attention may come, and wait for what this kernel stores
+        cuda.gdc_launch_dependents()  # attention may start, and wait for this kernel's stores
     HALF: tl.constexpr = HEAD_DIM // 2
-    # A large cache passes 2^31 elements, and its strides may stand in any order: int64 throughout.
+    # int64 throughout: a large cache exceeds 2^31 elements, and its strides may be in any order.
     head = tl.program_id(1).to(tl.int64)
     token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
     pair = tl.arange(0, BLOCK_PAIRS)[None, :]
     in_batch = token < num_tokens
     mask = in_batch[:, None] & (pair < HALF)
-    # The two halves of a head are two tiles, so that the partners of a pair meet in one thread.
+    # The two halves of a head are two tiles, so that both elements of a pair are in one thread.
     row = token.to(tl.int64)[:, None] * heads_token_stride + head * heads_head_stride
     first = tl.load(heads + row + pair, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(heads + row + HALF + pair, mask=mask, other=0.0).to(tl.float32)
@@ -178,8 +179,8 @@ def _store_kv(
         c = tl.load(cos + position * HALF + pair, mask=mask, other=0.0).to(tl.float32)
         s = tl.load(sin + position * HALF + pair, mask=mask, other=0.0).to(tl.float32)
         first, second = first * c - second * s, second * c + first * s
-    # Each branch has a store of its own: of addresses chosen by a branch, the compiler no longer
-    # sees that they are neighbours, and would write value by value.
+    # Each branch has its own store: if a branch only selected the addresses, the compiler would not
+    # see that they are consecutive, and would write value by value.
     if head < NUM_HEADS:
         target = q + (token.to(tl.int64)[:, None] * NUM_HEADS + head) * HEAD_DIM + pair
         tl.store(target, first.to(q.dtype.element_ty), mask=mask)
@@ -190,7 +191,7 @@ def _store_kv(
         slot = tl.load(slot_mapping + token, mask=in_batch, other=0).to(tl.int64)[:, None]
         row = is_v * cache_kv_stride + kv_head * cache_head_stride
         row += slot // BLOCK_SIZE * cache_block_stride + slot % BLOCK_SIZE * cache_offset_stride
-        # One name has one type, so K and V have names of their own.
+        # In Triton a name has one type, so q and the cache need different names.
         place = kv_cache + row + pair
         if scales is None:
             tl.store(place, first.to(kv_cache.dtype.element_ty), mask=mask)
@@ -204,7 +205,7 @@ def _store_kv(
 
 @triton.jit
 def _norm(first, second, weight, pair, eps, HEAD_DIM: tl.constexpr):
-    """RMSNorm of the heads whose halves are `first` and `second`; without a weight, nothing."""
+    """Return the RMSNorm of heads with halves `first` and `second`; unchanged without a weight."""
     if weight is not None:
         HALF: tl.constexpr = HEAD_DIM // 2
         mean_square = tl.sum(first * first + second * second, axis=1) / HEAD_DIM

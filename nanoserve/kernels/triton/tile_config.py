@@ -1,4 +1,4 @@
-"""How the programs of paged attention are cut to the hardware."""
+"""Tile sizes and launch parameters of paged attention."""
 
 import functools
 from typing import NamedTuple
@@ -6,25 +6,25 @@ from typing import NamedTuple
 import torch
 import triton
 
-SHARED_MEMORY_WITHOUT_GPU = 227 * 1024  # an H100's
-_TWO_DECODES = 142 * 1024  # what two programs take with head_dim 128
-_WIDE_PREFILL = 161 * 1024  # what the largest tiles take with head_dim 256, on Hopper and Blackwell
-# What GPUs have whose tensor cores read operands from there, so that more registers are left.
+SHARED_MEMORY_WITHOUT_GPU = 227 * 1024  # of an H100
+_TWO_DECODES = 142 * 1024  # of two programs with head_dim 128
+_WIDE_PREFILL = 161 * 1024  # of the largest tiles with head_dim 256, on Hopper and Blackwell
+# Shared memory of GPUs whose tensor cores read operands from it, which leaves more registers.
 _FROM_SHARED_MEMORY = 227 * 1024
-_ROWS_OF_MANY_KEYS = 16  # of a query tile, over codes: with more, 128 keys would spill registers
+_ROWS_OF_MANY_KEYS = 16  # rows of a query tile, over codes: with more, 128 keys spill registers
 
 
 class TileConfig(NamedTuple):
-    """How a program is cut to the hardware."""
+    """Tile sizes and launch parameters of a kernel."""
 
     block_m: int  # rows of a query tile: tokens times heads of a group
     tile_n: int  # keys at once
     num_warps: int
-    num_stages: int  # of the pipeline: with 5, block tables are read four tiles ahead, K and V two
-    num_programs: int = 1  # of decoding, for each multiprocessor: as measured on an H100
+    num_stages: int  # pipeline stages: with 5, block tables are read four tiles ahead, K and V two
+    num_programs: int = 1  # for decoding, per multiprocessor: as measured on an H100
 
 
-@functools.cache  # of a few shapes in every layer: `next_power_of_2` alone takes microseconds
+@functools.cache  # called in every layer for few shapes: `next_power_of_2` alone takes microseconds
 def tile_config(
     head_dim: int,
     dtype: torch.dtype,
@@ -33,15 +33,15 @@ def tile_config(
     shared_memory: int = SHARED_MEMORY_WITHOUT_GPU,
     has_codes: bool = False,
 ) -> TileConfig:
-    """The largest tiles that stay within registers and shared memory, as ptxas reports them.
+    """Return the largest tiles that fit into registers and shared memory, as ptxas reports them.
 
-    `shared_memory`: the bytes that one program may have. A100 and H100 give it 163 and 227 KiB, but
-    the smaller GPUs of their generations, an RTX 4090 or an L4, 99. `has_codes`: K and V are in 8
-    bits, and become floats in registers, of which fewer are left for tiles.
+    `shared_memory`: the bytes that one program may use. A100 and H100 have 163 and 227 KiB, but the
+    smaller GPUs of their generations, an RTX 4090 or an L4, 99. `has_codes`: K and V are in 8 bits,
+    and are converted to floats in registers, of which fewer are left for tiles.
     """
     wide, full_precision = head_dim > 128, dtype == torch.float32
-    # The tensor cores do no full float32: its operands go through registers, in small tiles.
-    if is_decode:  # as fast as the memory: what counts is the bytes under way
+    # Tensor cores do not support full float32: its operands go through registers, in small tiles.
+    if is_decode:  # limited by memory bandwidth: the bytes in flight matter
         if full_precision:
             config = TileConfig(16, 16, num_warps=4, num_stages=5, num_programs=2)
         elif wide:
@@ -55,7 +55,7 @@ def tile_config(
         config = TileConfig(block_m=32, tile_n=tile_n, num_warps=num_warps, num_stages=5)
     elif wide and shared_memory < _WIDE_PREFILL:  # 68 KiB instead of 136
         config = TileConfig(block_m=64, tile_n=32, num_warps=8, num_stages=4)
-    else:  # as fast as the tensor cores: large tiles use every K and V often
+    else:  # limited by tensor cores: large tiles reuse every K and V often
         config = TileConfig(block_m=128, tile_n=32 if wide else 64, num_warps=8, num_stages=5)
     if has_codes:
         config = _for_codes(config, head_dim, full_precision, group, is_decode, shared_memory)
@@ -63,7 +63,7 @@ def tile_config(
 
 
 def for_few_tokens(config: TileConfig, block_m: int) -> TileConfig:
-    """Of decoding, with so many tokens and heads in a tile. Not measured yet: registers suffice."""
+    """Return the decode configuration for `block_m` tokens x heads; not tuned by measurements."""
     if block_m > _ROWS_OF_MANY_KEYS:
         config = config._replace(tile_n=min(config.tile_n, 64))
     if block_m > 32:
@@ -79,11 +79,11 @@ def _for_codes(
     is_decode: bool,
     shared_memory: int,
 ) -> TileConfig:
-    """What is faster over codes, as measured; elsewhere, what registers suffice for.
+    """Return the configuration over codes: the fastest where measured, else one that fits.
 
-    On an H100, head_dim 128, 2026-11-28, of bfloat16's time: decoding 64 rows or more 0.59 to 0.67
-    (with 64 keys 0.71 to 0.75), but 0.86 to 0.93 (0.81 to 0.85) where there are 8,000 keys in all;
-    prompts 1.44 to 1.45 (with 3 stages 1.52 to 1.54).
+    On an H100, head_dim 128, 2026-11-28, relative to bfloat16's time: decoding 64 rows or more 0.59
+    to 0.67 (with 64 keys 0.71 to 0.75), but 0.86 to 0.93 (0.81 to 0.85) if there are 8,000 keys in
+    all; prompts 1.44 to 1.45 (with 3 stages 1.52 to 1.54).
     """
     if full_precision:
         config = config._replace(num_warps=8)

@@ -1,1 +1,1 @@
-"""The layers that models are made of: parallel linears and embeddings, norm, rotary, activation."""
+"""Layers of the models: parallel linears and embeddings, norm, rotary embedding, activation."""

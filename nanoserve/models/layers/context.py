@@ -1,4 +1,4 @@
-"""The context that all layers of one model share."""
+"""Context that all layers of a model share."""
 
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,26 +14,26 @@ from nanoserve.models.layers.tensor_parallel import TensorParallel
 
 
 class LinearMethod(Protocol):
-    """The way a linear keeps and uses its weight: plain here; prepacked or quantised elsewhere."""
+    """Storage and use of a linear's weight: plain here; prepacked or quantised elsewhere."""
 
     def create_weights(
         self, layer: nn.Module, in_features: int, out_features: int, context: "LayerContext"
     ) -> None:
-        """Give `layer` the parameters that the checkpoint fills."""
+        """Create the parameters of `layer` that the checkpoint fills."""
 
     def process_after_loading(self, layer: nn.Module) -> None:
-        """Change the loaded weight into the form that `apply` wants."""
+        """Convert the loaded weight to the form that `apply` uses."""
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """[..., in_features] -> [..., out_features], without bias."""
+        """Return the product without bias: [..., in_features] -> [..., out_features]."""
 
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """This process's place among all ranks of an engine: by default, it is the only one.
+    """Rank of this process among all ranks of an engine; by default it is the only one.
 
-    A stage of a pipeline (`pp`) has layers of its own, which several ranks may share (`tp`).
-    `world` is the group of all ranks where there are several stages.
+    A pipeline stage (`pp`) has its own layers, which several ranks may split (`tp`). `world` is the
+    group of all ranks if there are several stages.
     """
 
     tp: TensorParallel = field(default_factory=TensorParallel)
@@ -42,27 +42,27 @@ class ParallelContext:
 
     @property
     def num_ranks(self) -> int:
-        """The number of ranks of all stages."""
+        """Number of ranks of all stages."""
         return self.tp.size * self.pp.num_stages
 
     @property
     def global_rank(self) -> int:
-        """The number of this rank among all of them; those of the last stage come first.
+        """Number of this rank among all of them; those of the last stage come first.
 
-        Rank 0, which samples, is in the last stage: so no token travels, and the scheduler plans
-        while the other stages compute.
+        Rank 0, which samples, is in the last stage: so sampled tokens need not be sent, and the
+        scheduler plans while the other stages compute.
         """
         return self.tp.size * (self.pp.num_stages - 1 - self.pp.index) + self.tp.rank
 
     def smallest(self, value: int) -> int:
-        """Return the smallest value of all ranks, on all of them."""
+        """Return, on all ranks, the smallest value of any rank."""
         group = self.tp.group if self.world is None else self.world
         return value if group is None else group.smallest(value)
 
 
 @dataclass(frozen=True)
 class LayerContext:
-    """Handed to every layer's constructor, so that no layer reads a global."""
+    """Context passed to every layer's constructor, so that no layer reads a global."""
 
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
@@ -70,9 +70,9 @@ class LayerContext:
     attention: AttentionBackend = field(default_factory=TorchAttention)
     ops: TorchOps = field(default_factory=TorchOps)
     linear_method: LinearMethod | None = None  # None keeps weights as the checkpoint has them
-    max_model_len: int | None = None  # what the user chose
-    num_positions: int | None = None  # that occur, where fewer do than the model allows
-    parts: Any = None  # the model's class, whose attributes name its parts: see Qwen3ForCausalLM
+    max_model_len: int | None = None  # as configured by the user
+    num_positions: int | None = None  # if fewer occur than the model allows
+    parts: Any = None  # the model's class, with the classes of its parts: see Qwen3ForCausalLM
 
     @property
     def tp(self) -> TensorParallel:
@@ -83,6 +83,6 @@ class LayerContext:
         return self.parallel.pp
 
     def empty(self, *shape: int) -> torch.nn.Parameter:
-        """An uninitialised parameter, which the loader fills."""
+        """Return an uninitialised parameter, which the loader fills."""
         data = torch.empty(shape, dtype=self.dtype, device=self.device)
         return torch.nn.Parameter(data, requires_grad=False)

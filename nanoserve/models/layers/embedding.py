@@ -10,17 +10,17 @@ from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
 from nanoserve.models.layers.context import LayerContext
 from nanoserve.models.layers.linear import UnquantizedLinearMethod
 
-# Bytes of an embedding from which on it is looked up in the form of a tied LM head, if that gives
-# rows back: a second copy would be a quarter of Qwen3-0.6B. A look-up there takes 20 us more in a
-# step, and 15 us for each token: much for a small model, nothing for one as large as this.
+# Size in bytes from which an embedding reads its rows from a tied LM head, if the head's format
+# supports that: a second copy would be a quarter of Qwen3-0.6B. Such a look-up takes 20 us more in
+# a step, and 15 us for each token: significant for a small model, negligible for one of this size.
 SHARED_FROM = 2**26
 
 
 class VocabParallelEmbedding(nn.Module):
-    """[num_tokens] -> [num_tokens, hidden]; a rank holds rows of its part of the vocabulary.
+    """Embedding [num_tokens] -> [num_tokens, hidden], split over the ranks along the vocabulary.
 
-    A rank looks up what it has and contributes zeros for the rest; the sum over the ranks is the
-    embedding. The vocabulary is padded to a multiple of the ranks.
+    A rank looks up the tokens of its part and contributes zeros for the others; the sum over the
+    ranks is the embedding. The vocabulary is padded to a multiple of the number of ranks.
     """
 
     def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext) -> None:
@@ -29,13 +29,13 @@ class VocabParallelEmbedding(nn.Module):
         self.shape = (vocab_size, hidden_size)
         self.rows = -(-vocab_size // self.tp.size)
         self.start = self.tp.rank * self.rows
-        self.num_here = max(0, min(self.rows, vocab_size - self.start))  # less on the last rank
+        self.num_here = max(0, min(self.rows, vocab_size - self.start))  # fewer on the last rank
         self.weight = context.empty(self.rows, hidden_size)
         self.weight[self.num_here :].zero_()
         self._look_up: Callable[[Tensor], Tensor] | None = None
 
     def share(self, look_up: Callable[[Tensor], Tensor]) -> None:
-        """Keep no weight: `look_up` gives its rows, int [n] -> [n, hidden], from a tied LM head."""
+        """Drop the weight, and use `look_up`, int [n] -> [n, hidden], of a tied LM head."""
         self._look_up, self.weight = look_up, None
         look_up(torch.zeros(1, dtype=torch.int32))  # compiles now, not in the first step
 
@@ -58,12 +58,12 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(VocabParallelEmbedding):
-    """[num_rows, hidden] -> logits [num_rows, vocab_size] on rank 0, where sampling is done."""
+    """LM head: [num_rows, hidden] -> logits [num_rows, vocab_size] on rank 0, which samples."""
 
     def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext) -> None:
         super().__init__(vocab_size, hidden_size, context)
         self.method = context.linear_method or UnquantizedLinearMethod()
-        self._embedding: tuple[VocabParallelEmbedding, ...] = ()  # a module's modules are its parts
+        self._embedding: tuple[VocabParallelEmbedding, ...] = ()  # in a tuple: not a submodule
 
     def process_after_loading(self) -> None:
         num_bytes = self.weight.nbytes

@@ -1,11 +1,11 @@
-"""A mixture of experts in the place of the feed-forward (Shazeer et al. 2017; Fedus et al. 2021).
+"""Mixture of experts, in place of the feed-forward (Shazeer et al. 2017; Fedus et al. 2021).
 
-A router, which is a small linear, chooses `num_experts_per_tok` of many feed-forwards for each
+A router, which is a small linear, selects `num_experts_per_tok` of many feed-forwards for each
 token; only these are computed, and their outputs are added with the router's weights. So a model
-has the parameters of all experts, and the arithmetic of a few.
+has the parameters of all experts, and the computation of a few.
 
-Shapes: T tokens that each have K experts make T x K *pairs*, numbered token x K + choice. To
-multiply with every expert's weights only once, pairs are sorted by expert.
+Shapes: T tokens with K experts each make T x K *pairs*, numbered token x K + choice. To multiply
+with every expert's weights only once, pairs are sorted by expert.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,29 +21,30 @@ from nanoserve.models.layers.context import LayerContext, LinearMethod
 
 
 class ExpertsMethod(LinearMethod, Protocol):
-    """What else a `LinearMethod` does where there are experts."""
+    """Extension of `LinearMethod` for the weights of experts."""
 
     def create_experts(
         self, layer: nn.Module, name: str, shape: tuple[int, int, int], context: LayerContext
     ) -> None:
-        """Give `layer` the parameter `name` [experts, outputs, inputs]."""
+        """Create the parameter `name` [experts, outputs, inputs] of `layer`."""
 
     def process_experts(self, layer: nn.Module, name: str) -> None:
-        """In the loaded parameter's place, put what each expert's input is given to."""
+        """Replace the loaded parameter by a sequence of functions, one for each expert's input."""
 
 
 class SparseMoE(nn.Module):
-    """[num_tokens, hidden] -> [num_tokens, hidden].
+    """Mixture of experts: [num_tokens, hidden] -> [num_tokens, hidden].
 
-    Whole experts are distributed over the ranks: each has a contiguous part of them and a copy of
-    the router, computes what its experts add to all tokens, and one all-reduce sums the ranks. The
-    experts need not divide by the ranks: some then have one more than others.
+    Whole experts are distributed over the ranks: each has a contiguous range of them and a copy of
+    the router, computes the contribution of its experts to all tokens, and an all-reduce sums over
+    the ranks. The number of experts need not be a multiple of the ranks: some ranks then have one
+    more.
     """
 
-    # The names in checkpoints: of this module, None where it is our own; of an expert's linears.
+    # Names in checkpoints: of this module, None if it is the same, and of an expert's linears.
     stored_as: str | None = None
     projections = ("gate_proj", "up_proj", "down_proj")
-    rounds_weights = True  # the router's weights, computed in float32, to the model's dtype
+    rounds_weights = True  # True: the router's float32 weights are rounded to the model's dtype
 
     def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
         super().__init__()
@@ -77,9 +78,9 @@ class SparseMoE(nn.Module):
         return self.tp.all_reduce(self.sum_of_experts(hidden, expert_ids, expert_weights, *weights))
 
     def route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Each token's experts, int64 [num_tokens, top_k], and their weights, the same shape."""
+        """Return each token's experts, int64 [num_tokens, top_k], and weights of the same shape."""
         logits = F.linear(hidden, self.router)
-        # In float32: among many experts, 16 bits would tie too often.
+        # In float32: among many experts, 16-bit values would often be equal.
         weights, ids = logits.softmax(dim=-1, dtype=torch.float32).topk(self.top_k, dim=-1)
         if self.norm_topk_prob:
             weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -95,7 +96,7 @@ class SparseMoE(nn.Module):
             here = expert - self.first_expert
             if 0 <= here < len(self.down):
                 parts = (self.gate_up[here, :size], self.gate_up[here, size:], self.down[here])
-            else:  # it must be in the checkpoint all the same, but nothing of it is kept
+            else:  # required in the checkpoint, but not kept on this rank
                 parts = (self.router.new_empty(0, shape[1]) for shape in shapes.values())
             for (projection, shape), part in zip(shapes.items(), parts, strict=True):
                 yield CheckpointTensor(f"{name}.experts.{expert}.{projection}.weight", part, shape)
@@ -110,17 +111,17 @@ def sum_of_experts(
     first_expert: int = 0,
     num_experts: int | None = None,
 ) -> Tensor:
-    """The weighted sum of those of each token's experts that are here.
+    """Return the weighted sum of each token's experts, over the experts of this rank.
 
     hidden          [num_tokens, hidden]
     expert_ids      integers [num_tokens, top_k], of all experts
     expert_weights  [num_tokens, top_k]
     gate_up         [experts here, 2 x size, hidden]: of `first_expert` and those that follow it
-    down            [experts here, hidden, size]; of both, or what each expert's input is given to
+    down            [experts here, hidden, size]; either may be a function for each expert
     num_experts     of all ranks together; None if all are here
 
     Returns [num_tokens, hidden] in hidden's dtype. A token's experts are added in their order and
-    in float32: its sum does not depend on its neighbours.
+    in float32: so its sum does not depend on other tokens.
     """
     out = torch.zeros_like(hidden, dtype=torch.float32)
     ids, weights, top_k = expert_ids.flatten(), expert_weights.flatten(), expert_ids.shape[1]

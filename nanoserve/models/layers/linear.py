@@ -1,8 +1,8 @@
-"""Linears that can be split over ranks, and the seam for other weight formats.
+"""Linear layers that can be split over ranks, and the interface for other weight formats.
 
 Megatron's pair: a *column-parallel* linear gives each rank a part of the outputs and needs no
-communication; a *row-parallel* one takes a part of the inputs, so the ranks' results are summed.
-Column then row costs one all-reduce for the two of them.
+communication; a *row-parallel* one gives each rank a part of the inputs, so the ranks' results are
+summed. A column-parallel linear followed by a row-parallel one needs a single all-reduce.
 """
 
 from collections.abc import Iterator, Mapping
@@ -39,12 +39,12 @@ class _Linear(nn.Module):
 
 
 class ColumnParallelLinear(_Linear):
-    """y = x W^T + b with the rows of W split over the ranks; [..., in] -> [..., out / size].
+    """Linear y = x W^T + b with the rows of W split over ranks; [..., in] -> [..., out / size].
 
-    `outputs` names the checkpoint tensors that are fused into one weight, with their output sizes:
-    {"gate_proj": 3072, "up_proj": 3072} is one product instead of two. `num_slices` says into
-    how many different slices an output is cut where that is not the number of ranks: with fewer
-    KV heads than ranks, several ranks keep a copy of the same head.
+    `outputs` has the names and output sizes of the checkpoint tensors that are fused into one
+    weight: {"gate_proj": 3072, "up_proj": 3072} is one product instead of two. `num_slices` is the
+    number of distinct slices of an output if it is not the number of ranks: with fewer KV heads
+    than ranks, several ranks have a copy of the same head.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class ColumnParallelLinear(_Linear):
             slices = self.num_slices[name]
             if total % slices or context.tp.size % slices:
                 raise ValueError(
-                    f"{name} has {total} outputs, which in {slices} slices "
-                    f"{context.tp.size} ranks cannot share"
+                    f"{name} has {total} outputs, which cannot be split into {slices} slices over "
+                    f"{context.tp.size} ranks: choose another tensor_parallel_size"
                 )
         self.sizes = {name: total // self.num_slices[name] for name, total in outputs.items()}
         self.in_features = in_features
@@ -88,9 +88,9 @@ class ColumnParallelLinear(_Linear):
 
 
 class RowParallelLinear(_Linear):
-    """y = x W^T + b with the columns of W split over the ranks; [..., in / size] -> [..., out].
+    """Linear y = x W^T + b with W's columns split over ranks; [..., in / size] -> [..., out].
 
-    Each rank's product is one summand, so the bias is added once, after the sum.
+    Each rank's product is a partial sum, so the bias is added once, after the all-reduce.
     """
 
     def __init__(

@@ -9,7 +9,7 @@ from nanoserve.models.layers.context import LayerContext
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, of length `size`."""
+    """Layer x / sqrt(mean(x^2) + eps) * weight, over the last dimension, of length `size`."""
 
     def __init__(self, size: int, eps: float, context: LayerContext) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class RMSNorm(nn.Module):
         return self.ops.rms_norm(x, self.weight, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """Add `x` to the residual stream, and normalise the sum: (normalised, sum)."""
+        """Add `x` to the residual stream, and normalise the sum; return (normalised, sum)."""
         return self.ops.add_rms_norm(x, residual, self.weight, self.eps)
 
     def checkpoint_tensors(self, own_name: str) -> Iterator[CheckpointTensor]:

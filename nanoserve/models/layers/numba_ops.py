@@ -1,4 +1,4 @@
-"""`TorchOps` for a CPU, as kernels that numba compiles (extra: `nanoserve[cpu]`)."""
+"""Implementation of `TorchOps` for a CPU, compiled by numba (extra: `nanoserve[cpu]`)."""
 
 from torch import Tensor
 
@@ -15,9 +15,12 @@ class NumbaOps(FusedOps):
     store_kv = staticmethod(store_kv)
 
     def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
-        """[num_tokens, 2 x size] -> [num_tokens, size]; GELU is torch's."""
+        """Return activation(gate) * up, [num_tokens, 2 x size] -> [num_tokens, size].
+
+        SiLU is compiled; GELU is torch's.
+        """
         if activation == "silu":
             return silu_and_mul(gate_up)
         if activation not in ACTIVATIONS:
-            raise ValueError(f"activation={activation!r:.80} is none of {ACTIVATIONS}")
+            raise ValueError(f"activation={activation!r:.80} must be one of {ACTIVATIONS}")
         return super().act_and_mul(gate_up, activation)

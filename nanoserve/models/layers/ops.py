@@ -1,8 +1,8 @@
-"""The small operations between the matrix products, in plain torch.
+"""Small operations between the matrix products, in plain torch.
 
-They cost few operations and many bytes, so a GPU wants each of them as one pass over its data:
-`nanoserve.models.layers.triton_ops` has the same methods as Triton kernels, and is measured against these.
-`FusedOps` is what the versions with kernels share.
+They have little arithmetic and much memory traffic, so on a GPU each should be one pass over its
+data: `nanoserve.models.layers.triton_ops` implements the same methods as Triton kernels, and is tested
+against these. `FusedOps` is the common base of the versions with kernels.
 """
 
 from collections.abc import Callable
@@ -17,37 +17,40 @@ from nanoserve.attention.kv_cache import KVCache
 
 
 class TorchOps:
-    # Where several operations of a layer are one kernel. None: the layer does them one by one.
-    # (heads, rotary, (q_norm, k_norm), kv_cache, metadata) -> q, see Qwen3Attention; no norm is
-    # None. The other is as `nanoserve.models.layers.experts.sum_of_experts`.
+    # Fused operations of a layer; None: the layer runs them one by one. The first is (heads,
+    # rotary, (q_norm, k_norm), kv_cache, metadata) -> q, see Qwen3Attention; a missing norm is
+    # None. The second has the signature of `nanoserve.models.layers.experts.sum_of_experts`.
     norm_rotate_store: Callable[..., Tensor] | None = None
     sum_of_experts: Callable[..., Tensor] | None = None
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """RMSNorm (Zhang and Sennrich 2019) over the last dimension: no mean, no bias."""
-        # Gemma's weights are float32 beside activations in 16 bits.
+        """Return RMSNorm (Zhang and Sennrich 2019) over the last dimension: no mean, no bias."""
+        # Gemma's norm weights are float32, also if activations have 16 bits.
         return F.rms_norm(x.to(weight.dtype), weight.shape, weight, eps).to(x.dtype)
 
     def add_rms_norm(
         self, x: Tensor, residual: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
-        """Add `x` to the residual stream, and normalise the sum: (normalised, sum).
+        """Add `x` to the residual stream, and normalise the sum; return (normalised, sum).
 
-        The results may lie where the arguments were; callers have no use for those any more.
+        The results may overwrite the arguments, which callers must not use again.
         """
         residual = residual + x
         return self.rms_norm(residual, weight, eps), residual
 
     def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
-        """[..., 2 x size] -> [..., size]: activation(gate) * up (Shazeer 2020: SwiGLU, GEGLU)."""
+        """Return activation(gate) * up, [..., 2 x size] -> [..., size].
+
+        SwiGLU or GEGLU (Shazeer 2020).
+        """
         gate, up = gate_up.chunk(2, dim=-1)
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
 class FusedOps(TorchOps):
-    """All between the qkv projection and attention as one kernel, whichever compiler made it."""
+    """Operations with everything between the qkv projection and attention fused into one kernel."""
 
-    # As `nanoserve.kernels.triton.store_kv.store_kv`, and the one of that name in `kernels_cpu`.
+    # `nanoserve.kernels.triton.store_kv.store_kv`, or the function of that name in `kernels_cpu`.
     store_kv: Callable[..., Tensor]
 
     def norm_rotate_store(
@@ -58,10 +61,10 @@ class FusedOps(TorchOps):
         kv_cache: KVCache,
         metadata: AttentionMetadata,
     ) -> Tensor:
-        """Do steps 2 to 5 of `Qwen3Attention.forward` in one; return q.
+        """Run steps 2 to 5 of `Qwen3Attention.forward` as one kernel; return q.
 
-        Codes of 8 bits are made of float32, with no rounding to 16 bits between. Raises
-        `ValueError` for norms of q and k that differ in eps.
+        8-bit codes are computed from float32 values, without rounding to 16 bits first. Raises
+        `ValueError` if the norms of q and k differ in eps.
         """
         q_norm, k_norm = norms
         q_weight, k_weight, eps = None, None, 0.0
@@ -70,7 +73,9 @@ class FusedOps(TorchOps):
         if k_norm is not None:
             k_weight = k_norm.weight
             if k_norm.eps != eps:
-                raise ValueError(f"the norms of q and k must have one eps, not {eps}, {k_norm.eps}")
+                raise ValueError(
+                    f"the norms of q and k must have the same eps, not {eps}, {k_norm.eps}"
+                )
         return self.store_kv(
             heads,
             metadata.positions,
@@ -86,9 +91,10 @@ class FusedOps(TorchOps):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [num_tokens, num_heads, head_dim]; cos and sin [num_tokens, head_dim / 2] of its positions.
+    """Apply rotary embeddings to x [num_tokens, num_heads, head_dim].
 
-    Pairs (x[i], x[i + head_dim / 2]) are turned by their angles: see `RotaryEmbedding`.
+    cos and sin are [num_tokens, head_dim / 2], for the tokens' positions. Pairs (x[i], x[i +
+    head_dim / 2]) are rotated by their angles: see `RotaryEmbedding`.
     """
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)

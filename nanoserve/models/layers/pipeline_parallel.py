@@ -1,9 +1,9 @@
-"""A stage of a pipeline: some of the model's layers, and what passes from it to the next.
+"""Stage of a pipeline: some of the model's layers, and the tensor passed to the next stage.
 
-Huang et al. 2018 ("GPipe"): a model is cut between layers, and each part has devices of its own.
+Huang et al. 2018 ("GPipe"): a model is cut between layers, and each part has its own devices.
 Unlike tensor parallelism, which communicates twice in each layer, a stage sends one tensor a step,
-[num_tokens, hidden_size]; so stages may be far apart, and one of them is busy only while a step is
-in it. They are all busy when as many steps are under way (`nanoserve.features.parallel.pipeline_schedule`).
+[num_tokens, hidden_size]; so the links between stages may be slow, and a stage is busy only while a
+step is in it. All stages are busy when as many steps are under way (`nanoserve.features.parallel.pipeline_schedule`).
 """
 
 import time
@@ -17,10 +17,11 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class PipelineParallel:
-    """This process's stage. By default there is one stage, the whole model, which sends nothing.
+    """Pipeline stage of this process. By default there is one stage, the whole model.
 
-    `layers` are those computed here, None for all. `before` joins this rank to one of the stage
-    before, `behind` to one of the next: each is a `nanoserve.features.parallel.process_group.Group` of two.
+    `layers` are those computed here, None for all. `before` connects this rank to a rank of the
+    stage before, `behind` to one of the next: each is a `nanoserve.features.parallel.process_group.Group` of
+    two.
     """
 
     index: int = 0
@@ -28,7 +29,7 @@ class PipelineParallel:
     layers: range | None = None
     before: Any = None
     behind: Any = None
-    # When the last step came from the stage before and went to the next, by `time.perf_counter`.
+    # Times when the last step was received and sent, by `time.perf_counter`.
     received_at: float | None = None
     sent_at: float | None = None
     _sent: deque[tuple[Any, Tensor]] = field(default_factory=deque)
@@ -42,23 +43,23 @@ class PipelineParallel:
         return self.index == self.num_stages - 1
 
     def layers_of(self, num_layers: int) -> range:
-        """Return the indices of the layers computed here, of a model that has `num_layers`."""
+        """Return the indices of the layers computed here, for a model that has `num_layers`."""
         return range(num_layers) if self.layers is None else self.layers
 
     def receive(self, hidden: Tensor) -> Tensor:
-        """Fill `hidden`, [num_tokens, hidden_size], with what the stage before has sent."""
+        """Receive `hidden`, [num_tokens, hidden_size], from the stage before, and return it."""
         self.before.broadcast(hidden.view(torch.uint8))
         self.received_at = time.perf_counter()
         return hidden
 
     def send(self, hidden: Tensor) -> Tensor:
-        """Start to send `hidden`, [num_tokens, hidden_size], to the next stage; returns it.
+        """Start to send `hidden`, [num_tokens, hidden_size], to the next stage, and return it.
 
-        The next stage may be busy: this one goes on with its next step meanwhile. Nobody may write
-        into `hidden` any more.
+        The next stage may be busy: this one goes on with its next step meanwhile. `hidden` must not
+        be modified afterwards.
         """
         self.sent_at = time.perf_counter()
-        while len(self._sent) >= self.num_stages:  # so many steps are under way at most
+        while len(self._sent) >= self.num_stages:  # at most this many steps are under way
             work, _ = self._sent.popleft()
             self.behind.wait(work)
         work = self.behind.start_broadcast(hidden.view(torch.uint8))

@@ -1,4 +1,4 @@
-"""A rank among those that share layers: which part is its own, and how parts become a whole."""
+"""Tensor parallelism of layers: a rank's part of a layer, and the collectives over ranks."""
 
 from typing import Any, NamedTuple
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class TensorParallel(NamedTuple):
-    """This process's place among the ranks that share layers (Shoeybi et al. 2019, Megatron-LM).
+    """Rank of this process among those that split the layers (Shoeybi et al. 2019, Megatron-LM).
 
     `group` is a `nanoserve.features.parallel.process_group.Group`, None on one device.
     """
@@ -17,13 +17,15 @@ class TensorParallel(NamedTuple):
     group: Any = None
 
     def part(self, total: int, what: str) -> int:
-        """`total` divided by the ranks; `ValueError` if it does not divide."""
+        """Return `total` divided by the number of ranks; `ValueError` if it does not divide."""
         if total % self.size:
-            raise ValueError(f"{what}={total} does not divide by tensor_parallel_size={self.size}")
+            raise ValueError(
+                f"{what}={total} must be a multiple of tensor_parallel_size={self.size}"
+            )
         return total // self.size
 
     def slices(self, total: int, what: str) -> int:
-        """Into how many slices `total` KV heads are cut: fewer heads than ranks are shared."""
+        """Return the number of slices of `total` KV heads: fewer heads than ranks are copied."""
         num_slices = min(self.size, total)
         if total % num_slices or self.size % num_slices:
             raise ValueError(
@@ -32,19 +34,19 @@ class TensorParallel(NamedTuple):
         return num_slices
 
     def all_reduce(self, x: Tensor) -> Tensor:
-        """Sum over the ranks, in place."""
+        """Sum `x` over the ranks in place, and return it."""
         if self.group is not None:
             self.group.all_reduce(x)
         return x
 
     def gather(self, x: Tensor) -> Tensor | None:
-        """On rank 0 the ranks' tensors side by side along the last dimension, elsewhere None."""
+        """Return, on rank 0, the ranks' tensors joined in the last dimension; elsewhere None."""
         if self.group is None:
             return x
         parts = self.group.gather(x)
         return None if parts is None else torch.cat(parts, dim=-1)
 
     def broadcast(self, x: Tensor) -> None:
-        """What rank 0 has in `x`, on all ranks."""
+        """Copy `x` of rank 0 to all ranks."""
         if self.group is not None:
             self.group.broadcast(x)

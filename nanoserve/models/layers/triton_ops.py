@@ -1,4 +1,4 @@
-"""`TorchOps` as one Triton kernel each, for tensors on a GPU."""
+"""Implementation of `TorchOps` with a Triton kernel for each operation, for tensors on a GPU."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from nanoserve.models.layers.ops import FusedOps
 
 
 class TritonOps(FusedOps):
-    """What has no kernel of its own here is not part of a decode step of a supported model."""
+    """Triton kernels of all operations that occur in a decode step of a supported model."""
 
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)
@@ -20,5 +20,5 @@ class TritonOps(FusedOps):
     store_kv = staticmethod(store_kv)
 
     def sum_of_experts(self, *args: Any) -> torch.Tensor:
-        """Arguments and result as of `nanoserve.models.layers.experts.sum_of_experts`."""
+        """Return what `nanoserve.models.layers.experts.sum_of_experts` does, for the same arguments."""
         return fused_experts(*args)

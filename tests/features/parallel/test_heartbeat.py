@@ -119,9 +119,9 @@ def test_whoever_was_stopped_itself_gives_the_others_time() -> None:
         pulse = Pulse(process.pid)
         for elapsed in (BEAT, BEAT, 3600.0):
             time.sleep(0.05)  # until it sleeps: then it uses no processor time
-            pulse.look(elapsed, heard=False)
+            pulse.look(elapsed, received=False)
         assert pulse.silence <= 4 * BEAT
-        pulse.look(BEAT, heard=True)
+        pulse.look(BEAT, received=True)
         assert pulse.silence == 0.0
     finally:
         process.kill()

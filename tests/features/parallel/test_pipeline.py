@@ -320,7 +320,10 @@ def test_known_models_are_split(
 
 def test_what_does_not_go_together_is_refused(path: Path) -> None:
     for options, told in (
-        ({"pipeline_parallel_size": 4}, "4 stages, but the model has 3 layers"),
+        (
+            {"pipeline_parallel_size": 4},
+            "pipeline_parallel_size=4 must be at most the model's 3 layers",
+        ),
         ({"pipeline_parallel_size": 0}, "pipeline_parallel_size=0"),
         ({"pipeline_parallel_size": 2, "async_scheduling": True}, "async_scheduling"),
         ({"pipeline_parallel_size": 2, "capture_sampling": True}, "capture_sampling"),
@@ -385,7 +388,7 @@ def test_stages_sleep_and_wake(path: Path) -> None:
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with make_llm(path, 2) as llm:
         expected = llm.generate([[5, 6, 7]], params, use_tqdm=False)[0].outputs
-        with pytest.raises(ValueError, match="take level=2"):
+        with pytest.raises(ValueError, match="use level=2"):
             llm.sleep(level=1)
         llm.sleep(level=2)
         llm.wake_up()

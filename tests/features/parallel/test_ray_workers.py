@@ -94,7 +94,7 @@ def test_a_rank_that_is_killed_ends_all(path: Path) -> None:
             os.kill(pids[1], signal.SIGKILL)
 
         soon_after_a_step(llm, kill)
-        with pytest.raises(WorkerError, match="rank 2, in Ray: its"):
+        with pytest.raises(WorkerError, match="rank 2, started by Ray: its"):
             while True:
                 llm.generate([[1, 2, 3]] * 8, LONG, use_tqdm=False)
         tell_time(killed_at[0])
@@ -117,7 +117,7 @@ def test_an_error_of_a_rank_arrives(path: Path, monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.size("full")
 @pytest.mark.usefixtures("cluster")
 def test_more_ranks_than_the_cluster_has_room_for(path: Path) -> None:
-    with pytest.raises(ValueError, match="take 3 CPUs of Ray's cluster, which has 2"):
+    with pytest.raises(ValueError, match="need 3 CPUs, but Ray's cluster has 2"):
         make_llm(path, pipeline_parallel_size=2, tensor_parallel_size=2)
 
 

@@ -312,7 +312,7 @@ def test_a_layer_costs_two_all_reduces(
 @pytest.mark.parametrize(
     ("overrides", "size", "message"),
     [
-        ({}, 3, "num_attention_heads=4 does not divide by tensor_parallel_size=3"),
+        ({}, 3, "num_attention_heads=4 must be a multiple of tensor_parallel_size=3"),
         ({"intermediate_size": 82}, 4, "82"),
         ({"num_attention_heads": 6, "num_key_value_heads": 3}, 2, "num_key_value_heads=3"),
     ],

@@ -147,8 +147,10 @@ def test_an_exception_in_a_worker_arrives_with_its_traceback(
     with make_llm(checkpoint, tensor_parallel_size=size, max_num_seqs=4) as llm:
         llm.generate([1, 2, 3], SHORT, use_tqdm=False)
         workers = llm.engine.executor._workers
-        tell, later = workers._tell, (2).to_bytes(4, "little")
-        workers._tell = lambda message: tell(bytes(map(sum, zip(message, later, strict=True))))
+        tell, later = workers._send_number, (2).to_bytes(4, "little")
+        workers._send_number = lambda message: tell(
+            bytes(map(sum, zip(message, later, strict=True)))
+        )
         start = time.monotonic()
         with pytest.raises(WorkerError, match="was overwritten by") as caught:
             llm.generate([1, 2, 3], SHORT, use_tqdm=False)
@@ -347,7 +349,7 @@ def press_ctrl_c_twice(*args: object) -> None:
 def test_an_exception_in_rank_0s_model_ends_the_engine(
     checkpoint: Path, kind: type[BaseException], hook: Callable[..., object]
 ) -> None:
-    told = f"rank 0 has left a step that the others have not: {kind.__name__}"
+    told = f"rank 0 failed in a step that other ranks had started: {kind.__name__}"
     with make_llm(checkpoint) as llm:
         layer = llm.engine.executor.runner.model.model.layers[1]
         layer.register_forward_pre_hook(hook)

@@ -242,7 +242,7 @@ def test_rows_without_a_filter_have_no_border() -> None:
     [
         ({"logits": torch.zeros(7)}, "logits"),
         ({"logits": torch.zeros(7, 2).T}, "logits"),
-        ({"logits": torch.zeros(2, 7, dtype=torch.float64)}, "7 logits of torch.float64"),
+        ({"logits": torch.zeros(2, 7, dtype=torch.float64)}, "not 7 and torch.float64"),
         ({"logits": torch.empty(2, 2**24, device="meta")}, "16777216"),
         ({"slots": torch.zeros(3, dtype=torch.int32)}, "slots"),
         ({"settings": torch.zeros(2, 4, dtype=torch.int32)}, "settings"),

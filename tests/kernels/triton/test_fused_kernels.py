@@ -272,7 +272,7 @@ def test_what_the_layers_call_is_what_they_call_on_a_cpu(head_dim: int, has_norm
         ({"kv_cache": torch.zeros(2, 4, 16, 16)}, "kv_cache"),
         ({"kv_cache": torch.zeros(1, 4, 2, 16, 16)}, "kv_cache"),
         ({"kv_cache": torch.zeros(2, 4, 2, 16, 16).transpose(3, 4)}, "last dimension"),
-        ({"heads": torch.zeros(3, 6, 15), "kv_cache": torch.zeros(2, 4, 2, 16, 15)}, "one even"),
+        ({"heads": torch.zeros(3, 6, 15), "kv_cache": torch.zeros(2, 4, 2, 16, 15)}, "same, even"),
         ({"positions": torch.zeros(2, dtype=torch.int32)}, "positions"),
         ({"positions": torch.zeros(6, dtype=torch.int32)[::2]}, "positions"),
         ({"slot_mapping": torch.zeros(4, dtype=torch.int32)}, "slot_mapping"),

@@ -275,8 +275,8 @@ def test_what_torch_refuses_is_multiplied_here(
     assert layer.form.scaled_mm_from == least
     (told,) = caplog.messages
     own = "any number" if least == quantized_linear.NEVER else f"up to {least - 1}"
-    assert f"96 inputs and 32 outputs with {scaled_mm.calls[-1][0]} rows" in told
-    assert f"multiplies {own}" in told and told.endswith("NOT_SUPPORTED when calling cublasLt")
+    assert f"96 inputs, 32 outputs and {scaled_mm.calls[-1][0]} rows" in told
+    assert f"used for {own}" in told and told.endswith("NOT_SUPPORTED when calling cublasLt")
     for rows in (1, 3, 8, 9):
         scaled_mm.calls.clear()
         x = torch.randn(rows, 96, device=DEVICE).bfloat16()
@@ -574,7 +574,7 @@ def test_what_does_not_fit_is_refused() -> None:
         ({"weight_scale": weight_scale.double()}, "must be float32"),
         ({"x": x.repeat(2, 1)[::2]}, "contiguous"),
         ({"group_size": 32}, r"each row and 32 inputs"),
-        ({"group_size": 48}, r"group_size=48 is none of \[32, 64, 128\]"),
+        ({"group_size": 48}, r"group_size=48 must be one of \[32, 64, 128\]"),
     ):
         wrong = {"x": x, "x_scale": scale, "weight": weight, "weight_scale": weight_scale} | change
         with pytest.raises(ValueError, match=message):
