@@ -1,1 +1,1 @@
-"""What a checkpoint says and holds: where it is, its `config.json`, its weights."""
+"""Checkpoints: look-up by name, configuration (`config.json`) and loading of weights."""

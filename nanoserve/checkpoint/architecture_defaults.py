@@ -1,6 +1,6 @@
-"""The settings of `config.json` that some architectures have, and what they imply.
+"""Settings of `config.json` of the less common architectures, with their defaults.
 
-As `_SETTINGS` in `nanoserve.checkpoint.config_json`, where those of the plain ones are.
+The format is that of `_SETTINGS` in `nanoserve.checkpoint.config_json`.
 """
 
 from typing import Any
@@ -29,7 +29,7 @@ OTHER_SETTINGS: dict[str, dict[str, Any]] = {
         "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0,
         "rope_theta": 10_000.0,
     },
-    # Its files have an attn_logit_softcapping too, which its attention does not read.
+    # Its files also have attn_logit_softcapping, which its attention does not use.
     "Gemma3ForCausalLM": {
         **_GEMMA,
         "final_logit_softcapping": None, "sliding_window_pattern": 6,

@@ -1,7 +1,7 @@
-"""A model's name -> its `Checkpoint`: on the disk, bundled, in a package, or from the hub.
+"""Look-up of a model by name: on disk, bundled, in a Python package, or on the Hugging Face hub.
 
-Of a repository on the hub only what nanoserve reads is fetched: a few small files at first, and the
-weights once nothing else can be refused.
+Only the files that nanoserve reads are downloaded from the hub: first the small ones, and the
+weights after everything else has been validated.
 """
 
 import os
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model or a tokenizer that was looked up by its name, once.
+    """Checkpoint of a model or a tokenizer, looked up once by its name.
 
     name: as the user gave it.
-    folder: with everything in it; of one from the hub, everything but the weights. Or a GGUF file.
-    download_dir: the cache of the hub's files; None is the hub's own.
+    folder: holds all files, except the weights of a model from the hub; or it is a GGUF file.
+    download_dir: cache for files of the hub; None uses the hub's own cache.
     """
 
     name: str | Path
@@ -41,13 +41,14 @@ class Checkpoint:
     def open(
         cls, name: str | Path, config: EngineConfig, revision: str | None = None
     ) -> "Checkpoint":
-        """Find a checkpoint. A folder or a GGUF file that exists wins, then a bundled name, then
-        that of a model in a package ("smollm2"); then "organisation/model" or
-        "organisation/model/file.gguf" is looked up on the hub, at `revision` (a branch, a tag or a
-        commit).
+        """Find a checkpoint by name.
 
-        Raises `ValueError`, with what to do, for a name that is none of these, for a package that
-        is not installed and for a model that cannot be had from the hub.
+        The first match counts: an existing folder or GGUF file, a bundled name, the name of a
+        model in a package ("smollm2"), and then "organisation/model" or
+        "organisation/model/file.gguf" on the hub, at `revision` (a branch, a tag or a commit).
+
+        Raises `ValueError`, with advice, for a name that is none of these, for a package that is
+        not installed and for a model that cannot be downloaded from the hub.
         """
         folder = local_checkpoint(name)
         if folder is not None:
@@ -61,7 +62,7 @@ class Checkpoint:
 
     @cached_property
     def source(self) -> "Path | GGUFFile":
-        """What the config and the tokenizer are read from: the folder, or the parsed GGUF file.
+        """The source of the config and the tokenizer: the folder, or the parsed GGUF file.
 
         Raises `ValueError` for a damaged GGUF file.
         """
@@ -71,14 +72,16 @@ class Checkpoint:
 
     @cached_property
     def config_files(self) -> ConfigFiles:
-        """What `config.json` and `generation_config.json` say. Raises `ValueError` for a folder
-        without the first one."""
+        """The contents of `config.json` and `generation_config.json`.
+
+        Raises `ValueError` for a folder without `config.json`.
+        """
         return read_config_files(self.source)
 
     def model_config(self, config: EngineConfig, supported: Collection[str]) -> ModelConfig:
-        """Return what the config files say, with what `config` puts in their place.
+        """Return the settings of the config files, with the overrides of `config` applied.
 
-        See `ModelConfig.from_files` for what is refused.
+        See `ModelConfig.from_files` for the settings that are rejected.
         """
         has_overrides = config.hf_overrides or config.override_generation_config
         if not has_overrides and config.generation_config == "auto":
@@ -86,9 +89,9 @@ class Checkpoint:
         return config_with_overrides(self.config_files, config, supported)
 
     def fetch_weights(self) -> None:
-        """Complete the folder, if it is one of the hub's.
+        """Download the weights into the folder if the checkpoint is from the hub.
 
-        Raises `ValueError` if there are none that can be read.
+        Raises `ValueError` if the repository has no weights that can be read.
         """
         if self.is_from_hub:
             fetch_weights(str(self.name), self.folder, self.download_dir)
@@ -99,7 +102,7 @@ def local_checkpoint(name: str | Path) -> Path | None:
 
     Raises `ValueError` for a model in a package that is not installed.
     """
-    # Unlike those of a Path, these take names that are too long for a file.
+    # Unlike the methods of Path, these functions accept names that are too long for a file.
     path = os.path.expanduser(name)
     if os.path.isdir(path) or (path.endswith(".gguf") and os.path.isfile(path)):
         return Path(path)
@@ -111,10 +114,10 @@ def local_checkpoint(name: str | Path) -> Path | None:
 
 
 def bundled_checkpoint(name: str) -> Path | None:
-    """Return the folder of a checkpoint that ships with the package, or None if no such one does.
+    """Return the folder of a checkpoint that ships with nanoserve, or None if there is none.
 
-    name: "tiny-qwen3", and "tiny-qwen3-draft", which drafts for it; a path is never taken for a
-    bundled name.
+    name: "tiny-qwen3", or "tiny-qwen3-draft", its draft model; a path is never taken for a bundled
+    name.
     """
     folder = Path(__file__).with_name("tiny_qwen3") / BUNDLED.get(name, "")
     return folder if name in BUNDLED and (folder / "config.json").is_file() else None

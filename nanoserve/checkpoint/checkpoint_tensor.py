@@ -1,4 +1,4 @@
-"""Where a checkpoint's tensor goes: what a layer tells the loader."""
+"""Mapping from a checkpoint's tensor to the parameter that it fills, given by a layer."""
 
 from dataclasses import dataclass
 
@@ -9,8 +9,8 @@ from torch import Tensor
 class CheckpointTensor:
     """One tensor of a checkpoint and the (view of a) parameter that it fills.
 
-    A layer lists these in `checkpoint_tensors(own_name)`, so the loader needs to know neither
-    which checkpoint tensors a fused parameter is made of nor which slice of them this rank keeps.
+    A layer lists these in `checkpoint_tensors(own_name)`, so the loader does not need to know which
+    checkpoint tensors make up a fused parameter, nor which slice of them this rank keeps.
     """
 
     name: str  # relative to the layer's parent, such as "q_proj.weight"

@@ -1,7 +1,7 @@
 """`config.json` of a checkpoint, as transformers' class for its architecture reads it.
 
-Here, and in `nanoserve.checkpoint.rope_config`, is all that knows that transformers 4 and 5 write
-that file differently. It imports neither torch nor transformers.
+The differences between the files that transformers 4 and 5 write are handled here and in
+`nanoserve.checkpoint.rope_config` alone. Neither torch nor transformers is imported.
 """
 
 from collections.abc import Mapping
@@ -20,9 +20,9 @@ from nanoserve.utils.checks import (
     require,
 )
 
-# The settings that transformers reads, with its values for files that leave them out (None: there
-# is no such value, or it follows from others). What is not listed for an architecture has no effect
-# on it there, and so has none here.
+# The settings that transformers reads, with its defaults for files that omit them (None: there is
+# no default, or it follows from other settings). A setting that is not listed for an architecture
+# has no effect on it in transformers, and therefore none here.
 _COMMON: dict[str, Any] = {
     "vocab_size": None, "hidden_size": None, "intermediate_size": None, "head_dim": None,
     "num_hidden_layers": None, "num_attention_heads": None, "num_key_value_heads": None,
@@ -43,26 +43,26 @@ _SETTINGS: dict[str, dict[str, Any]] = {
         **_QWEN_WINDOWS,
     },
 }
-_MAX_JSON_BYTES = 2**27  # an index of the largest models has some ten million
-# So that a product of two sizes and more, in bytes, is below 2^63: torch counts in 64 bits.
+_MAX_JSON_BYTES = 2**27  # the index of the largest models has about ten million bytes
+# Keeps the product of two sizes, in bytes, far below 2^63: torch counts in 64 bits.
 _LARGEST_SIZE = 2**18
 _LARGEST = {"vocab_size": 2**31 - 1, "max_position_embeddings": 2**31 - 1}  # int32 in batches
 _LARGEST |= {"num_hidden_layers": 2**10, "num_experts": 2**10, "num_local_experts": 2**10}
 
 
 class ConfigFile:
-    """`config.json` as its architecture reads it: see `_SETTINGS`, and `OTHER_SETTINGS`."""
+    """`config.json` with the defaults of its architecture: see `_SETTINGS`, `OTHER_SETTINGS`."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self.raw, self.architecture = raw, architecture_of(raw)
         self.implied = _COMMON | (_SETTINGS.get(self.architecture) or _others(self.architecture))
 
     def get(self, name: str) -> Any:
-        """A setting; None if the architecture has no such setting, or the file says null."""
+        """Return a setting; None if the architecture has no such setting or the file has null."""
         return self.raw.get(name, self.implied[name]) if name in self.implied else None
 
     def has(self, name: str) -> bool:
-        """Whether there must be a value: the file gives one, or the architecture implies one."""
+        """Return True if the file gives a value or the architecture implies one."""
         return self.get(name) is not None or self.implied.get(name) is not None
 
     def size(self, name: str, default: str | None = None) -> int:
@@ -86,13 +86,16 @@ class ConfigFile:
         return check_int("head_dim = hidden_size / num_attention_heads", head_dim, 1)
 
     def activation(self) -> str:
-        """Gemma calls it by another name, and has the usual one beside it, without effect."""
+        """Return the name of the activation function.
+
+        Gemma has it in `hidden_activation`; its `hidden_act` has no effect.
+        """
         name = "hidden_activation" if self.has("hidden_activation") else "hidden_act"
         check_choice(name, self.get(name), ("silu", "gelu_pytorch_tanh"))
         return self.get(name)
 
     def is_full_attention(self) -> bool:
-        """Whether all layers see everything. False also for a file that leaves it open."""
+        """Return True if no layer has a sliding window; False also if the file does not say so."""
         if "sliding_window" not in self.implied:
             return True
         is_off = "use_sliding_window" in self.implied and not self.flag("use_sliding_window")
@@ -101,7 +104,7 @@ class ConfigFile:
         return is_off and has_one_rope and self.get("layer_types") == types
 
     def rope(self, head_dim: int, max_positions: int) -> RopeConfig:
-        """The one of all layers; where no theta is said, whatever the type, it is the implied."""
+        """Return the RoPE settings of all layers; theta defaults to the architecture's."""
         objects = (self.raw.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
         is_said = any(isinstance(one, dict) and "rope_theta" in one for one in objects)
         raw = {"rope_theta": None if is_said else self.implied["rope_theta"]} | self.raw
@@ -109,15 +112,19 @@ class ConfigFile:
 
 
 def _others(architecture: str) -> dict[str, Any]:
-    # A model of the user's own may read whatever some other model reads, but nothing is implied.
+    # A user's own model may read any setting of the known models, without defaults.
     known = {n for settings in (_SETTINGS | OTHER_SETTINGS).values() for n in settings}
     return OTHER_SETTINGS.get(architecture, dict.fromkeys(known - _COMMON.keys()))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a file. Raises `ValueError`, with the file's name, if there is none."""
+    """Return the JSON object in a file.
+
+    Raises `ValueError`, with the file's name, if there is none or it exceeds 128 MiB.
+    """
     is_small = path.is_file() and path.stat().st_size <= _MAX_JSON_BYTES
-    require(is_small, f"{path} is no file of at most {_MAX_JSON_BYTES} bytes")  # or it is a pipe
+    # The check of is_file() also rejects a pipe, which would block.
+    require(is_small, f"{path} must be a file of at most {_MAX_JSON_BYTES} bytes")
     try:
         content = path.read_bytes()
     except OSError as error:

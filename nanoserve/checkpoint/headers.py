@@ -1,4 +1,4 @@
-"""How many bytes the weights of a checkpoint take as they are stored, by type; of headers alone."""
+"""Stored size of a checkpoint's weights in bytes, by data type, from the file headers alone."""
 
 import json
 from collections import Counter
@@ -14,10 +14,10 @@ from nanoserve.checkpoint.weight_files import SINGLE_FILE, open_weights
 
 
 def stored_bytes(checkpoint: Checkpoint) -> dict[str, int]:
-    """Bytes of each type's tensors, such as {"BF16": 1503264768}.
+    """Return the bytes of the tensors of each data type, such as {"BF16": 1503264768}.
 
-    Of a model on the hub whose weights are not in the cache, the hub is asked for the headers.
-    Raises `ValueError` if there are no weights that can be read.
+    For a model on the hub whose weights are not in the cache, the headers are requested from the
+    hub. Raises `ValueError` if there are no weights that can be read.
     """
     folder = checkpoint.folder
     if folder.is_file():
@@ -30,7 +30,7 @@ def stored_bytes(checkpoint: Checkpoint) -> dict[str, int]:
 
 
 def has_weights(checkpoint: Checkpoint) -> bool:
-    """Whether they are on this machine: all that its index names, if there is one."""
+    """Return True if the weights, all files that an index names, are on this machine."""
     folder = checkpoint.folder
     if not checkpoint.is_from_hub or folder.is_file():
         return True
@@ -40,7 +40,7 @@ def has_weights(checkpoint: Checkpoint) -> bool:
 
 
 def _header(file: Path) -> dict[str, Any]:
-    with open_weights(file), file.open("rb") as opened:  # it has been found to be sound
+    with open_weights(file), file.open("rb") as opened:  # safe_open has validated the file
         header = json.loads(opened.read(int.from_bytes(opened.read(8), "little")))
     header.pop("__metadata__", None)
     return header
@@ -67,8 +67,8 @@ def _of_hub(name: str, commit: str) -> dict[str, int]:
 
     try:
         found = HfApi().get_safetensors_metadata(name, revision=commit)
-    except Exception as error:  # of the hub, of the network or of the files
-        told = f"the headers of {name}'s weights cannot be had from the hub"
-        raise ValueError(f"{told}: {type(error).__name__}: {error!s:.300}") from error
+    except Exception as error:  # from the hub, the network or the files
+        problem = f"the headers of {name}'s weights cannot be read from the hub"
+        raise ValueError(f"{problem}: {type(error).__name__}: {error!s:.300}") from error
     tensors = (t for file in found.files_metadata.values() for t in file.tensors.values())
     return _sum({"dtype": t.dtype, "data_offsets": t.data_offsets} for t in tensors)

@@ -1,4 +1,4 @@
-"""Files of the Hugging Face hub, in the hub's own cache. What is there needs no network."""
+"""Download of files from the Hugging Face hub into its cache. Cached files need no network."""
 
 from pathlib import Path
 from typing import Any
@@ -13,16 +13,16 @@ from nanoserve.checkpoint.weight_files import SINGLE_FILE
 from nanoserve.config import EngineConfig
 from nanoserve.utils.checks import require
 
-_TIMEOUT = 10.0  # seconds that the hub has to answer; the cache is asked then
-# Mistral's own tokenizer format, 15 MB beside the tokenizer.json that is read.
+_TIMEOUT = 10.0  # seconds to wait for the hub; after that the cache is used
+# tekken.json is Mistral's own tokenizer format, 15 MB; tokenizer.json is read instead.
 _NEVER = ["*/*", "tekken.json"]
 
 
 def fetch_all_but_weights(name: str | Path, revision: str | None, config: EngineConfig) -> Path:
-    """The folder of a model or a tokenizer at `revision`, with the small files that are read.
+    """Return the folder of a model or a tokenizer at `revision`, with the small files in it.
 
-    Of "organisation/model/file.gguf" it is the file, with the weights in it. Raises `ValueError`
-    for what cannot be a name on the hub, and when `_snapshot` does.
+    For "organisation/model/file.gguf", return the file, which includes the weights. Raises
+    `ValueError` for a name that cannot be one on the hub, and when `_snapshot` does.
     """
     repository, file = name, ""
     if isinstance(name, str) and name.endswith(".gguf"):
@@ -36,32 +36,32 @@ def fetch_all_but_weights(name: str | Path, revision: str | None, config: Engine
 
 
 def fetch_weights(name: str, folder: Path, cache: str | Path | None) -> None:
-    """Complete a folder that `fetch_all_but_weights` has given.
+    """Download the weights into a folder that `fetch_all_but_weights` has returned.
 
-    Only the files that the loader reads: repositories hold copies in other formats. Raises
-    `ValueError` if there are none.
+    Only the files that the loader reads are downloaded: repositories hold copies in other formats.
+    Raises `ValueError` if there are none.
     """
-    if folder.is_file():  # a GGUF is complete
+    if folder.is_file():  # a GGUF file is complete
         return
     index = folder / INDEX
     files = shard_names(index) if index.is_file() else [SINGLE_FILE]
     if not all((folder / file).is_file() for file in files):
-        # The folder is called by the commit, so the weights are those of its config.json.
+        # The folder is named after the commit, so config.json and the weights match.
         _snapshot(name, folder.name, files, cache, are_weights=True)
     missing = [file for file in files if not (folder / file).is_file()]
     require(
         not missing,
-        f"{name} has no {', '.join(missing)} on the hub or in the cache, and nothing but "
-        f"safetensors is read: pickles (*.bin) may run code; save them anew with transformers, "
+        f"{name} has no {', '.join(missing)} on the hub or in the cache, and only safetensors "
+        f"files are read: pickles (*.bin) may run code; convert them with transformers, "
         f"{save_anew(name, 'FOLDER')}, and give FOLDER and tokenizer={name!r}",
     )
 
 
 def _fetch_gguf(name: str, file: str, revision: str | None, cache: str | Path | None) -> Path:
-    """The file, with the others of its model beside it if there are several."""
+    """Return the path of the file; all parts of a split model are downloaded next to it."""
     files = parts_of(file)
-    # They are patterns, too, of which this one would match others.
-    require(not set(file) & set("*?["), f"{file!r} is no name of a file on the hub")
+    # The names are passed as patterns, and wildcards would match other files.
+    require(not set(file) & set("*?["), f"{file!r} is not the name of a file on the hub")
     folder = _snapshot(name, revision, files, cache, are_weights=True)
     missing = [part for part in files if not (folder / part).is_file()]
     require(not missing, f"{name} has no {', '.join(missing)} on the hub or in the cache")
@@ -69,7 +69,7 @@ def _fetch_gguf(name: str, file: str, revision: str | None, cache: str | Path | 
 
 
 def _is_hub_name(name: str | Path) -> bool:
-    """Whether it is a str of the form "organisation/model".
+    """Return True if `name` is a str of the form "organisation/model".
 
     Names without an organisation are not looked up: no model that nanoserve runs has one, and a
     misspelt folder should not wait for a network.
@@ -90,15 +90,15 @@ def _snapshot(
     cache: str | Path | None,
     are_weights: bool = False,
 ) -> Path:
-    """The cache's folder of one version, completed by the hub's files that match `patterns`.
+    """Return the cache's folder of one version, with the hub's files that match `patterns`.
 
-    If the hub does not answer, it is what the cache has. Raises `ValueError`, with what to do, for
-    a model that cannot be had: unknown, gated, without such a revision (a branch, a tag or a
+    If the hub does not answer, the folder has the files that are cached. Raises `ValueError`, with
+    advice, for a model that is unknown, gated, without such a revision (a branch, a tag or a
     commit), or not cached and without a network.
     """
     from huggingface_hub import snapshot_download
 
-    no_answer = _ask(name, revision)
+    no_answer = _query_hub(name, revision)
     try:
         folder = snapshot_download(
             name,
@@ -109,8 +109,8 @@ def _snapshot(
             local_files_only=no_answer is not None,
             tqdm_class=None if are_weights else _NoBar,
         )
-    except Exception as error:  # of the hub, of the network or of the disk
-        # Who filled the cache may have left out small files that match and that nobody needs.
+    except Exception as error:  # from the hub, the network or the disk
+        # A cache filled by another program may lack small files that match but are not needed.
         partial = getattr(error, "snapshot_path", None)
         if partial is None or are_weights:
             raise ValueError(_advice(no_answer or error, name, revision)) from (no_answer or error)
@@ -118,10 +118,10 @@ def _snapshot(
     return Path(folder)
 
 
-def _ask(name: str, revision: str | None) -> Exception | None:
-    """Why the hub does not tell of this model; None if it does.
+def _query_hub(name: str, revision: str | None) -> Exception | None:
+    """Return the error of a query for this model on the hub, or None if it succeeds.
 
-    `snapshot_download` asks as well, but would wait for a silent hub for ever.
+    `snapshot_download` sends the same query, but without a timeout.
     """
     from huggingface_hub import HfApi
 
@@ -147,8 +147,8 @@ def _advice(error: Exception, name: str, revision: str | None) -> str:
         )
     reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
     return (
-        f"{name!r} is neither a folder nor a bundled checkpoint, and cannot be had from the hub: "
-        f"{reason}; without a network, give a folder or what is in the cache already"
+        f"{name!r} is neither a folder nor a bundled checkpoint, and cannot be downloaded from the "
+        f"hub: {reason}; without a network, give a folder or a model that is in the cache"
     )
 
 

@@ -1,6 +1,6 @@
-"""The formats of K and V in plain numbers, for what counts bytes without torch.
+"""Storage formats of the KV cache as plain numbers, to count bytes without torch.
 
-What the codes of 8 bits mean is in `nanoserve.attention.quantized_kv`.
+`nanoserve.attention.quantized_kv` defines the 8-bit codes.
 """
 
 from typing import NamedTuple
@@ -9,14 +9,14 @@ _SCALE_BYTES = 4  # float32
 
 
 class KVFormat(NamedTuple):
-    dtype: str  # torch's name of what a value, or its code, is kept as
+    dtype: str  # torch's name of the type in which a value, or its code, is stored
     item_bytes: int
     has_scales: bool = False  # one for every token and head
 
 
 _FLOATS = {"float32": 4, "bfloat16": 2, "float16": 2}
-# torch computes little with its own type for e4m3, numba and older GPUs nothing. So its codes are
-# plain bytes, which are taken apart where they are used.
+# torch supports few operations on its e4m3 type; numba and older GPUs do not support it at all. So
+# the codes are plain bytes, which each kernel decodes.
 _CODES = {
     "int8": KVFormat("int8", 1, has_scales=True),
     "fp8": KVFormat("uint8", 1, has_scales=True),
@@ -25,7 +25,7 @@ _CODES = {
 
 
 def kv_format(kv_cache_dtype: str, dtype: str) -> KVFormat:
-    """Return the format of a `kv_cache_dtype`; `dtype` is the model's, for which "auto" stands."""
+    """Return the format for `kv_cache_dtype`; "auto" is `dtype`, the model's data type."""
     if kv_cache_dtype == "auto":
         return KVFormat(dtype, _FLOATS[dtype])
     return _CODES[kv_cache_dtype]

@@ -1,6 +1,6 @@
-"""Layers of different types: which have a sliding window, and in Gemma 3 another rotary embedding.
+"""Layers of different types: some have a sliding window and, in Gemma 3, another rotary embedding.
 
-Also files of models that could have such layers, and do not say outright that they have none.
+Files that could describe such layers, and do not rule them out, are read here too.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from nanoserve.utils.checks import check_int, require, shown
 
 
 def read_layer_types(file: ConfigFile, head_dim: int, max_positions: int) -> dict[str, Any]:
-    """The fields of a `ModelConfig` in which such layers differ."""
+    """Return the fields of a `ModelConfig` that differ between such layers."""
     if file.has("rope_local_base_freq"):
         rope, local_rope = _ropes_by_type(file, head_dim, max_positions)
     else:
@@ -22,7 +22,7 @@ def read_layer_types(file: ConfigFile, head_dim: int, max_positions: int) -> dic
 
 
 def _sliding_windows(file: ConfigFile) -> tuple[int | None, ...]:
-    """Which layers have a window: what `layer_types` says, or the rule of the architecture."""
+    """Return each layer's window from `layer_types`, or from the rule of the architecture."""
     num_layers, window = file.size("num_hidden_layers"), file.get("sliding_window")
     if "use_sliding_window" in file.implied and not file.flag("use_sliding_window"):
         window = None
@@ -34,7 +34,7 @@ def _sliding_windows(file: ConfigFile) -> tuple[int | None, ...]:
     known = ("full_attention", "sliding_attention")
     require(
         isinstance(types, list) and all(name in known for name in types),
-        f"layer_types={shown(types)} are not implemented, only {known}",
+        f"layer_types={shown(types)} must be a list of {known}",
     )
     require(
         len(types) == num_layers and (window is not None or "sliding_attention" not in types),
@@ -48,7 +48,7 @@ def _sliding_windows(file: ConfigFile) -> tuple[int | None, ...]:
 def _is_windowed(file: ConfigFile, layer: int) -> bool:
     if file.architecture == "Gemma2ForCausalLM":
         return layer % 2 == 0
-    if file.has("sliding_window_pattern"):  # Gemma 3: every sixth layer sees all
+    if file.has("sliding_window_pattern"):  # Gemma 3: every sixth layer has no window
         return (layer + 1) % file.size("sliding_window_pattern") != 0
     if file.get("max_window_layers") is not None:
         check_int("max_window_layers", file.get("max_window_layers"), 0)
@@ -59,15 +59,15 @@ def _is_windowed(file: ConfigFile, layer: int) -> bool:
 def _ropes_by_type(
     file: ConfigFile, head_dim: int, max_positions: int
 ) -> tuple[RopeConfig, RopeConfig]:
-    """Gemma 3's: of layers that see everything, and of those with a window.
+    """Return Gemma 3's RoPE of full-attention layers, and that of layers with a window.
 
-    In transformers 4, layers with a window had no object of their own.
+    In transformers 4, layers with a window have no object of their own.
     """
     by_type, scaling = _object(file.raw, "rope_parameters"), _object(file.raw, "rope_scaling")
     require(
         "type" not in scaling or "rope_type" in scaling,
-        f"config.json: rope_scaling={shown(scaling)} has effect in transformers 4, but not in 5, "
-        f"which wants it to say 'rope_type'",
+        f"config.json: rope_scaling={shown(scaling)} takes effect in transformers 4, but not in 5, "
+        f"which requires the entry 'rope_type'; rename 'type' to 'rope_type'",
     )
     full = {"rope_theta": file.get("rope_theta")} | _object(by_type, "full_attention") | scaling
     local = {"rope_theta": file.get("rope_local_base_freq")}

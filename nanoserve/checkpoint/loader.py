@@ -1,10 +1,10 @@
-"""safetensors -> parameters, strictly: nothing missing, nothing left over, every shape right.
+"""Loader of safetensors files into parameters: names and shapes must match exactly.
 
-A wrong checkpoint that loads is worse than one that does not: it answers, and it answers garbage.
+Loading is strict because a wrong checkpoint that loads would generate garbage without an error.
 
-The files are mapped into memory and copied in small pieces by several threads. Pages of a mapped
-file count as this process's memory for as long as it is mapped, so each piece maps the file anew:
-memory never holds the model twice, not even a model in one file.
+Several threads map the files into memory and copy them in small pieces. Pages of a mapped file
+count as this process's memory for as long as it is mapped, so each piece maps the file anew:
+memory never holds the model twice, not even a model in a single file.
 """
 
 import math
@@ -21,15 +21,15 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
-from nanoserve.checkpoint.misfits import tell_misfits
+from nanoserve.checkpoint.misfits import describe_mismatches
 from nanoserve.checkpoint.shards import shard_files
 from nanoserve.checkpoint.tied_tensors import check_tied
 from nanoserve.checkpoint.weight_files import SINGLE_FILE, open_weights
 
-# Bytes of a value. Anything else is quantised: not just numbers.
+# Bytes of a value. Any other type is a quantised format, whose values need decoding.
 _STORED_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
-_MAX_THREADS = 16  # a few of them saturate a disk or the memory
-_MAX_PIECE = 64 * 2**20  # bytes that a thread copies before it lets go of the file
+_MAX_THREADS = 16  # a few threads saturate the disk or the memory bandwidth
+_MAX_PIECE = 64 * 2**20  # bytes that a thread copies before it unmaps the file
 
 
 def load_weights(
@@ -42,10 +42,11 @@ def load_weights(
 ) -> None:
     """Fill the parameters of `model` from the safetensors files in `path`.
 
-    Reads a single file or a sharded index, and of each tensor only this rank's slice. "dummy"
-    fills with random values instead. The files may hold the tensors named in `elsewhere`, too:
-    other stages of a pipeline have them. Raises `ValueError` as `check_weights` does, before it
-    copies anything. A load that takes longer than a second shows its progress.
+    Reads a single file or sharded files with an index, and only this rank's slice of each tensor.
+    The `load_format` "dummy" fills the parameters with random values instead. The files may also
+    hold the tensors named in `elsewhere`, which belong to other pipeline stages. Raises
+    `ValueError` as `check_weights` does, before anything is copied. A progress bar appears after
+    one second.
     """
     early: list[nn.Module] = []
     if load_format == "dummy":
@@ -58,7 +59,10 @@ def load_weights(
 
 
 def fill_randomly(model: nn.Module) -> None:
-    """Fill with weights of a trained model's size, norms with ones: no NaN, and no flat logits."""
+    """Fill norms with ones, and other weights with normal values (std 0.02, as in trained models).
+
+    This avoids NaN and flat logits.
+    """
     device = next(model.parameters()).device
     generator = torch.Generator(device).manual_seed(0)
     for name, parameter in model.named_parameters():
@@ -69,11 +73,11 @@ def fill_randomly(model: nn.Module) -> None:
 
 
 def expected_tensors(model: nn.Module) -> dict[str, list[CheckpointTensor]]:
-    """Every checkpoint tensor that `model` wants, by its full name, and what it fills.
+    """Return every checkpoint tensor that `model` needs, by full name, with what it fills.
 
-    Most fill one parameter. Where a checkpoint stores several linears as one tensor, the model's
-    class says so: `fused_tensors = {"gate_up_proj": ("gate_proj", "up_proj")}` means that the rows
-    of gate_up_proj are those of gate_proj, then those of up_proj.
+    Most tensors fill one parameter. Where a checkpoint stores several linears as one tensor, the
+    model's class declares it: `fused_tensors = {"gate_up_proj": ("gate_proj", "up_proj")}` means
+    that the rows of gate_up_proj are those of gate_proj, followed by those of up_proj.
     """
     expected: dict[str, list[CheckpointTensor]] = {}
     for path, module in model.named_modules():
@@ -90,9 +94,9 @@ def expected_tensors(model: nn.Module) -> dict[str, list[CheckpointTensor]]:
 def _as_stored(
     expected: Mapping[str, list[CheckpointTensor]], fused_tensors: Mapping[str, tuple[str, ...]]
 ) -> dict[str, list[CheckpointTensor]]:
-    """Return the tensors under the checkpoint's own names, with their places in what is stored.
+    """Return the tensors by the names in the checkpoint, with their offsets in the stored tensor.
 
-    `expected` has one tensor under each name of its own.
+    `expected` has exactly one tensor for each name.
     """
     stored: dict[str, list[CheckpointTensor]] = {}
     fused_names = {part: name for name, parts in fused_tensors.items() for part in parts}
@@ -112,7 +116,7 @@ def _as_stored(
 
 
 class Stored(NamedTuple):
-    """A tensor in a file."""
+    """A tensor stored in a file."""
 
     file: Path
     shape: tuple[int, ...]
@@ -124,7 +128,7 @@ class Stored(NamedTuple):
 
 
 class _Copy(NamedTuple):
-    """Some rows of a stored tensor, and where they go."""
+    """Rows of a stored tensor and their destination."""
 
     file: Path
     name: str
@@ -136,36 +140,36 @@ class _Copy(NamedTuple):
 def check_weights(
     model: nn.Module, path: Path, elsewhere: Set[str] = frozenset()
 ) -> tuple[dict[str, list[CheckpointTensor]], dict[str, Stored]]:
-    """What `model` wants, and what the files in `path` hold, in their order.
+    """Return the tensors that `model` needs, and those in the files in `path`, in file order.
 
-    The model may be one without memory, on torch's "meta" device. Raises `ValueError` that names
-    offending tensors unless the two are the same, but for tensors that may be stored or not: tied
-    ones, and those named in `elsewhere`.
+    The model may be on torch's "meta" device, without memory. Raises `ValueError`, with the names
+    of the offending tensors, unless the two sets match. Tied tensors, and those named in
+    `elsewhere`, may be stored or not.
     """
     expected, stored = expected_tensors(model), stored_tensors(path)
     wanted = {name: parts[0].shape for name, parts in expected.items()}  # parts agree on it
     found = {name: tensor.shape for name, tensor in stored.items()}
     others = model.tied_tensors.keys() | elsewhere
     if wanted != {name: found[name] for name in found.keys() - others}:
-        told = tell_misfits(wanted, found, others)
-        raise ValueError(f"the weights in {path} do not fit the model: {told}")
+        mismatches = describe_mismatches(wanted, found, others)
+        raise ValueError(f"the weights in {path} do not fit the model: {mismatches}")
     return expected, stored
 
 
 def _load_safetensors(
     model: nn.Module, path: Path, elsewhere: Set[str], shows_progress: bool
 ) -> list[nn.Module]:
-    """Fill `model`; returns the modules that have been processed.
+    """Fill `model`; return the modules whose `process_after_loading` has been called.
 
-    A tied LM head is read and gets its form before the others are read. It is by far the largest
-    weight: later, the two copies that it takes for a moment would come on top of all the others.
+    A tied LM head is read and processed before all other weights. It is by far the largest weight,
+    and processing needs two copies for a moment: later, these would add to the peak memory.
     """
     expected, stored = check_weights(model, path, elsewhere)
     if model.tied_tensors.keys() & stored.keys():
         check_tied(model.tied_tensors, {name: source.file for name, source in stored.items()})
     num_threads = _num_threads()
     size = sum(parameter.nbytes for parameter in model.parameters())
-    # What all threads together have mapped is a twentieth of the model, or little.
+    # All threads together map at most a twentieth of the model, or a few MiB.
     piece_bytes = min(max(size // (20 * num_threads), 2**20), _MAX_PIECE)
     tied = set(model.tied_tensors.values()) & expected.keys()
     total = sum(  # whole rows, as they are read
@@ -178,7 +182,8 @@ def _load_safetensors(
     early: list[nn.Module] = []
     with bar:
         for names in (tied, expected.keys() - tied):
-            # What is read is forgotten: views of a weight would keep it when its layer drops it.
+            # Drop the entries that have been read: their views would keep a weight alive after its
+            # layer has replaced it.
             targets = {name: expected.pop(name) for name in stored if name in names}
             with _one_thread_each(num_threads) as pool:
                 copies = [
@@ -197,7 +202,10 @@ def _load_safetensors(
 
 
 def stored_tensors(path: Path) -> dict[str, Stored]:
-    """What the files in `path` hold, in the order in which they hold it."""
+    """Return the tensors in the files in `path`, in file order.
+
+    Raises `ValueError` for a name that is stored twice, and for a type other than floats.
+    """
     stored: dict[str, Stored] = {}
     for file in _weight_files(path):
         with open_weights(file) as tensors:
@@ -207,7 +215,10 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
                 if name in stored:
                     raise ValueError(f"{name:.99} is both in {stored[name].file} and in {file}")
                 if dtype not in _STORED_DTYPES:
-                    raise ValueError(f"{name:.99} in {file} is stored as {dtype}")
+                    raise ValueError(
+                        f"{name:.99} in {file} is stored as {dtype}; without quantization_config "
+                        f"in config.json, it must be one of {', '.join(_STORED_DTYPES)}"
+                    )
                 stored[name] = Stored(file, tuple(tensor.get_shape()), _STORED_DTYPES[dtype])
     return stored
 
@@ -215,7 +226,7 @@ def stored_tensors(path: Path) -> dict[str, Stored]:
 def _copies(
     name: str, source: Stored, target: CheckpointTensor, piece_bytes: int
 ) -> Iterator[_Copy]:
-    """One tensor's, or, if it is larger than a piece, several for its rows."""
+    """Yield the copies of one tensor: several, of some rows each, if it exceeds a piece."""
     part = [slice(0, size) for size in source.shape]
     part[target.dim] = slice(target.start, target.start + target.destination.shape[target.dim])
     first, end = part[0].start, part[0].stop
@@ -229,7 +240,7 @@ def _copies(
 
 
 def _pieces(copies: list[_Copy], piece_bytes: int) -> Iterator[list[_Copy]]:
-    """Neighbours in one file, together of about `piece_bytes`."""
+    """Group neighbouring copies from one file into pieces of about `piece_bytes`."""
     piece, num_bytes = [], 0
     for copy in copies:
         if piece and (num_bytes + copy.num_bytes > piece_bytes or copy.file != piece[0].file):
@@ -243,7 +254,7 @@ def _pieces(copies: list[_Copy], piece_bytes: int) -> Iterator[list[_Copy]]:
 
 @torch.inference_mode()
 def _copy(piece: list[_Copy]) -> int:
-    """Map the file, copy, and let go of it; returns the number of bytes."""
+    """Map the file, copy the piece and unmap the file; return the number of bytes."""
     with open_weights(piece[0].file) as tensors:
         for copy in piece:
             copy.destination.copy_(tensors.get_slice(copy.name)[copy.part])
@@ -251,20 +262,20 @@ def _copy(piece: list[_Copy]) -> int:
 
 
 def _num_threads() -> int:
-    """As many as there are cores that this process may use."""
+    """Return the number of cores that this process may use, at most `_MAX_THREADS`."""
     is_linux = hasattr(os, "sched_getaffinity")
     return min(len(os.sched_getaffinity(0)) if is_linux else os.cpu_count() or 1, _MAX_THREADS)
 
 
 @contextmanager
 def _one_thread_each(num_threads: int) -> Iterator[ThreadPoolExecutor]:
-    """A pool in which torch starts no threads of its own: they would wait for each other."""
+    """Provide a pool in whose threads torch starts no further ones, which would contend."""
     before = torch.get_num_threads()
     try:
         with ThreadPoolExecutor(num_threads, initializer=torch.set_num_threads, initargs=(1,)) as p:
             yield p
     finally:
-        torch.set_num_threads(before)  # or threads that start later would have one as well
+        torch.set_num_threads(before)  # otherwise later threads would be limited to one as well
 
 
 def _weight_files(path: Path) -> list[Path]:

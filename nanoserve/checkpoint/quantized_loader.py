@@ -1,9 +1,10 @@
-"""Loading a model whose linears get no weights of their own dtype: integers are made on the way.
+"""Loader of models whose linear weights are quantised in the file or during loading.
 
-The model is built with weights that have a shape and no memory (torch's "meta" device). Tensor
-after tensor is read from the checkpoint, whole; made integers, whole, so that a rank's part has the
-scales of the whole; cut to what this rank keeps; and once a weight has all its rows, its layer puts
-them into the form that it multiplies with. Memory: the result, and what one weight is made of.
+The model is built with weights that have a shape but no memory (torch's "meta" device). Each tensor
+is read from the checkpoint and quantised as a whole, so that a rank's slice has the scales of the
+whole tensor, and then cut to this rank's slice. Once a weight has all its rows, its layer converts
+it to the form that it multiplies with. Peak memory: the result, plus the temporary tensors of one
+weight.
 """
 
 from collections.abc import Callable, Iterator, Set
@@ -23,15 +24,15 @@ from nanoserve.checkpoint.formats.source import (
     open_quantized,
 )
 from nanoserve.checkpoint.loader import expected_tensors
-from nanoserve.checkpoint.misfits import tell_misfits
+from nanoserve.checkpoint.misfits import describe_mismatches
 from nanoserve.kernels.cpu.memory import give_back_freed
 
 Weight = Tensor | QuantizedMatrix
-_MAX_VALUES = 2**24  # that are float32 at a time: of an embedding, all would be gigabytes
+_MAX_VALUES = 2**24  # values dequantised at a time: a whole embedding would take gigabytes
 
 
 def deferred_weight(shape: tuple[int, ...], bits: int) -> nn.Parameter:
-    """A parameter without memory; `bits` of a weight are what it will take."""
+    """Return a parameter without memory; its attribute `bits` is the future size of a weight."""
     data = torch.empty(shape, dtype=torch.int8, device="meta")
     parameter = nn.Parameter(data, requires_grad=False)
     parameter.bits = bits
@@ -46,7 +47,7 @@ def load_deferred(
     *,
     shows_progress: bool = True,
 ) -> None:
-    """As `nanoserve.checkpoint.loader.load_weights`, for a model with deferred weights."""
+    """Load a model with deferred weights, like `nanoserve.checkpoint.loader.load_weights`."""
     if load_format == "dummy":
         source: WeightSource = RandomSource(model, getattr(torch, model.config.dtype))
     elif model.config.quantization_config:
@@ -59,7 +60,7 @@ def load_deferred(
 
 
 def check_weights(model: nn.Module, path: Path, elsewhere: Set[str] = frozenset()) -> None:
-    """As `nanoserve.checkpoint.loader.check_weights`, for a quantised checkpoint."""
+    """Check a quantised checkpoint, like `nanoserve.checkpoint.loader.check_weights`."""
     source = open_quantized(path, model.config.quantization_config)
     _check(expected_tensors(model), source, model, elsewhere)
 
@@ -73,10 +74,10 @@ def fill(
 ) -> None:
     """Fill `model` from `source`.
 
-    What is read for a deferred weight goes through `to_integers`, with whether the checkpoint has
-    it in fewer bits. Where nothing is deferred, integers become numbers of the model's dtype.
+    Tensors for a deferred weight are passed to `to_integers`, with True if the checkpoint stores
+    them quantised. For other parameters, quantised tensors are converted to the parameter's dtype.
 
-    Raises `ValueError`, before anything is read, unless the two have the same tensors.
+    Raises `ValueError`, before anything is read, unless model and source have the same tensors.
     """
     expected = expected_tensors(model)
     _check(expected, source, model, elsewhere)
@@ -98,8 +99,8 @@ def fill(
             num_values = sum(part.destination.numel() for part in parts)
             num_since += num_values
             if num_since > _MAX_VALUES:
-                # The heap returns what earlier weights left, the last one's tensors too, before
-                # this weight's temporary tensors are allocated: the peak has only one of both.
+                # Free the tensors of earlier weights, the last one's included, before this weight's
+                # temporary tensors are allocated: the peak then has those of one weight only.
                 weight = own = None
                 give_back_freed()
                 num_since = num_values
@@ -123,7 +124,7 @@ def fill(
 def _deferred(
     model: nn.Module,
 ) -> Iterator[tuple[Callable[[Weight], None], int, nn.Parameter]]:
-    """Whom to give what takes the place of a weight without memory, its number of rows, and it."""
+    """Yield (function that sets the weight, number of rows, parameter) of each deferred weight."""
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):
             if parameter.is_meta:
@@ -132,7 +133,7 @@ def _deferred(
 
 
 def _memory(tensor: Tensor) -> int:
-    """The same for a tensor and for its views, also where there is no memory."""
+    """Return an id of a tensor's storage, shared by its views, also on the "meta" device."""
     return tensor.untyped_storage()._cdata
 
 
@@ -142,10 +143,10 @@ def _fill_head(
     weight: Weight,
     to_integers: Callable[[Weight, bool], Weight] | None,
 ) -> None:
-    """Give an LM head its form as soon as its weight, its own or the embedding's, is there.
+    """Set the form of an LM head as soon as its weight, or the tied embedding's, has been read.
 
-    The embedding is read first, so the most that is made of one weight is not needed on top of all
-    others. Integers that the checkpoint has are kept.
+    The embedding is read first, so that the temporary tensors of the largest weight do not add to
+    the memory of all others. Integers of the checkpoint are kept.
     """
     if head is None or not hasattr(head.method, "fill"):
         return
@@ -158,7 +159,7 @@ def _fill_head(
 
 
 class _Pending:
-    """A deferred weight, some rows of which have been read."""
+    """Deferred weight, some rows of which have been read."""
 
     def __init__(self, fill: Callable[[Weight], None], num_rows: int) -> None:
         self._fill, self._num_missing = fill, num_rows
@@ -174,7 +175,7 @@ class _Pending:
 
 
 def _slice(weight: Weight, part: CheckpointTensor) -> Weight:
-    """What this rank keeps."""
+    """Return this rank's slice of a weight."""
     size = part.destination.shape[part.dim]
     if weight.shape[part.dim] == size:
         return weight
@@ -185,7 +186,7 @@ def _slice(weight: Weight, part: CheckpointTensor) -> Weight:
 
 
 def _copy(weight: Weight, destination: Tensor) -> None:
-    """As numbers of the destination's type, some rows at a time."""
+    """Copy a weight into `destination`; a quantised one is dequantised, some rows at a time."""
     if isinstance(weight, Tensor):
         destination.copy_(weight)
         return
@@ -205,4 +206,5 @@ def _check(
     found = source.shapes()
     others = model.tied_tensors.keys() | elsewhere
     if wanted != {name: found[name] for name in found.keys() - others}:
-        raise ValueError(f"the weights do not fit the model: {tell_misfits(wanted, found, others)}")
+        mismatches = describe_mismatches(wanted, found, others)
+        raise ValueError(f"the weights do not fit the model: {mismatches}")

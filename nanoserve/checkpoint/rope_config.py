@@ -1,8 +1,8 @@
-"""What a checkpoint says of its rotary position embedding (`RopeConfig`), without torch.
+"""Configuration of a rotary position embedding (`RopeConfig`), without torch.
 
 transformers 5 writes one object, `rope_parameters`, with `rope_theta` and `rope_type` in it.
-transformers 4 writes `rope_theta` beside an object `rope_scaling`, whose type is also called
-"type". Types but the default one are read by `nanoserve.checkpoint.rope_types`.
+transformers 4 writes `rope_theta` next to an object `rope_scaling`, whose type is also called
+"type". Types other than the default are read by `nanoserve.checkpoint.rope_types`.
 """
 
 from collections.abc import Mapping
@@ -17,14 +17,14 @@ from nanoserve.utils.checks import check_int, is_number, require, shown
 class RopeConfig:
     """One rotary embedding. Parameters that the type does not have stay at their defaults.
 
-    Raises `ValueError` with the name and the value of a parameter that is missing, makes no
-    sense or would have no effect.
+    Raises `ValueError`, with the name and the value, for a parameter that is missing, invalid or
+    without effect.
     """
 
     rope_type: str = "default"
     theta: float = 10_000.0  # "rope_theta" in files
-    factor: float | None = None  # how many times longer the context has become
-    original_max_position_embeddings: int | None = None  # the context before that
+    factor: float | None = None  # extended context length / original context length
+    original_max_position_embeddings: int | None = None  # original context length
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     beta_fast: float = 32.0
@@ -45,15 +45,18 @@ class RopeConfig:
             check_parameters(self)
         require(
             is_number(self.theta) and self.theta > 1 + 1e-6,  # else it is 1 in float32
-            f"config.json: rope_theta={shown(self.theta)} must be a number above 1; its place is "
-            f"in rope_parameters, or in or beside rope_scaling",
+            f"config.json: rope_theta={shown(self.theta)} must be a number above 1; set it in "
+            f"rope_parameters, or in or next to rope_scaling",
         )
 
     @classmethod
     def from_hf(
         cls, raw: Mapping[str, Any], head_dim: int, max_position_embeddings: int
     ) -> "RopeConfig":
-        """`raw` is `config.json`; `max_position_embeddings` is as it stands there."""
+        """Read the settings from `config.json` (`raw`).
+
+        `max_position_embeddings` is the value in that file, before any extension.
+        """
         settings = _settings(raw)
         is_default = settings.get("rope_type", settings.get("type", "default")) == "default"
         theta = settings.get("rope_theta", raw.get("rope_theta"))
@@ -65,22 +68,22 @@ class RopeConfig:
         return config
 
     def num_positions(self, max_position_embeddings: int) -> int:
-        """How long a sequence may be, in tokens; the argument is as `config.json` has it.
+        """Return the longest sequence, in tokens; the argument is the value in `config.json`.
 
-        Files of extended models mostly say the extended length there, and for "linear", "llama3"
-        and "longrope" it is taken so. "dynamic" is defined by the original length there. For
-        "yarn" both are common (the model card of Qwen3 adds YaRN and leaves the length alone), and
-        the longer of the two counts.
+        Files of extended models mostly have the extended length there, and that is assumed for
+        "linear", "llama3" and "longrope". "dynamic" is defined with the original length there. For
+        "yarn" both are common (the model card of Qwen3 adds YaRN and leaves the length unchanged),
+        and the longer of the two counts.
         """
         if self.rope_type in ("dynamic", "yarn"):
             extended = int(self.factor * self.original_max_position_embeddings)
-            told = "factor x original_max_position_embeddings"
-            return max(max_position_embeddings, check_int(told, extended, 1, 2**31 - 1))
+            name = "factor x original_max_position_embeddings"
+            return max(max_position_embeddings, check_int(name, extended, 1, 2**31 - 1))
         return max_position_embeddings
 
 
 def _settings(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """The object that counts: transformers lets a `rope_scaling` that says anything win."""
+    """Return the object that takes effect: in transformers, a non-empty `rope_scaling` wins."""
     for name in ("rope_parameters", "rope_scaling"):
         value = raw.get(name) or {}
         require(isinstance(value, dict), f"config.json: {name}={shown(value)} must be an object")

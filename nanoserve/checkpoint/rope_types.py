@@ -1,7 +1,7 @@
-"""What the types of rotary position embedding are told in files, and what they must be told.
+"""Parameters of the types of rotary position embedding: reading and validation.
 
-Here a `RopeConfig` is any object with its fields. What each type means is in
-`nanoserve.models.layers.rope_scaling`. A checkpoint with none of them comes here only to be refused.
+In this module, a `RopeConfig` is any object with its fields. `nanoserve.models.layers.rope_scaling`
+implements the types. Checkpoints of the default type need this module only to report errors.
 """
 
 from collections.abc import Callable, Mapping
@@ -48,8 +48,8 @@ PARAMETERS = {
     ),
 }
 _OLD_NAMES = {"su": "longrope"}
-# What files have and transformers does not read, at values that ask for nothing: those of the code
-# that came with the first models of YaRN, and the context that a type does not compute with.
+# Entries that transformers does not read, at values without effect: those of the code published
+# with the first YaRN models, and parameters that the type does not use.
 _NO_EFFECT: dict[str, Callable[[Any], bool]] = {
     "finetuned": lambda value: isinstance(value, bool),
     "attn_factor": lambda value: is_number(value) and value == 1,
@@ -60,12 +60,13 @@ _NO_EFFECT_OF_TYPE: dict[str, dict[str, Callable[[Any], bool]]] = {
     "linear": {"original_max_position_embeddings": lambda value: is_int(value) and value > 0},
 }
 _OPTIONAL = {"attention_factor", "mscale", "mscale_all_dim"}
-_SMALLEST = 2.0**-126  # of float32, in which tables are computed: below it is nothing to divide by
+# Smallest normal float32: tables are computed in float32, and smaller divisors would be 0.
+_SMALLEST = 2.0**-126
 
 
 def check_parameters(config: Any) -> None:
-    """Raise `ValueError` for a type that is not implemented, and for parameters that it lacks,
-    does not have, or that contradict each other."""
+    """Raise `ValueError` for a type that is not implemented, and for parameters that are missing,
+    unknown to the type, or contradict each other."""
     require(
         config.rope_type in list(PARAMETERS),
         f"rope_type={shown(config.rope_type)} is not implemented; implemented are "
@@ -76,7 +77,7 @@ def check_parameters(config: Any) -> None:
         if field.name in PARAMETERS[config.rope_type]:
             _check_parameter(config, field.name, value)
         else:
-            _check(config, value == field.default, field.name, "is no parameter of this type")
+            _check(config, value == field.default, field.name, "is not a parameter of this type")
     _check_pairs(config)
 
 
@@ -86,24 +87,24 @@ def _check(config: Any, condition: bool, name: str, rule: str) -> None:
 
 
 def _check_parameter(config: Any, name: str, value: Any) -> None:
-    told = f"rope_type={config.rope_type!r}: {name}"
+    label = f"rope_type={config.rope_type!r}: {name}"
     if value is None and name in _OPTIONAL:
         return
     if name == "original_max_position_embeddings":
-        check_int(told, value, 2, 2**31 - 1)
+        check_int(label, value, 2, 2**31 - 1)
     elif name == "truncate":
-        check_bool(told, value)
+        check_bool(label, value)
     elif name in ("short_factor", "long_factor"):
-        check_list(told, value, _is_positive, "positive numbers")
+        check_list(label, value, _is_positive, "positive numbers")
     elif name == "factor":
-        check_number(told, value, 1)
+        check_number(label, value, 1)
     else:
-        check_number(told, value, 0, excludes_low=True)
-        require(value >= _SMALLEST, f"{told}={value!r} is 0 in float32")
+        check_number(label, value, 0, excludes_low=True)
+        require(value >= _SMALLEST, f"{label}={value!r} is 0 in float32")
 
 
 def _check_pairs(config: Any) -> None:
-    """What two parameters must agree on."""
+    """Check the parameters that depend on each other."""
     if config.rope_type == "llama3":
         rule = f"must be above low_freq_factor={shown(config.low_freq_factor)}"
         _check(config, config.high_freq_factor > config.low_freq_factor, "high_freq_factor", rule)
@@ -111,7 +112,7 @@ def _check_pairs(config: Any) -> None:
     _check(config, config.beta_fast >= config.beta_slow, "beta_fast", rule)
     rule = f"and mscale_all_dim={shown(config.mscale_all_dim)} need each other"
     _check(config, (config.mscale is None) == (config.mscale_all_dim is None), "mscale", rule)
-    rule = f"and mscale={shown(config.mscale)} both set the same: give one"
+    rule = f"and mscale={shown(config.mscale)} set the same factor: give only one"
     exclusive = config.attention_factor is None or config.mscale is None
     _check(config, exclusive, "attention_factor", rule)
 
@@ -119,7 +120,7 @@ def _check_pairs(config: Any) -> None:
 def read_settings(
     raw: Mapping[str, Any], settings: dict[str, Any], max_position_embeddings: int
 ) -> dict[str, Any]:
-    """The fields of a `RopeConfig`; arguments are as in `RopeConfig.from_hf`."""
+    """Return the fields of a `RopeConfig`; arguments are as in `RopeConfig.from_hf`."""
     nested = sorted(name for name, value in settings.items() if isinstance(value, dict))
     require(
         not nested,
@@ -130,22 +131,22 @@ def read_settings(
     rope_type = rope_type if isinstance(rope_type, str) else shown(rope_type)
     rope_type = _OLD_NAMES.get(rope_type, rope_type)
     theta = settings.pop("rope_theta", raw.get("rope_theta"))
-    _refuse_partial(settings.pop("partial_rotary_factor", raw.get("partial_rotary_factor")))
+    _reject_partial(settings.pop("partial_rotary_factor", raw.get("partial_rotary_factor")))
     if rope_type not in PARAMETERS:
-        settings = {}  # the type is the news, not what comes with it
+        settings = {}  # so that the error is about the type, not about its parameters
     harmless = _NO_EFFECT | _NO_EFFECT_OF_TYPE.get(rope_type, {})
     settings = {
         name: value
         for name, value in settings.items()
         if not (name in harmless and harmless[name](value))
     }
-    _refuse_unknown(rope_type, settings)
+    _reject_unknown(rope_type, settings)
     _add_implied(rope_type, settings, raw, max_position_embeddings)
     return {"rope_type": rope_type, "theta": theta, **settings}
 
 
 def check_head_dim(config: Any, head_dim: int) -> None:
-    """Raise `ValueError` unless lists with a number for each pair of a head have so many."""
+    """Raise `ValueError` unless longrope's factors have `head_dim` / 2 numbers."""
     for name in ("short_factor", "long_factor") if config.rope_type == "longrope" else ():
         count = len(getattr(config, name))
         rule = f"has {count} numbers; head_dim={head_dim} needs {head_dim // 2}"
@@ -156,22 +157,22 @@ def _is_positive(value: Any) -> bool:
     return is_number(value) and value >= _SMALLEST
 
 
-def _refuse_partial(share: Any) -> None:
+def _reject_partial(share: Any) -> None:
     require(
         share is None or (is_number(share) and share == 1),
-        f"partial_rotary_factor={shown(share)} is not implemented, only 1",
+        f"partial_rotary_factor={shown(share)} is not implemented; it must be 1",
     )
 
 
-def _refuse_unknown(rope_type: str, settings: Mapping[str, Any]) -> None:
-    """What would change the frequencies, the attention factor or attention itself elsewhere."""
+def _reject_unknown(rope_type: str, settings: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for entries that may change the frequencies or attention in other code."""
     known = set(PARAMETERS.get(rope_type, ()))
-    if rope_type == "dynamic":  # measures from max_position_embeddings, so a file has no other
+    if rope_type == "dynamic":  # it is relative to max_position_embeddings, not to an own entry
         known.remove("original_max_position_embeddings")
     unknown = {name: settings[name] for name in sorted(settings.keys() - known)}
     require(
         not unknown,
-        f"rope_type={shown(rope_type)}: {shown(unknown)} not implemented; parameters are "
+        f"rope_type={shown(rope_type)}: {shown(unknown)} is not implemented; parameters are "
         f"{sorted(known)}",
     )
 
@@ -186,7 +187,7 @@ def _add_implied(
     if "original_max_position_embeddings" not in PARAMETERS.get(rope_type, ()):
         return
     original = settings.get("original_max_position_embeddings", max_position_embeddings)
-    if rope_type != "dynamic":  # Phi-3 has it beside the object, where it wins
+    if rope_type != "dynamic":  # Phi-3 has it next to the object, where it takes precedence
         original = raw.get("original_max_position_embeddings") or original
     settings["original_max_position_embeddings"] = original
     if rope_type == "longrope":

@@ -1,4 +1,4 @@
-"""Checkpoints that store a tensor twice, of which a model's `tied_tensors` says that it is one."""
+"""Check of checkpoints that store both of two tied tensors (a model's `tied_tensors`)."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -9,9 +9,9 @@ from nanoserve.checkpoint.weight_files import open_weights
 
 
 def check_tied(tied: Mapping[str, str], files: Mapping[str, Path]) -> None:
-    """Raise `ValueError` if a tensor that is stored is not the one that it should be.
+    """Raise `ValueError` if a stored tensor differs from the one to which it is tied.
 
-    `tied` names that one; `files` says where each stored tensor is.
+    `tied` maps a tensor's name to that of its twin; `files` maps each stored tensor to its file.
     """
     for name, twin in tied.items():
         if name not in files:
@@ -19,6 +19,6 @@ def check_tied(tied: Mapping[str, str], files: Mapping[str, Path]) -> None:
         with open_weights(files[name]) as tensors, open_weights(files[twin]) as twins:
             if not torch.equal(tensors.get_tensor(name), twins.get_tensor(twin)):
                 raise ValueError(
-                    f"tie_word_embeddings is true, but {name} is not {twin}; if it is meant to be "
-                    f"another, set tie_word_embeddings to false in config.json"
+                    f"tie_word_embeddings is true, but {name} differs from {twin}; if that is "
+                    f"intended, set tie_word_embeddings to false in config.json"
                 )

@@ -1,6 +1,6 @@
-"""What an architecture that is not supported is, and what to take instead.
+"""Error messages for architectures that are not supported, with the reason and an alternative.
 
-Imported when there is something to say.
+This module is imported only when there is an error to report.
 """
 
 import re
@@ -32,41 +32,41 @@ _RECURRENT = (
 )
 _OTHER_MODALITIES = ("vision_config", "audio_config", "mm_vision_tower", "vision_tower")
 
-_DECODERS_ALONE = "it has an encoder and a decoder, and nanoserve runs decoders alone"
+_DECODERS_ALONE = "it has an encoder and a decoder, and nanoserve runs decoder-only models"
 _MULTIMODAL = (
-    "it is a multimodal model, and nanoserve runs text alone: take a text model of the family, "
+    "it is a multimodal model, and nanoserve runs text models only: use one of the same family, "
     "which is called ...ForCausalLM"
 )
 _STATE = (
-    "it has recurrent layers, as state-space models and linear attention have, and nanoserve runs "
-    "attention alone"
+    "it has recurrent layers, such as state-space models or linear attention, and nanoserve runs "
+    "softmax attention only"
 )
-_ENCODER = "it is an encoder, which makes vectors, labels or missing words of a text, and no text"
+_ENCODER = "it is an encoder, which outputs embeddings, labels or masked words, but no new text"
 _NO_TEXT = {
-    "ForSequenceClassification": "it is a classifier or a reward model, which gives scores and "
-    "no text: take the ...ForCausalLM that it was made of",
-    "ForTokenClassification": "it is a classifier, which gives labels and no text",
-    "Model": "it has no head, as embedding models have none, and generates no text: take the "
-    "...ForCausalLM that it was made of",
+    "ForSequenceClassification": "it is a classifier or a reward model, which outputs scores and "
+    "no text: use the ...ForCausalLM it was derived from",
+    "ForTokenClassification": "it is a classifier, which outputs labels and no text",
+    "Model": "it has no LM head, like an embedding model, and generates no text: use the "
+    "...ForCausalLM it was derived from",
 }
 
 
 def tell_architecture(raw: Mapping[str, Any], supported: Collection[str]) -> str:
-    """Describe a model that `config.json` says to be none of the supported ones."""
+    """Describe a model whose architecture in `config.json` is not supported."""
     name = architecture_of(raw)
-    told = f"architecture {shown(name)} is not supported"
+    problem = f"architecture {shown(name)} is not supported"
     if not raw.get("architectures"):
-        told = (
+        problem = (
             f"config.json has no 'architectures' (its model_type: {shown(raw.get('model_type'))})"
         )
     kind = _kind(raw, name)
     advice = _nearest(raw, name, supported) if kind is None else [kind]
     own = "for a model of your own see nanoserve.models.registry.register_model"
-    return "; ".join([told, *advice, f"supported: {supported}", own])
+    return "; ".join([problem, *advice, f"supported: {supported}", own])
 
 
 def _kind(raw: Mapping[str, Any], name: str) -> str | None:
-    """Why it is no decoder of text; None if it may be one."""
+    """Return the reason why a model is not a text decoder; None if it may be one."""
     if not raw.get("architectures"):
         name = re.sub(r"\W|_", "", str(raw.get("model_type"))[:99])
     family = re.split(r"For[A-Z]|MTModel|EncoderModel|Model|LMHead", name[:99])[0].lower()
@@ -81,25 +81,28 @@ def _kind(raw: Mapping[str, Any], name: str) -> str | None:
         return None
     if family in _ENCODERS.split() or name.endswith("ForMaskedLM"):
         return _ENCODER
-    for ending, told in _NO_TEXT.items():
+    for ending, reason in _NO_TEXT.items():
         if name.endswith(ending):
-            return told
+            return reason
     purpose = re.search(r"For[A-Z]\w*$", name)
     if purpose:
-        return f"it is ...{purpose[0]:.60}, and nanoserve runs ...ForCausalLM alone"
+        return f"it is ...{purpose[0]:.60}, and nanoserve runs only ...ForCausalLM"
     return None
 
 
 def _nearest(raw: Mapping[str, Any], name: str, supported: Collection[str]) -> list[str]:
-    """A name that differs in case was misspelt. Any other may well be that of another model."""
+    """Suggest the nearest supported name.
+
+    A name that differs only in case is misspelt; any other may well be a different model.
+    """
     ending = "forcausallm"
     short = {other.lower().removesuffix(ending): other for other in supported}
-    asked = name if raw.get("architectures") else str(raw.get("model_type")).replace("_", "")
-    asked = asked[:99].lower().removesuffix(ending)
-    near = [short[match] for match in get_close_matches(asked, short, n=1, cutoff=0.75)]
+    requested = name if raw.get("architectures") else str(raw.get("model_type")).replace("_", "")
+    requested = requested[:99].lower().removesuffix(ending)
+    near = [short[match] for match in get_close_matches(requested, short, n=1, cutoff=0.75)]
     entry = '"architectures": ["{}"]'
-    if asked in short:
+    if requested in short:
         return [f"did you mean {entry.format(other)} in config.json?" for other in near]
     return [
-        f"the nearest name is {shown(other)}, of another model if not misspelt" for other in near
+        f"the nearest name is {shown(other)}, a different model unless misspelt" for other in near
     ]

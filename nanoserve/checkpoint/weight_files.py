@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint: what the first is called, and how each is opened."""
+"""Opening of safetensors files, and the name of an unsharded checkpoint's file."""
 
 from pathlib import Path
 
@@ -6,11 +6,11 @@ from safetensors import SafetensorError, safe_open
 
 from nanoserve.checkpoint.damage import tell_damage
 
-SINGLE_FILE = "model.safetensors"  # the whole checkpoint, where it is in one file
+SINGLE_FILE = "model.safetensors"  # the complete checkpoint, if it is not sharded
 
 
 class open_weights:
-    """`safe_open` whose errors name the file."""
+    """Context manager: `safe_open`, with errors that name the file."""
 
     def __init__(self, file: Path) -> None:
         try:

@@ -62,5 +62,5 @@ def test_sizes_and_numbers_of_types_are_those_of_the_package() -> None:
 
 
 def test_a_vector_in_blocks_is_refused() -> None:
-    with pytest.raises(ValueError, match="1 dimensions is stored as Q8_0"):
+    with pytest.raises(ValueError, match="type Q8_0 must have 2 dimensions, not 1"):
         read_values("Q8_0", np.zeros(34, np.uint8))

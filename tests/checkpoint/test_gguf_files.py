@@ -78,10 +78,10 @@ def test_several_files_are_one_model(writer: ModelWriter, tmp_path: Path) -> Non
     assert "give the first, model-00001-of" in refusal(tmp_path / "model-00002-of-00003.gguf")
     renamed = tmp_path / "renamed.gguf"
     first.rename(renamed)
-    assert "keep the files' names" in refusal(renamed)
+    assert "keep the original file names" in refusal(renamed)
     renamed.rename(first)
     (tmp_path / "model-00002-of-00003.gguf").unlink()
-    assert "model-00002-of-00003.gguf is not beside it" in refusal(first)
+    assert "model-00002-of-00003.gguf is not next to it" in refusal(first)
 
 
 def test_a_file_that_ends_too_early_is_refused(writer: ModelWriter, tmp_path: Path) -> None:
@@ -181,22 +181,25 @@ def test_a_setting_of_any_type_is_read_or_refused(
 @pytest.mark.parametrize(
     ("extra", "told"),
     [
-        ({"rope.dimension_count": 8}, "rope.dimension_count=8 of 16 is not implemented"),
+        ({"rope.dimension_count": 8}, "rope.dimension_count=8 is not implemented: it must be 16"),
         ({"rope.scaling.type": "su"}, "rope.scaling.type='su' is not implemented"),
         ({"rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor"),
         ({"rope.scaling.attn_factor": 1.5}, "attn_factor"),
         ({"attention.temperature_scale": 0.1}, "attention.temperature_scale"),
         ({"attention.sliding_window": 64}, "attention.sliding_window"),
         ({"attention.head_count_kv": [2, 1]}, "head_count_kv=[2, 1] is not implemented"),
-        ({"attention.value_length": 8}, "value_length=8 is not the key_length=16"),
+        ({"attention.value_length": 8}, "value_length=8 must equal key_length=16"),
         ({"attention.head_count": "four"}, "head_count='four' must be an integer"),
         ({"block_count": None}, "has no llama.block_count"),
         ({"block_count": 3}, "missing: model.layers.2."),
         ({"block_count": 1}, "unexpected: model.layers.1."),
-        ({"blk.0.attn_rot_embd.weight": np.ones(8, np.float32)}, "does not know in a 'llama'"),
-        ({"blk.0.ffn_gate_exps.weight": np.ones((8, 8), np.float32)}, "no experts"),
+        ({"blk.0.attn_rot_embd.weight": np.ones(8, np.float32)}, "does not support in a 'llama'"),
+        (
+            {"blk.0.ffn_gate_exps.weight": np.ones((8, 8), np.float32)},
+            "experts must have 3 dimensions",
+        ),
         ({"rope_freqs.weight": np.ones(7, np.float32)}, "7 numbers"),
-        ({"rope_freqs.weight": np.ones((8, 1), np.float32)}, "no list of F32"),
+        ({"rope_freqs.weight": np.ones((8, 1), np.float32)}, "not a list of F32"),
         (
             {"rope_freqs.weight": np.ones(8, np.float32), "rope.scaling.factor": 2.0},
             "together with",

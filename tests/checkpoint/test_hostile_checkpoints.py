@@ -357,7 +357,7 @@ def test_an_index_names_files_of_its_own_folder_only(
     with_index(hostile, dict.fromkeys(tensors, name))
     opened: list[Path] = []
     monkeypatch.setattr("nanoserve.checkpoint.weight_files.safe_open", lambda file, **_: opened)
-    assert "which is no file of its own folder" in refusal(hostile)
+    assert "which is not a file in its own folder" in refusal(hostile)
     assert not opened
 
 
@@ -366,7 +366,7 @@ def test_weights_outside_of_the_folder_are_not_loaded_though_they_fit(hostile: P
     elsewhere = hostile.parent / "elsewhere.safetensors"
     shutil.copy(hostile / WEIGHTS, elsewhere)
     with_index(hostile, dict.fromkeys(names, str(elsewhere)))
-    assert "which is no file of its own folder" in refusal(hostile)
+    assert "which is not a file in its own folder" in refusal(hostile)
 
 
 def test_a_file_of_the_folder_may_be_a_link_as_in_the_hubs_cache(hostile: Path) -> None:
@@ -418,7 +418,7 @@ def test_a_file_that_is_damaged_after_its_header_was_read_is_named(
         return safe_open(file, framework)
 
     monkeypatch.setattr("nanoserve.checkpoint.weight_files.safe_open", open_once)
-    with pytest.raises(ValueError, match="is damaged or no safetensors file"):
+    with pytest.raises(ValueError, match="is damaged or not a safetensors file"):
         load_weights(model, tmp_path)
 
 

@@ -276,7 +276,7 @@ def test_an_absent_shard_is_named(sharded: Path) -> None:
     file = sorted(sharded.glob("*.safetensors"))[1]
     file.unlink()
     message = refusal(sharded)
-    assert file.name in message and "not there" in message
+    assert file.name in message and "not exist" in message
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ CODES, SCALE = torch.zeros(4, 32, dtype=torch.int8), torch.ones(4, 2)
     ("changes", "message"),
     [
         ({"codes": CODES.to(torch.uint8)}, "codes must be int8 .* not torch.uint8"),
-        ({"bits": 5}, "4 or 8 bits, not torch.int8, 5"),
+        ({"bits": 5}, "bits=4 or 8, not torch.int8 with bits=5"),
         ({"scale": SCALE.double()}, r"scale must be float32 \[4, 2\], not torch.float64"),
         ({"scale": SCALE[:3]}, r"scale must be float32 \[4, 2\], not torch.float32 \[3, 2\]"),
         ({"offset": SCALE[:, :1]}, r"offset must be float32 \[4, 2\], not torch.float32 \[4, 1\]"),

@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
-from nanoserve.checkpoint.misfits import tell_misfits
+from nanoserve.checkpoint.misfits import describe_mismatches
 
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "num_kv_blocks": 8, "max_num_seqs": 4}
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
@@ -98,7 +98,7 @@ def test_a_tokenizer_that_is_a_pointer(tmp_path: Path, file: str) -> None:
 
 def test_weights_that_are_neither_safetensors_nor_a_pointer(odd: Path) -> None:
     (odd / WEIGHTS).write_text("<html>")
-    assert f"{odd / WEIGHTS} is damaged or no safetensors file: " in refusal(odd)
+    assert f"{odd / WEIGHTS} is damaged or not a safetensors file: " in refusal(odd)
 
 
 def adapter_and_config(path: Path) -> None:
@@ -112,7 +112,7 @@ def test_an_adapter_alone(odd: Path, change: Change) -> None:
     change(odd)
     assert refusal(odd) == (
         f"{odd} is a LoRA adapter of 'Qwen/Qwen3-0.6B' (base_model_name_or_path): merge it into "
-        f"its base with peft's merge_and_unload() and save that"
+        f"its base with peft's merge_and_unload() and save the result"
     )
 
 
@@ -128,7 +128,7 @@ def test_an_adapter_beside_a_model_is_not_applied_and_that_is_said(
     with caplog.at_level(logging.WARNING):
         assert greedy(odd) == greedy(checkpoint)
     (record,) = [each for each in caplog.records if "adapter" in each.getMessage()]
-    assert f"{odd} has an adapter_config.json beside the model" in record.getMessage()
+    assert f"{odd} has an adapter_config.json next to the model" in record.getMessage()
     assert "not applied" in record.getMessage() and record.levelno == logging.WARNING
 
 
@@ -136,7 +136,7 @@ def test_an_adapter_beside_a_model_is_not_applied_and_that_is_said(
 def test_pickles(odd: Path, file: str) -> None:
     pickle_weights(odd, file)
     told = refusal(odd)
-    assert f"{file} are pickles, which may run code: save them anew with transformers" in told
+    assert f"{file} are pickles, which may run code: convert them with transformers" in told
 
 
 def test_pickles_saved_anew_as_told(odd: Path, checkpoint: Path) -> None:
@@ -153,9 +153,9 @@ def test_safetensors_by_another_name(odd: Path, names: list[str]) -> None:
         shutil.copy(odd / WEIGHTS, odd / f"{name}.safetensors")
     (odd / WEIGHTS).unlink()
     told = refusal(odd)
-    assert "no model.safetensors and no index of one, but " in told
+    assert "neither model.safetensors nor an index of shards, but " in told
     assert ", ".join(f"{name}.safetensors" for name in names) in told
-    assert "call it model.safetensors" in told
+    assert "rename it to model.safetensors" in told
 
 
 # ---------------------------------------------------------------- names of tensors
@@ -199,7 +199,7 @@ def test_names_of_a_base_model(odd: Path) -> None:
     save_file(tensors, odd / WEIGHTS)
     rename_tensors(odd, lambda name: name.removeprefix("model."))
     told = refusal(odd)
-    assert "the names lack 'model.', as those of a base model without a head" in told
+    assert "the names lack 'model.', like those of a base model without a head" in told
     assert "embedding model" in told and "; missing: " in told
 
 
@@ -214,9 +214,9 @@ def test_where_one_tensor_is_missing_nothing_is_guessed(odd: Path) -> None:
 def test_a_hundred_thousand_names_take_no_time() -> None:
     expected = {f"model.layers.{i}.weight": (1,) for i in range(100_000)}
     stored = {f"module.{name}": (1,) for name in expected}
-    assert tell_misfits(expected, stored, ()).startswith("all names begin with 'module.'")
+    assert describe_mismatches(expected, stored, ()).startswith("all names begin with 'module.'")
     stored = {f"x.{i}.weight": (1,) for i in range(100_000)}
-    assert tell_misfits(expected, stored, ()).startswith("missing: ")
+    assert describe_mismatches(expected, stored, ()).startswith("missing: ")
 
 
 # ---------------------------------------------------------------- architectures
@@ -226,7 +226,7 @@ def test_a_hundred_thousand_names_take_no_time() -> None:
     ("architecture", "advice"),
     [
         ("LLaMAForCausalLM", """did you mean "architectures": ["LlamaForCausalLM"] in"""),
-        ("Qwen4ForCausalLM", "the nearest name is 'Qwen3ForCausalLM', of another model if"),
+        ("Qwen4ForCausalLM", "the nearest name is 'Qwen3ForCausalLM', a different model unless"),
         ("OPTForCausalLM", None),
         ("GPT2LMHeadModel", None),
         ("GPT2DoubleHeadsModel", None),
@@ -242,13 +242,13 @@ def test_a_hundred_thousand_names_take_no_time() -> None:
         ("VisionEncoderDecoderModel", "it has an encoder and a decoder"),
         ("MambaForCausalLM", "it has recurrent layers"),
         ("Qwen3NextForCausalLM", "it has recurrent layers"),
-        ("BertModel", "it is an encoder, which makes"),
-        ("XLMRobertaForSequenceClassification", "it is an encoder, which makes"),
-        ("UnheardOfForMaskedLM", "it is an encoder, which makes"),
+        ("BertModel", "it is an encoder, which outputs"),
+        ("XLMRobertaForSequenceClassification", "it is an encoder, which outputs"),
+        ("UnheardOfForMaskedLM", "it is an encoder, which outputs"),
         ("ViTForImageClassification", "it is ...ForImageClassification, and nanoserve runs"),
         ("Qwen3ForSequenceClassification", "it is a classifier or a reward model"),
-        ("Qwen3ForTokenClassification", "it is a classifier, which gives labels"),
-        ("Qwen2Model", "it has no head, as embedding models have none"),
+        ("Qwen3ForTokenClassification", "it is a classifier, which outputs labels"),
+        ("Qwen2Model", "it has no LM head, like an embedding model"),
     ],
 )
 def test_architectures(odd: Path, architecture: str, advice: str | None) -> None:
@@ -321,7 +321,7 @@ def test_a_path_that_does_not_exist(
         ("Llama-3.2-1B", "did you mean 'meta-llama/Llama-3.2-1B'?"),
         ("gpt2", "bundled are tiny-qwen3, tiny-qwen3-draft"),
         ("", "it is empty"),
-        ("org/m-GGUF:Q4_K_M", "name its file, as in 'org/m-GGUF/model-Q4_K_M.gguf'"),
+        ("org/m-GGUF:Q4_K_M", "give the file, as in 'org/m-GGUF/model-Q4_K_M.gguf'"),
     ],
 )
 def test_a_name_that_is_almost_one(name: str, advice: str) -> None:
@@ -345,7 +345,7 @@ def test_a_path_is_no_name_on_the_hub() -> None:
             "https://huggingface.co/org/m-GGUF/resolve/main/m-Q8_0.gguf?download=true",
             "give its name on the hub, 'org/m-GGUF/m-Q8_0.gguf'",
         ),
-        ("http://example.org/model", "download it and give its folder"),
+        ("http://example.org/model", "download the model and give its folder"),
     ],
 )
 def test_an_address(address: str, advice: str) -> None:
@@ -355,10 +355,10 @@ def test_an_address(address: str, advice: str) -> None:
 
 def test_a_file(odd: Path) -> None:
     told = refusal(odd / WEIGHTS)
-    assert told.startswith(f"'{odd / WEIGHTS}' is a file, and a checkpoint is a folder")
+    assert told.startswith(f"'{odd / WEIGHTS}' is a file, but a checkpoint is a folder")
     assert told.endswith(f"give its folder, '{odd}'")
 
 
 def test_a_file_in_gguf_by_another_name(tmp_path: Path) -> None:
     (tmp_path / "sha256-4d7a").write_bytes(b"GGUF\3\0\0\0")
-    assert "is in GGUF, but not by its name" in refusal(str(tmp_path / "sha256-4d7a"))
+    assert "is in GGUF format, but its name must end in" in refusal(str(tmp_path / "sha256-4d7a"))

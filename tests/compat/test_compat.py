@@ -147,7 +147,7 @@ def test_what_a_checkpoint_recommends_can_be_left_or_changed(tmp_path: Path) -> 
     assert recommended(**override) == SamplingParams(**{**own, "top_p": 0.5, "max_tokens": 9})
     only = recommended(generation_config="vllm", **override)
     assert only == SamplingParams(top_p=0.5, max_tokens=9)
-    with pytest.raises(ValueError, match=r"\['tempreture'\] are no sampling parameters"):
+    with pytest.raises(ValueError, match=r"\['tempreture'\] are not sampling parameters"):
         recommended(override_generation_config={"tempreture": 1})
 
 

@@ -214,7 +214,7 @@ def test_it_sleeps_on_if_the_weights_are_gone(tmp_path: Path) -> None:
         llm.sleep(2)
         shutil.move(tmp_path / "model.safetensors", tmp_path / "elsewhere")
         for _ in range(2):
-            with pytest.raises(ValueError, match=r"no model\.safetensors"):
+            with pytest.raises(ValueError, match=r"neither model\.safetensors"):
                 llm.wake_up()
             with pytest.raises(ValueError, match="asleep"):
                 llm.generate(PROMPTS, PARAMS, use_tqdm=False)

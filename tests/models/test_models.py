@@ -275,7 +275,7 @@ def test_biases_and_head_dim_as_each_architecture_has_them(tmp_path: Path) -> No
 def test_a_pickled_checkpoint_is_refused_with_advice(tmp_path: Path) -> None:
     make("llama", tmp_path)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match=r"pytorch_model\.bin.*save them anew with transformers"):
+    with pytest.raises(ValueError, match=r"pytorch_model\.bin.*convert them with transformers"):
         LLM(tmp_path, skip_tokenizer_init=True)
 
 

@@ -251,9 +251,9 @@ def test_an_unknown_type_is_refused_with_the_known_ones() -> None:
 
 
 def test_parameters_of_another_type_are_refused_without_a_file_too() -> None:
-    with pytest.raises(ValueError, match=r"factor=2\.0 is no parameter"):
+    with pytest.raises(ValueError, match=r"factor=2\.0 is not a parameter"):
         RopeConfig(factor=2.0)
-    with pytest.raises(ValueError, match="truncate=False is no parameter"):
+    with pytest.raises(ValueError, match="truncate=False is not a parameter"):
         RopeConfig("linear", factor=2.0, truncate=False)
 
 

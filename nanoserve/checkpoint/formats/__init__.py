@@ -1,1 +1,1 @@
-"""Published formats of quantised checkpoints: one reader each; all end in one canonical form."""
+"""Readers of quantised checkpoint formats; all convert to one canonical form."""

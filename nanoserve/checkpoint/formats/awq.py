@@ -1,8 +1,8 @@
-"""AWQ checkpoints of AutoAWQ and its heirs, in the layout "gemm" (Lin et al., 2023).
+"""AWQ checkpoints of AutoAWQ and its successors, in the layout "gemm" (Lin et al., 2023).
 
 A linear is `qweight`, int32 [in, out / 8], and `qzeros`, int32 [groups, out / 8], both packed along
 the outputs, and `scales` [groups, out]. A word's nibbles, from the lowest, are its outputs 0, 2, 4,
-6, 1, 3, 5, 7: a GPU gets two neighbours out of it with one mask. Zero points are stored whole.
+6, 1, 3, 5, 7: a GPU extracts two adjacent outputs with one mask. Zero points are stored unchanged.
 """
 
 from torch import Tensor
@@ -16,7 +16,7 @@ from nanoserve.checkpoint.formats.packed import (
 from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
 from nanoserve.checkpoint.formats.reader import Reader
 
-_NIBBLE_OF_OUTPUT = [0, 4, 1, 5, 2, 6, 3, 7]  # where each of eight outputs lies in its word
+_NIBBLE_OF_OUTPUT = [0, 4, 1, 5, 2, 6, 3, 7]  # nibble of each of the eight outputs in a word
 
 
 class AWQReader(Reader):
@@ -48,6 +48,6 @@ class AWQReader(Reader):
 
 
 def _outputs(packed: Tensor) -> Tensor:
-    """int32 [n, out / 8] -> uint8 [out, n]."""
+    """Unpack int32 [n, out / 8] into uint8 [out, n]."""
     nibbles = unpack_int32(packed, 4).unflatten(1, (-1, 8))
     return nibbles[:, :, _NIBBLE_OF_OUTPUT].flatten(1).T.contiguous()

@@ -1,10 +1,10 @@
-"""bitsandbytes: NF4 and FP4 (QLoRA, Dettmers et al., 2023), and LLM.int8() (the same, 2022).
+"""bitsandbytes: NF4 and FP4 (QLoRA, Dettmers et al., 2023), LLM.int8() (Dettmers et al., 2022).
 
-Four bits: `weight` holds two codes a byte, the first in the high nibble, over the rows as one run;
-code c of block b means quant_map[c] x absmax[b]. With double quantisation `weight.absmax` are codes
-themselves: nested_quant_map[c] x nested_absmax[b'] + nested_offset. `weight.quant_state` is JSON,
-as bytes: the shape, the sizes of blocks. Eight bits: `weight` is int8 and `SCB` each row's largest
-magnitude, which is code 127.
+Four bits: `weight` holds two codes per byte, the first in the high nibble, for all rows as one run;
+code c of block b is quant_map[c] x absmax[b]. With double quantisation, `weight.absmax` holds codes
+as well: nested_quant_map[c] x nested_absmax[b'] + nested_offset. `weight.quant_state` is JSON, as
+bytes: the shape and the block sizes. Eight bits: `weight` is int8, and `SCB` is each row's largest
+magnitude, which has the code 127.
 """
 
 from collections.abc import Mapping
@@ -25,12 +25,12 @@ _VALUE_BYTES = {"U8": 1, "I8": 1, "F16": 2, "BF16": 2, "F32": 4}  # bnb_4bit_qua
 
 
 def open_bitsandbytes(path: Path, config: Mapping[str, Any]) -> Reader:
-    """Return the reader of the 4 or the 8 bits that `config` has chosen."""
+    """Return the reader for 4 or 8 bits, according to `config`."""
     return (Int8Reader if config.get("load_in_8bit") else NF4Reader)(path, config)
 
 
 class NF4Reader(Reader):
-    """NF4, and FP4: what the codes mean is stored with them."""
+    """Reader of NF4 and FP4, whose code values are stored in the file."""
 
     marks = ("weight.absmax",)
     parts = ("weight", "weight.absmax", "weight.quant_map", *_NESTED, *_STATES)
@@ -41,8 +41,8 @@ class NF4Reader(Reader):
         self.check_dtype(module, "weight", *_VALUE_BYTES)
         value_bytes = _VALUE_BYTES[self.header(module, "weight").dtype]
         is_whole = count % (2 * value_bytes) == 0
-        told = f"{module:.99}.weight: {count} codes of 4 bits fill no whole number of values"
-        require(is_whole, f"{told} of {value_bytes} bytes")
+        problem = f"{module:.99}.weight: {count} codes of 4 bits do not fill whole values"
+        require(is_whole, f"{problem} of {value_bytes} bytes")
         blocks = -(-count // state["blocksize"])
         wanted: dict[str, tuple[int, ...]] = {
             "weight": (count // 2 // value_bytes, 1),
@@ -66,13 +66,13 @@ class NF4Reader(Reader):
         meaning = self.part(module, "weight.quant_map").float()
         values = meaning[torch.stack((both >> 4, both & 15), dim=1)][octets.int()].flatten()
         absmax, size = self._absmax(module, state), state["blocksize"]
-        whole = len(values) // size  # blocks; a shorter one may follow
+        whole = len(values) // size  # full blocks; a shorter one may follow
         values[: whole * size].view(-1, size).mul_(absmax[:whole, None])
         values[whole * size :].mul_(absmax[-1])
         return values.view(state["shape"])
 
     def _absmax(self, module: str, state: dict[str, Any]) -> Tensor:
-        """float32 [blocks]."""
+        """Return the largest magnitudes of the blocks, float32 [blocks]."""
         absmax = self.part(module, "weight.absmax")
         if "nested_blocksize" not in state:
             return absmax.float()
@@ -88,7 +88,7 @@ class NF4Reader(Reader):
         where = f"{module:.99}.{names[0]}"
         is_text = header.dtype == "U8" and len(header.shape) == 1
         is_text = is_text and 0 < header.shape[0] <= _MAX_STATE_BYTES
-        require(is_text, f"{where} is no JSON of at most {_MAX_STATE_BYTES} bytes")
+        require(is_text, f"{where} must be JSON of at most {_MAX_STATE_BYTES} bytes")
         state = json_object(bytes(self.part(module, names[0]).tolist()), where)
         shape = state.get("shape")
         check_list(f"{where}: shape", shape, lambda n: is_int(n) and 0 < n < 2**31, "two sizes")
@@ -98,12 +98,12 @@ class NF4Reader(Reader):
                 check_int(f"{where}: {name}", state.get(name), 1, 2**20)
         if "nested_blocksize" in state:
             offset = state.get("nested_offset")
-            require(isinstance(offset, float), f"{where}: nested_offset={offset} is no number")
+            require(isinstance(offset, float), f"{where}: nested_offset={offset} must be a number")
         return state | {"name": names[0]}
 
 
 class Int8Reader(Reader):
-    """LLM.int8(): rows of one scale. Which inputs are outliers, it decides as it computes."""
+    """Reader of LLM.int8(): one scale per row. Outliers are chosen at run time, not stored."""
 
     marks = ("SCB",)
     parts = ("weight", "SCB", "weight_format")
@@ -117,7 +117,7 @@ class Int8Reader(Reader):
     def weight(self, module: str) -> QuantizedMatrix:
         if self.has(module, "weight_format"):
             is_rows = not bool(self.part(module, "weight_format").any())
-            told = "is not 0 (by rows): an old file, for one GPU; save it anew with bitsandbytes"
-            require(is_rows, f"{module:.99}.weight_format {told}")
+            problem = "is not 0 (row-major): an old GPU layout; save it again with bitsandbytes"
+            require(is_rows, f"{module:.99}.weight_format {problem}")
         scale = self.part(module, "SCB").float().unsqueeze(1) / 127
         return QuantizedMatrix(codes=self.part(module, "weight"), scale=scale, bits=8)

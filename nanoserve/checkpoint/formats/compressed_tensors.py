@@ -1,15 +1,15 @@
-"""compressed-tensors, the format of llm-compressor and of most checkpoints made for vLLM.
+"""compressed-tensors: the format of llm-compressor and of most checkpoints made for vLLM.
 
 A linear is `weight` in int8 or float8, or `weight_packed`, and `weight_scale`: one number,
-[out, 1], [out, groups] or one per block; asymmetric ones have a `weight_zero_point`. Packed
-codes are unsigned (2^(bits - 1) was added), int32 [out, in x bits / 32], the lowest bits first, and
-rows are padded: `weight_shape` is the true one. Their zero points are packed along the outputs.
+[out, 1], [out, groups] or one per block; asymmetric ones have a `weight_zero_point`. Packed codes
+are unsigned (2^(bits - 1) is added), int32 [out, in x bits / 32], the lowest bits first, and rows
+are padded: `weight_shape` is the original shape. Zero points are packed along the outputs.
 
 MXFP4 is E2M1 values in groups of 32 (OCP Microscaling Formats specification 1.0). A value is 0,
-0.5, 1, 1.5, 2, 3, 4 or 6, and a sign; a group has a power of two, one byte with a bias of 127
-(E8M0). Twice the values are integers, so half the power times an integer is the weight, exactly.
-Two values share a byte, the first in its low nibble. So they are in "mxfp4-pack-quantized", and in
-gpt-oss' `_blocks`, of whose fused experts there is no model here.
+0.5, 1, 1.5, 2, 3, 4 or 6, with a sign; the scale of a group is a power of two, one byte with a bias
+of 127 (E8M0). Twice the values are integers, so a weight is exactly an integer times half the
+scale. Two values share a byte, the first in the low nibble. This is the layout of
+"mxfp4-pack-quantized", and of the `_blocks` in gpt-oss, whose fused experts are not supported.
 """
 
 from pathlib import Path
@@ -42,7 +42,7 @@ class CompressedTensorsReader(Reader):
         "weight", "weight_packed", "weight_scale", "weight_zero_point", "weight_shape",
         "weight_g_idx",
     )  # fmt: skip
-    optional = ("weight_zero_point",)  # some releases store those of symmetric weights too: zeros
+    optional = ("weight_zero_point",)  # some releases store zeros for symmetric weights, too
 
     def __init__(self, path: Path, config: dict) -> None:
         self._groups = read_schemes(config)
@@ -54,7 +54,11 @@ class CompressedTensorsReader(Reader):
             out, octets = self.matrix_header(module, "weight_packed", "U8")
             self.check_dtype(module, "weight_scale", "U8")
             is_whole = octets * 2 % _MXFP4_GROUP == 0
-            require(is_whole, f"{module:.99}: {octets * 2} inputs are no groups of {_MXFP4_GROUP}")
+            require(
+                is_whole,
+                f"{module:.99}: {octets * 2} inputs cannot be divided into groups of "
+                f"{_MXFP4_GROUP}",
+            )
             parts = {
                 "weight_packed": (out, octets),
                 "weight_scale": (out, octets * 2 // _MXFP4_GROUP),
@@ -108,7 +112,7 @@ class CompressedTensorsReader(Reader):
             check_scale(shape, scale, None, f"{module}.weight_scale")
             wanted = {"weight_scale": scale}
         if not scheme.symmetric:
-            # Older releases did not pack them.
+            # Older releases do not pack zero points.
             dtypes = ("I8", "I32") if scheme.format == "pack-quantized" else ("I8",)
             self.check_dtype(module, "weight_zero_point", *dtypes)
             is_packed = self.header(module, "weight_zero_point").dtype == "I32"
@@ -120,22 +124,25 @@ class CompressedTensorsReader(Reader):
         return wanted
 
     def _packed_shape(self, module: str) -> tuple[int, int]:
-        """What `weight_shape` says: a row may end within a word."""
+        """Return the shape in `weight_shape`: a row may end within a word."""
         header = self.header(module, "weight_shape")
         is_pair = header.shape == (2,) and header.dtype in ("I64", "I32")
-        told = f"{module:.99}.weight_shape is {header.dtype} {shown(list(header.shape))}"
-        require(is_pair, f"{told}, not two integers")
+        found = f"{module:.99}.weight_shape is {header.dtype} {shown(list(header.shape))}"
+        require(is_pair, f"{found}, not two integers")
         out, num_inputs = self.part(module, "weight_shape").tolist()
-        require(min(out, num_inputs) > 0, f"{module:.99}.weight_shape is {[out, num_inputs]}")
+        require(
+            min(out, num_inputs) > 0,
+            f"{module:.99}.weight_shape={[out, num_inputs]} must be two positive sizes",
+        )
         return out, num_inputs
 
     def _zeros(self, module: str, scheme: Scheme, shape: tuple[int, int]) -> Tensor:
-        """uint8 [out, groups]."""
+        """Return the zero points, uint8 [out, groups]."""
         name = "weight_zero_point"
         zeros = self.part(module, name) if self.has(module, name) else None
         if scheme.symmetric:
             is_zero = zeros is None or not bool(zeros.any())
-            require(is_zero, f"{module:.99}.{name} is not 0, and the config says symmetric")
+            require(is_zero, f"{module:.99}.{name} is not 0, but the config has symmetric=true")
             return torch.full(shape, 2 ** (scheme.num_bits - 1), dtype=torch.uint8)
         if zeros.dtype == torch.int32:
             return unpack_int32(zeros.T, scheme.num_bits)[:, : shape[0]].T
@@ -147,19 +154,19 @@ class CompressedTensorsReader(Reader):
 
 
 def _unsigned(codes: Tensor, bits: int, where: str) -> Tensor:
-    """int8 codes around 0 -> uint8 around 2^(bits - 1)."""
-    result = codes.view(torch.uint8) + 2 ** (bits - 1)  # wraps around, as it should
+    """Convert int8 codes around 0 to uint8 codes around 2^(bits - 1)."""
+    result = codes.view(torch.uint8) + 2 ** (bits - 1)  # wraps around, as intended
     is_in_range = bits == 8 or int(result.max()) < 2**bits
-    require(is_in_range, f"{where:.199} is of more than {bits} bits")
+    require(is_in_range, f"{where:.199} has codes of more than {bits} bits")
     return result
 
 
 def mxfp4_matrix(packed: Tensor, exponents: Tensor, where: str) -> QuantizedMatrix:
     """Unpack MXFP4: `packed` is uint8 [out, in / 2], `exponents` uint8 [out, in / 32]."""
     is_number = not bool((exponents == _NAN).any())
-    require(is_number, f"{where:.199} holds NaN as a scale (an exponent of {_NAN})")
+    require(is_number, f"{where:.199} has NaN as a scale (an exponent of {_NAN})")
     both = torch.arange(256)
     codes = _E2M1_CODES[torch.stack((both & 15, both >> 4), dim=1)][packed.int()].flatten(1)
-    # A scale of 2^-128 is below the least normal number, but exact.
+    # A scale of 2^-128 is subnormal in float32, but exact.
     scale = torch.ldexp(torch.ones(exponents.shape), exponents.to(torch.int32) - 128)
     return QuantizedMatrix(codes=codes, scale=scale, bits=8)

@@ -1,6 +1,6 @@
-"""What `quantization_config` may say: what changes numbers is implemented, or refused by name.
+"""Validation of `quantization_config`: each field that affects the result is supported or rejected.
 
-It imports no torch: `config.json` is checked before anything is read, or even fetched.
+This module does not import torch: `config.json` is checked before weights are read or downloaded.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from nanoserve.utils.checks import is_int, require, shown
 
 
 class _Field(NamedTuple):
-    """The values that are read, and what to do about others."""
+    """Values of a field that are implemented, and advice for others."""
 
     allowed: tuple[Any, ...]
     instead: str
@@ -21,7 +21,7 @@ _NOTHING = (None, False, "", [], {})
 _DENSE = {"format": "dense"}
 _ANOTHER = "use a checkpoint without it"
 _KV = _Field(_NOTHING, "delete it: K and V are then kept in the model's dtype")
-# The fields that change numbers, and what of them is implemented.
+# The fields that affect the result, and the values that are implemented.
 _FIELDS: dict[str, dict[str, _Field]] = {
     "compressed-tensors": {
         "kv_cache_scheme": _KV,
@@ -65,10 +65,10 @@ _FIELDS: dict[str, dict[str, _Field]] = {
         "llm_int8_has_fp16_weight": _Field(_NOTHING, "save the weights in 8 bits"),
         "bnb_4bit_quant_type": _Field((None, "nf4", "fp4"), "quantise to nf4"),
     },
-    "gguf": {},  # which is what `nanoserve.checkpoint.gguf.config` writes
+    "gguf": {},  # `nanoserve.checkpoint.gguf.config` writes no other fields
 }
-# These say how the file was made, which kernel its makers used, or which modules are not quantised:
-# the file itself says that.
+# Fields without effect: how the file was made, which kernel its authors used, or which modules are
+# not quantised, which follows from the stored tensors.
 _OF_GPTQ = {
     "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs",
     "damp_auto_increment", "damp_percent", "dataset", "disable_exllama", "dynamic",
@@ -97,7 +97,7 @@ _HARMLESS: dict[str, set[str]] = {
 
 
 def method_of(config: Mapping[str, Any]) -> str | None:
-    """`quant_method`; old files of bitsandbytes have none."""
+    """Return `quant_method`, which old files of bitsandbytes do not have."""
     if config.get("quant_method") is None and (
         "load_in_4bit" in config or "load_in_8bit" in config
     ):
@@ -106,7 +106,10 @@ def method_of(config: Mapping[str, Any]) -> str | None:
 
 
 def check_quantization_config(config: Any) -> dict[str, Any]:
-    """The config, if all of it is implemented; else `ValueError`, with the field and a way out."""
+    """Return the config as a dict.
+
+    Raises `ValueError`, with the field and advice, for a setting that is not implemented.
+    """
     require(
         isinstance(config, Mapping),
         f"quantization_config={shown(config)} is not implemented: it must be an object",
@@ -131,50 +134,50 @@ def check_quantization_config(config: Any) -> dict[str, Any]:
         _check_groups(config)
     elif method == "bitsandbytes":
         is_one = bool(config.get("load_in_4bit")) != bool(config.get("load_in_8bit"))
-        told = "load_in_4bit and load_in_8bit: one of them must be true"
-        require(is_one, f"quantization_config: {told}")
+        rule = "exactly one of load_in_4bit and load_in_8bit must be true"
+        require(is_one, f"quantization_config: {rule}")
     return dict(config)
 
 
 def _check_field(method: str, name: str, value: Any) -> None:
-    told = f"quantization_config: {shown(name)}={shown(value)} is not implemented in {method}"
+    problem = f"quantization_config: {shown(name)}={shown(value)} is not implemented in {method}"
     field = _FIELDS[method].get(name)
     if field is not None:
-        require(_is_among(value, field.allowed), f"{told}: {field.instead}")
+        require(_is_among(value, field.allowed), f"{problem}: {field.instead}")
     elif name != "quant_method" and name not in _HARMLESS[method]:
         require(
             _is_among(value, _NOTHING),
-            f"{told}; if it changes no numbers, delete it from config.json",
+            f"{problem}; if it does not affect the result, delete it from config.json",
         )
 
 
 def _is_among(value: Any, allowed: tuple[Any, ...]) -> bool:
-    """1 is not True here, and 4.0 not 4."""
+    """Return True if `allowed` has this value with the same type: 1 is not True, and 4.0 not 4."""
     return any(type(value) is type(one) and value == one for one in allowed)
 
 
 def _check_blocks(block: Any) -> None:
     is_pair = isinstance(block, list) and len(block) == 2
     is_good = is_pair and all(is_int(size) and 0 < size < 2**18 for size in block)
-    told = f"quantization_config: weight_block_size={shown(block)} must be two positive sizes"
-    require(block is None or is_good, told)
+    rule = f"quantization_config: weight_block_size={shown(block)} must be two positive sizes"
+    require(block is None or is_good, rule)
 
 
 def _check_groups(config: Mapping[str, Any]) -> None:
     size = config.get("group_size", 128)
     require(
         is_int(size) and (size == -1 or 0 < size < 2**18),
-        f"quantization_config: group_size={shown(size)} must be a size, or -1: one group a row",
+        f"quantization_config: group_size={shown(size)} must be a size, or -1: one group per row",
     )
     labels = [config.get(name) for name in ("checkpoint_format", "format")]
     is_clear = None in labels or labels[0] == labels[1]
-    told = f"quantization_config: checkpoint_format={labels[0]!r} and format={labels[1]!r}"
-    require(is_clear, f"{told} contradict each other: delete the wrong one")
+    both = f"quantization_config: checkpoint_format={labels[0]!r} and format={labels[1]!r}"
+    require(is_clear, f"{both} contradict each other: delete the wrong one")
     overrides = config.get("dynamic") or {}
     is_object = isinstance(overrides, Mapping)
     changed = [key for key in overrides if not key.startswith("-:")] if is_object else overrides
     require(
         not changed,
-        f"quantization_config: dynamic={shown(changed)} is not implemented: modules with bits or "
-        "groups of their own; use a checkpoint of one scheme",
+        f"quantization_config: dynamic={shown(changed)} (modules with their own bits or groups) is "
+        "not implemented: use a checkpoint with one scheme",
     )

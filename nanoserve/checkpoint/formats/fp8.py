@@ -1,9 +1,8 @@
-"""FP8 checkpoints: of DeepSeek and Qwen in blocks, of others with a scale per tensor or output.
+"""FP8 checkpoints: with a scale per block (DeepSeek, Qwen), per tensor or per output.
 
-A linear is `weight`, float8_e4m3fn [out, in], and its scale: `weight_scale_inv`, float32
-[out / 128, in / 128] rounded up, which in spite of its name is multiplied with (DeepSeek-V3
-technical report, section 3.3, and its `weight_dequant`), or `weight_scale`, one number or one per
-output.
+A linear is `weight`, float8_e4m3fn [out, in], and its scale. This is `weight_scale_inv`, float32
+[out / 128, in / 128] rounded up, which is a factor in spite of its name (DeepSeek-V3 technical
+report, section 3.3, and its `weight_dequant`), or `weight_scale`, one number or one per output.
 """
 
 import torch
@@ -28,12 +27,12 @@ class FP8Reader(Reader):
         is_known = dtype in ("F32", "BF16", "F16", "F8_E8M0") or (
             dtype == "U8" and self.config.get("scale_fmt") == "ue8m0"
         )
-        require(is_known, f"{module:.99}.{part} is {dtype}, which is no scale")
+        require(is_known, f"{module:.99}.{part} is {dtype}, which is not a type of scales")
         return shape, {"weight": shape, part: found}
 
     def weight(self, module: str) -> Tensor:
         scale = self.part(module, self._scale_part(module))
-        if scale.dtype == torch.uint8:  # E8M0 whose files call it bytes
+        if scale.dtype == torch.uint8:  # E8M0, stored with the type of bytes
             scale = scale.view(torch.float8_e8m0fnu)
         block = self.config.get("weight_block_size")
         return dequantize_fp8(self.part(module, "weight"), scale, block)
@@ -45,25 +44,25 @@ class FP8Reader(Reader):
 def check_scale(
     shape: tuple[int, int], scale: tuple[int, ...], block: list[int] | None, where: str
 ) -> None:
-    """`scale` is the shape of one per block, or without blocks per tensor or output."""
+    """Check that `scale` is the shape of one scale per block, or else per tensor or output."""
     out, num_inputs = shape
     wanted = [(), (1,), (1, 1), (out,), (out, 1)]
     if block is not None:
         wanted = [(-(-out // block[0]), -(-num_inputs // block[1]))]
     require(
         scale in wanted,
-        f"{where:.199} is {shown(list(scale))}: of a weight {list(shape)} with blocks of {block} "
+        f"{where:.199} is {shown(list(scale))}: for a weight {list(shape)} with blocks of {block}, "
         f"it must be {' or '.join(str(list(one)) for one in wanted)}",
     )
 
 
 def dequantize_fp8(weight: Tensor, scale: Tensor, block: list[int] | None) -> Tensor:
-    """float32 [out, in]: each value times the scale of its block, output or tensor."""
+    """Return float32 [out, in]: each value times the scale of its block, output or tensor."""
     result, scale = weight.float(), scale.float()
     if block is None:
         return result.mul_(scale.reshape(-1, 1))
     rows, columns = block
-    for first, row in enumerate(scale):  # so memory never holds a scale per weight
+    for first, row in enumerate(scale):  # by row, so that scales are not expanded to all weights
         per_input = row.repeat_interleave(columns)[: result.shape[1]]
         result[first * rows : (first + 1) * rows] *= per_input
     return result

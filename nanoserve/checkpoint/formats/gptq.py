@@ -1,16 +1,16 @@
-"""GPTQ checkpoints, of AutoGPTQ, GPTQModel and transformers (Frantar et al., 2022).
+"""GPTQ checkpoints of AutoGPTQ, GPTQModel and transformers (Frantar et al., 2022).
 
 A linear is `qweight`, int32 [in x bits / 32, out], packed along its inputs; `qzeros`, int32
 [groups, out x bits / 32], packed along its outputs; `scales` [groups, out]; and `g_idx`, int32
-[in], the group of each input, which is in no order after act-order (`desc_act`).
+[in], the group of each input, which is unordered after act-order (`desc_act`).
 
-There are two conventions of zero points, which `checkpoint_format` tells apart: "gptq_v2" stores
-them, "gptq" stores them less 1. The 1 was taken from whole words, so it is added to whole words
-here, as GPTQModel does: a zero point of 0 has borrowed from its neighbour.
+There are two conventions for zero points, distinguished by `checkpoint_format`: "gptq_v2" stores
+them unchanged, "gptq" stores them minus 1. The 1 was subtracted from whole words, so it is added to
+whole words here, as in GPTQModel: a zero point of 0 has borrowed from the adjacent one.
 
-A wrong label cannot be found out from the numbers of an asymmetric file. Of a symmetric one all
-zero points must be in the middle of the range; if they are one beside it, the label is wrong, and
-the weights are refused: a model of shifted weights answers, and answers garbage.
+A wrong label cannot be detected in an asymmetric file. In a symmetric one, all zero points must be
+in the middle of the range; if they are off by one, the label is wrong, and the weights are
+rejected: with shifted weights, a model would generate garbage without an error.
 """
 
 import torch
@@ -60,24 +60,24 @@ class GPTQReader(Reader):
         )
 
     def _zeros(self, module: str, out: int) -> Tensor:
-        """uint8 [out, groups]."""
+        """Return the zero points, uint8 [out, groups]."""
         bits, words = self.config["bits"], self.part(module, "qzeros")
         is_v2 = stores_whole_zeros(self.config)
         ones = sum(1 << shift for shift in range(0, 32, bits))
-        # In 64 bits, of which the lower 32 are kept: as numbers of 32 they would overflow.
+        # In 64 bits, of which the lower 32 are kept: 32-bit addition would overflow.
         corrected = words if is_v2 else (words.long() + ones).to(torch.int32)
         zeros = unpack_int32(corrected, bits)[:, :out]
         half = 2 ** (bits - 1)
-        shift = 1 if is_v2 else -1  # what the other label would have meant
+        shift = 1 if is_v2 else -1  # difference from the other convention
         if self.config.get("sym", True) and bool((zeros == half - shift).all()):
             label = "gptq" if is_v2 else "gptq_v2"
             raise ValueError(
-                f"all zero points of {module:.99} are {half - shift}, and sym=True means {half}: "
-                f"checkpoint_format is wrong; write {label!r} in config.json's quantization_config"
+                f"all zero points of {module:.99} are {half - shift}, but sym=True implies {half}: "
+                f"set checkpoint_format to {label!r} in the quantization_config of config.json"
             )
         return zeros.T
 
 
 def stores_whole_zeros(config: dict) -> bool:
-    """Whether zero points are stored as they are, and not less 1."""
+    """Return True if zero points are stored unchanged, and not minus 1."""
     return "gptq_v2" in (config.get("checkpoint_format"), config.get("format"))

@@ -1,4 +1,4 @@
-"""Integers of few bits in larger ones, and unsigned codes with zero points in canonical form."""
+"""Unpacking of small integers, and conversion of zero points to the canonical form."""
 
 import torch
 from torch import Tensor
@@ -8,10 +8,10 @@ from nanoserve.utils.checks import require
 
 
 def unpack_int32(packed: Tensor, bits: int) -> Tensor:
-    """int32 [rows, words] -> uint8 [rows, words x 32 / bits], the lowest bits first.
+    """Unpack int32 [rows, words] into uint8 [rows, words x 32 / bits], the lowest bits first.
 
-    `bits` is 2, 4 or 8, so that no code straddles two bytes. Works on bytes, not on words, so the
-    largest thing in memory is the result.
+    `bits` is 2, 4 or 8, so that no code spans two bytes. It works on bytes instead of words, so
+    that no temporary tensor is larger than the result.
     """
     octets = packed.contiguous().view(torch.uint8)  # little-endian, as safetensors is
     if bits == 8:
@@ -23,11 +23,11 @@ def unpack_int32(packed: Tensor, bits: int) -> Tensor:
 def affine_matrix(
     codes: Tensor, zeros: Tensor, scale: Tensor, bits: int, group_of_input: Tensor | None
 ) -> QuantizedMatrix:
-    """w = (code - zero) x scale, of unsigned codes.
+    """Convert unsigned codes with zero points, w = (code - zero) x scale, to canonical form.
 
     codes: uint8 [out, in]; zeros: uint8 [out, groups], of the same `bits`; scale: [out, groups].
-    In float16 or bfloat16 scales, codes x scale + offset is (code - zero) x scale exactly: both
-    products and their sum have at most 11 + 9 significant bits of float32's 24.
+    For float16 or bfloat16 scales, codes x scale + offset equals (code - zero) x scale exactly:
+    both products and their sum have at most 11 + 9 significant bits, and float32 has 24.
     """
     half = 2 ** (bits - 1)
     scale = scale.float().contiguous()
@@ -42,18 +42,18 @@ def affine_matrix(
 
 
 def num_groups(num_inputs: int, group_size: int) -> int:
-    """Groups of a row; the last may be shorter. A size of -1 is one group."""
+    """Return the number of groups in a row; the last may be shorter. A size of -1 is one group."""
     return 1 if group_size == -1 else -(-num_inputs // group_size)
 
 
 def group_of_input(
     num_inputs: int, group_size: int, g_idx: Tensor | None, where: str
 ) -> Tensor | None:
-    """int [in], the group of each input, or None where groups are runs of one size.
+    """Return int [in], the group of each input, or None if groups are runs of one size.
 
-    `g_idx`: what the file says, if it does. It may say what needs no saying. An uneven last group
-    needs the list: 80 inputs in groups of 32 are 3 groups, and so are 96 in groups of 40, where
-    counting groups would make them 32 each.
+    g_idx: the list in the file, if there is one; it may be redundant. A shorter last group needs
+    the list: 96 inputs in groups of 40 are 3 groups, and the number of groups alone would imply 32
+    inputs each.
     """
     groups = num_groups(num_inputs, group_size)
     runs = torch.arange(num_inputs) // (num_inputs if group_size == -1 else group_size)
@@ -62,7 +62,7 @@ def group_of_input(
     lowest, highest = int(g_idx.min()), int(g_idx.max())
     require(
         lowest >= 0 and highest < groups,
-        f"{where:.199} names groups {lowest} to {highest}, and there are {groups}",
+        f"{where:.199} has groups {lowest} to {highest}, but must have 0 to {groups - 1}",
     )
     if group_size == -1 or (num_inputs % group_size == 0 and torch.equal(g_idx.long(), runs)):
         return None

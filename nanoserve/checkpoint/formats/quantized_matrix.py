@@ -1,11 +1,11 @@
-"""`QuantizedMatrix`: the one form in which integer weights leave a checkpoint, whatever its format.
+"""`QuantizedMatrix`: canonical form of quantised weights, to which all readers convert.
 
     w[n, k] = codes[n, k] x scale[n, g] + offset[n, g]          with g = k // group_size
 
-A row is an output. A group is a run of inputs that share a scale: a whole row, or 16 to 128 of
-them. Codes are signed, and symmetric formats have no offset: a format of unsigned codes with zero
-points (w = (q - zero) x scale) ends here as codes = q - 2^(bits - 1), offset = (2^(bits - 1) -
-zero) x scale. Nothing executes this form as it is; see `nanoserve.kernels.cpu.integer_linear`.
+A row is an output. A group is a run of inputs that share a scale: a whole row, or 16 to 128 inputs.
+Codes are signed, and symmetric formats have no offset. Unsigned codes with zero points (w = (q -
+zero) x scale) are converted to codes = q - 2^(bits - 1), offset = (2^(bits - 1) - zero) x scale.
+Kernels repack this form; see `nanoserve.kernels.cpu.integer_linear`.
 """
 
 import math
@@ -17,11 +17,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """codes: int8 [out, in]; scale and offset (None is all zeros): float32 [out, groups].
+    """Quantised weight of a linear.
 
+    codes: int8 [out, in]; scale and offset (None is all zeros): float32 [out, groups].
     bits: 4 if codes are -8 to 7, 8 if they are -128 to 127.
-    group_of_input: int [in], the group of each input, where groups are no runs (GPTQ's act-order).
-    is_e4m3: the codes are the bytes of 8-bit floats, and stand for these.
+    group_of_input: int [in], the group of each input, if groups are not runs (GPTQ's act-order).
+    is_e4m3: the codes are the bytes of 8-bit floats (e4m3).
+
+    Raises `ValueError` if shapes or dtypes do not match.
     """
 
     codes: Tensor
@@ -36,12 +39,12 @@ class QuantizedMatrix:
         if len(self.scale.shape) != 2 or 0 in (num_inputs, self.scale.shape[1]):
             raise ValueError(
                 f"codes {list(self.codes.shape)} and scale {list(self.scale.shape)} must be "
-                f"[out, in] and [out, groups], with inputs and groups"
+                f"[out, in] and [out, groups], with at least one input and one group"
             )
         groups = self.scale.shape[-1]
         if self.codes.dtype != torch.int8 or self.bits not in (4, 8):
             raise ValueError(
-                f"codes must be int8 of 4 or 8 bits, not {self.codes.dtype}, {self.bits}"
+                f"codes must be int8 with bits=4 or 8, not {self.codes.dtype} with bits={self.bits}"
             )
         for name, tensor in (("scale", self.scale), ("offset", self.offset)):
             if tensor is not None and (
@@ -63,7 +66,7 @@ class QuantizedMatrix:
         return self.shape[1] // self.scale.shape[1]
 
     def dequantize(self) -> Tensor:
-        """float32 [out, in]: what the format's own library computes with."""
+        """Return float32 [out, in], equal to the weight that the format's own library uses."""
         if self.group_of_input is None:
             scale, offset = (
                 None if values is None else values.repeat_interleave(self.group_size, dim=1)
@@ -79,30 +82,30 @@ class QuantizedMatrix:
         return weight if offset is None else weight + offset
 
     def operands(self) -> tuple[Tensor, Tensor, Tensor | None, int]:
-        """Return codes, scale, offset and bits, which is what the kernels take.
+        """Return codes, scale, offset and bits, the operands of the kernels.
 
-        Codes of 8-bit floats are float8_e4m3fn there, others int8. Raises `ValueError` for groups
-        that are no runs of inputs: see `in_runs`.
+        Codes of 8-bit floats are float8_e4m3fn, others int8. Raises `ValueError` for groups that
+        are not runs of inputs: see `in_runs`.
         """
         if self.group_of_input is not None:
-            raise ValueError("groups that are no runs of inputs have to be sorted before")
+            raise ValueError("inputs must be sorted by group, with in_runs(), for the kernels")
         codes = self.codes.view(torch.float8_e4m3fn) if self.is_e4m3 else self.codes
         return codes, self.scale, self.offset, self.bits
 
     def rows(self, first: int, end: int) -> "QuantizedMatrix":
-        """Of the outputs [first, end)."""
+        """Return the part for the outputs [first, end)."""
         offset = None if self.offset is None else self.offset[first:end]
         return replace(
             self, codes=self.codes[first:end], scale=self.scale[first:end], offset=offset
         )
 
     def split(self, num_rows: int) -> "list[QuantizedMatrix]":
-        """Of so many outputs each, as torch's tensors are split."""
+        """Split into parts of `num_rows` outputs, like `Tensor.split`."""
         firsts = range(0, self.shape[0], num_rows)
         return [self.rows(first, min(first + num_rows, self.shape[0])) for first in firsts]
 
     def columns(self, first: int, end: int) -> "QuantizedMatrix":
-        """Of the inputs [first, end). Where they cut a group, all groups become smaller."""
+        """Return the part for the inputs [first, end). If they cut a group, all become smaller."""
         codes = self.codes[:, first:end]
         if self.group_of_input is not None:
             return replace(self, codes=codes, group_of_input=self.group_of_input[first:end])
@@ -117,23 +120,24 @@ class QuantizedMatrix:
         return replace(self, codes=codes, scale=scale, offset=offset)
 
     def in_runs(self) -> "tuple[QuantizedMatrix, Tensor | None]":
-        """The same with groups that are runs, and how its inputs are to be ordered for it.
+        """Return an equal matrix whose groups are runs, and the order of its inputs.
 
-        `matrix, order = q.in_runs()` makes x @ q.T the same as x[:, order] @ matrix.T; None is the
-        order they have. Raises `ValueError` for groups of unequal sizes.
+        With `matrix, order = q.in_runs()`, x @ q.T equals x[:, order] @ matrix.T; None is the
+        original order. Raises `ValueError` for groups of unequal sizes.
         """
         if self.group_of_input is None:
             return self, None
         group = self.group_of_input.long()
         sizes = group.bincount(minlength=self.scale.shape[1])
         if len(sizes.unique()) > 1:
-            raise ValueError(f"groups of {int(sizes.min())} to {int(sizes.max())} inputs")
+            found = f"{int(sizes.min())} to {int(sizes.max())} inputs"
+            raise ValueError(f"groups must be of one size, not of {found}")
         order = group.argsort(stable=True)
         return replace(self, codes=self.codes[:, order], group_of_input=None), order
 
 
 def stack_rows(parts: list[Tensor | QuantizedMatrix]) -> Tensor | QuantizedMatrix:
-    """The outputs of several as one weight; as floats, unless all have integers in like groups."""
+    """Concatenate outputs; dequantises them unless all parts are quantised in equal groups."""
     if len(parts) == 1:
         return parts[0]
     quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]

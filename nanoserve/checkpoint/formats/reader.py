@@ -1,4 +1,4 @@
-"""What all formats share: which stored tensors make up one weight, and which are plain."""
+"""Base class of the format readers: it maps stored tensors to weights, quantised or plain."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,12 +15,12 @@ _PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 class Reader:
-    """A `WeightSource`. A format says which `parts` a quantised linear is stored as.
+    """Base class of a `WeightSource` for a format with several tensors (`parts`) per weight.
 
-    A linear is quantised if and only if it has one of the `marks`: what a file holds says more than
-    the lists of modules in its config, which describe it. Of `parts` (names within a module), all
-    that `layout` returns must be there, of those shapes; a quantised module may have nothing else
-    but the `optional` parts and a bias.
+    A linear is quantised if and only if it has one of the `marks`: the stored tensors are more
+    reliable than the lists of modules in the config. All `parts` (names within a module) that
+    `layout` returns must be present, in the given shapes; a quantised module may have no other
+    tensors except the `optional` parts and a bias.
     """
 
     marks: tuple[str, ...]
@@ -28,7 +28,7 @@ class Reader:
     optional: tuple[str, ...] = ()
 
     def __init__(self, path: Path, config: Mapping[str, Any]) -> None:
-        """Read the headers of the folder `path`, and check that each weight has all its parts."""
+        """Read the headers in the folder `path`, and check that each weight has all its parts."""
         self._tensors, self.config = StoredTensors(path), config
         modules = {
             name.removesuffix(f".{mark}"): None
@@ -55,11 +55,11 @@ class Reader:
         return name not in self._plain
 
     def layout(self, module: str) -> tuple[tuple[int, int], dict[str, tuple[int, ...]]]:
-        """The shape [out, in] of a module's weight; its parts, and the shape of each."""
+        """Return the shape [out, in] of a module's weight, and the shape of each of its parts."""
         raise NotImplementedError
 
     def weight(self, module: str) -> Tensor | QuantizedMatrix:
-        """The weight of a quantised module."""
+        """Return the weight of a quantised module."""
         raise NotImplementedError
 
     def has(self, module: str, part: str) -> bool:
@@ -67,7 +67,9 @@ class Reader:
 
     def header(self, module: str, part: str) -> Stored:
         name = f"{module}.{part}"
-        require(self.has(module, part), f"{name:.199} is missing: {module:.99} is quantised")
+        require(
+            self.has(module, part), f"{name:.199} is missing, although {module:.99} is quantised"
+        )
         return self._tensors.headers[name]
 
     def part(self, module: str, part: str) -> Tensor:
@@ -80,7 +82,7 @@ class Reader:
         )
 
     def matrix_header(self, module: str, part: str, *dtypes: str) -> tuple[int, int]:
-        """The shape of a part that must be a matrix of one of these dtypes."""
+        """Return the shape of a part, which must be a matrix of one of these dtypes."""
         self.check_dtype(module, part, *dtypes)
         shape = self.header(module, part).shape
         is_matrix = len(shape) == 2 and 0 not in shape
@@ -96,13 +98,13 @@ class Reader:
             found = self.header(module, part).shape
             require(
                 found == part_shape,
-                f"{module:.99}.{part} is {shown(list(found))}, not {list(part_shape)}, of a "
-                f"weight {list(shape)}",
+                f"{module:.99}.{part} is {shown(list(found))}, but must be {list(part_shape)} "
+                f"for a weight {list(shape)}",
             )
         return shape
 
     def _plain_tensors(self, modules: Mapping[str, None]) -> dict[str, Stored]:
-        """What is stored as any checkpoint stores it. Raises `ValueError` for what nobody reads."""
+        """Return the headers of plain tensors. Raises `ValueError` for tensors of no known role."""
         plain, strange = {}, []
         for name, header in self._tensors.headers.items():
             owner = next(
@@ -118,7 +120,7 @@ class Reader:
             plain[name] = header
         if strange:
             raise ValueError(
-                f"tensors that the reader of {shown(self.config.get('quant_method'))} does not "
-                f"know, or that lack others: {some(sorted(strange))}"
+                f"tensors that quant_method={shown(self.config.get('quant_method'))} does not "
+                f"have, or whose module lacks other parts: {some(sorted(strange))}"
             )
         return plain

@@ -1,7 +1,7 @@
-"""What of quantisation is found by name: formats of checkpoints, and what is made of plain weights.
+"""Registries of quantisation: checkpoint formats, and schemes for plain weights.
 
-It imports no torch: names are checked before there is an engine. The ranks of a model are other
-processes, which have only what is registered where they import it.
+This module does not import torch: names are checked before an engine is built. The ranks of a model
+are separate processes, so a registration must be in a module that they import as well.
 """
 
 from collections.abc import Callable
@@ -11,9 +11,9 @@ from nanoserve.utils.registry import Registry
 
 _FORMATS = "nanoserve.checkpoint.formats"
 _SCHEMES = "nanoserve.models.quantization.schemes"
-# By the `quant_method` of config.json: what opens such a checkpoint, (folder or file,
-# quantization_config) -> a `nanoserve.checkpoint.formats.source.WeightSource`. A format of your own
-# checks its `quantization_config` itself.
+# `quant_method` of config.json -> function that opens such a checkpoint: (folder or file,
+# quantization_config) -> a `nanoserve.checkpoint.formats.source.WeightSource`. A user's own format must
+# check its `quantization_config` itself.
 FORMATS: Registry[Callable[..., Any]] = Registry(
     "quant_method",
     {
@@ -25,7 +25,7 @@ FORMATS: Registry[Callable[..., Any]] = Registry(
         "gguf": "nanoserve.checkpoint.gguf.source:open_gguf",
     },
 )
-# By the option `quantization`: a `nanoserve.models.quantization.schemes.Scheme`.
+# Value of the option `quantization` -> a `nanoserve.models.quantization.schemes.Scheme`.
 SCHEMES: Registry[Any] = Registry(
     "quantization",
     {"int8": f"{_SCHEMES}:INT8", "int4": f"{_SCHEMES}:INT4", "fp8": f"{_SCHEMES}:FP8"},
@@ -33,5 +33,5 @@ SCHEMES: Registry[Any] = Registry(
 
 
 def quantization_names() -> list[str]:
-    """Return what `quantization` may be: a scheme, or the name of the checkpoint's own format."""
+    """Return the values of `quantization`: schemes, and names of checkpoint formats."""
     return list(dict.fromkeys([*SCHEMES.names(), *FORMATS.names()]))

@@ -1,6 +1,6 @@
-"""`config_groups` of compressed-tensors: which scheme a module's weight was quantised by.
+"""Parser of `config_groups` of compressed-tensors: the quantisation scheme of each module.
 
-It imports no torch: `config.json` is checked before anything is read.
+This module does not import torch: `config.json` is checked before anything is read.
 """
 
 import re
@@ -10,7 +10,7 @@ from typing import Any
 
 from nanoserve.utils.checks import check_choice, check_int, check_list, is_int, require, shown
 
-# Format and type: the bits of a value, and what may have a scale of its own.
+# (format, type) -> (bits of a value, strategies: the parts that may have their own scale).
 _INTEGERS = ((4, 8), ("tensor", "channel", "group"))
 _FLOATS = ((8,), ("tensor", "channel", "block"))
 _KINDS = {
@@ -22,20 +22,21 @@ _KINDS = {
     ("mxfp4-pack-quantized", "float"): ((4,), ("group",)),
 }
 FORMATS = tuple(dict.fromkeys(kind for kind, _ in _KINDS))
-# "weight" (or "static") changed how codes were found, "group" (or "dynamic") permutes the groups.
+# "weight" (or "static") affects only how codes were computed; "group" (or "dynamic") permutes
+# groups.
 _ACTIVATION_ORDERS = (None, False, "weight", "static", "group", "dynamic")
 _WEIGHT_FIELDS = {
     "num_bits", "type", "strategy", "symmetric", "group_size", "block_structure", "dynamic",
     "actorder", "scale_dtype", "zp_dtype", "observer", "observer_kwargs",
 }  # fmt: skip
-# A pattern comes from anyone, and Python's may take forever on a name of its maker's choice.
+# Patterns are untrusted, and Python's `re` may take exponential time on crafted patterns and names.
 _MAX_PATTERN, _MAX_NAME, _MAX_REPEATS = 200, 250, 3
 _CLASSES = ("Linear",)
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """How weights are quantised, in the words of `config.json`."""
+    """Quantisation scheme of weights; fields are named as in `config.json`."""
 
     format: str
     num_bits: int
@@ -48,7 +49,10 @@ class Scheme:
 
 
 def read_schemes(config: Mapping[str, Any]) -> list[tuple[list[str], Scheme]]:
-    """The targets and the scheme of each group. Raises `ValueError` for what is not implemented."""
+    """Return the targets and the scheme of each group.
+
+    Raises `ValueError` for a scheme that is not implemented.
+    """
     groups = config.get("config_groups")
     require(
         isinstance(groups, Mapping) and len(groups) > 0,
@@ -60,8 +64,8 @@ def read_schemes(config: Mapping[str, Any]) -> list[tuple[list[str], Scheme]]:
         where = f"config_groups[{shown(name)}]"
         require(
             isinstance(group, Mapping),
-            f"{where}={shown(group)} must be an object: presets by name are not implemented; "
-            "write out what the name stands for",
+            f"{where}={shown(group)} must be an object: named presets are not implemented; write "
+            "out the fields of the preset",
         )
         _check_targets(f"{where}.targets", group.get("targets"))
         _check_activations(where, group)
@@ -72,16 +76,16 @@ def read_schemes(config: Mapping[str, Any]) -> list[tuple[list[str], Scheme]]:
 
 
 def scheme_of(module: str, config: Mapping[str, Any], schemes: list) -> Scheme:
-    """The one of a module that is stored quantised. A name or pattern wins over "Linear"."""
+    """Return the scheme of a quantised module. A name or pattern takes precedence over "Linear"."""
     if any(_matches(module, target) for target in config.get("ignore") or []):
-        raise ValueError(f"{module:.199} is stored quantised, and `ignore` says that it is not")
+        raise ValueError(f"{module:.199} is stored quantised, but `ignore` has it as not quantised")
     for is_class in (False, True):
         for targets, scheme in schemes:
             if any(
                 (t in _CLASSES) == is_class and (is_class or _matches(module, t)) for t in targets
             ):
                 return scheme
-    raise ValueError(f"{module:.199} is stored quantised, and no config_groups' targets name it")
+    raise ValueError(f"{module:.199} is stored quantised, but matches no target in config_groups")
 
 
 def _matches(module: str, target: str) -> bool:
@@ -110,7 +114,7 @@ def _check_targets(where: str, targets: Any) -> None:
 
 
 def _check_activations(where: str, group: Mapping[str, Any]) -> None:
-    """Scales that are found anew for each token change no weight; calibrated ones would be lost."""
+    """Accept dynamic scales of activations, which do not affect weights; reject calibrated ones."""
     known = {"targets", "weights", "input_activations", "output_activations", "format"}
     unknown = sorted(key for key in group.keys() - known if group[key] is not None)
     require(not unknown, f"{where}: {shown(unknown)} is not implemented")
@@ -134,8 +138,8 @@ def _scheme(where: str, weights: Any, kind: str) -> Scheme:
     known = _KINDS.get((kind, type_) if isinstance(type_, str) else (kind, ""))
     require(
         known is not None and is_int(bits) and bits in known[0],
-        f"{where}: num_bits={shown(bits)}, type={shown(type_)} is not implemented in {kind}; there "
-        f"is {_KINDS}",
+        f"{where}: num_bits={shown(bits)}, type={shown(type_)} is not implemented in {kind}; "
+        f"implemented are {_KINDS}",
     )
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
     check_choice(f"{where}: strategy", strategy, known[1])
@@ -155,7 +159,7 @@ def _group_size(where: str, weights: Mapping[str, Any], strategy: str, kind: str
     if strategy != "group":
         return -1
     size = check_int(f"{where}: group_size", weights.get("group_size"), 1, 2**18)
-    require("mxfp4" not in kind or size == 32, f"{where}: group_size={size}: MXFP4 has 32")
+    require("mxfp4" not in kind or size == 32, f"{where}: group_size={size} must be 32 for MXFP4")
     return size
 
 

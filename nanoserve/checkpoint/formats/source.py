@@ -1,6 +1,6 @@
-"""Where weights come from: a plain view of a checkpoint, whatever its files store instead.
+"""Weight sources: a view of a checkpoint with plain names and shapes, whatever its format.
 
-Plain files, formats of quantised weights, and random numbers for benchmarks.
+Sources are plain files, formats of quantised weights, and random numbers for benchmarks.
 """
 
 from collections.abc import Mapping
@@ -19,41 +19,42 @@ from nanoserve.checkpoint.weight_files import open_weights
 
 
 class WeightSource(Protocol):
-    """What a model is filled from. Threads may share it."""
+    """Source of a model's weights. Threads may share it."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every tensor that a plain checkpoint of this model would have, and its shape.
+        """Return the shape of every tensor that a plain checkpoint of this model would have.
 
-        Names are those of plain checkpoints, as "model.layers.0.self_attn.q_proj.weight"; what a
-        format keeps in its place (packed codes, scales, zero points) is not among them.
+        Names are those of plain checkpoints, such as "model.layers.0.self_attn.q_proj.weight"; the
+        tensors that a format stores instead (packed codes, scales, zero points) are not included.
         """
 
     def read(self, name: str) -> Tensor | QuantizedMatrix:
-        """The whole of one of them; a linear's weight is [out, in].
+        """Return a whole tensor; a linear's weight is [out, in].
 
-        What the file does not quantise has the dtype that it is stored in. Values that are no
-        integers times a scale (FP8, NF4) are a float32 tensor, exactly what the format's own
-        library computes before it rounds to the model's dtype. Raises `ValueError` for another
-        name, and for contents that contradict each other.
+        A tensor that is not quantised keeps its stored dtype. Codes other than integers (FP8, NF4)
+        are dequantised to float32, exactly as in the format's own library before it rounds to the
+        model's dtype. Raises `ValueError` for an unknown name, and for contradictory contents.
         """
 
     def is_quantized(self, name: str) -> bool:
-        """Whether the file has it in fewer bits than a plain checkpoint would."""
+        """Return True if the file stores the tensor in fewer bits than a plain checkpoint."""
 
 
 def open_quantized(path: Path, quantization_config: Mapping[str, Any]) -> WeightSource:
     """Open the weights of the checkpoint in `path`, whose `config.json` has `quantization_config`.
 
-    Reads headers, and tensors of some bytes that hold shapes. Raises `ValueError`, which names the
-    field or the tensor, for a setting that is not implemented, for a tensor that the format does
-    not have, and for one that is missing.
+    Reads headers, and small tensors that hold shapes. Raises `ValueError`, with the name of the
+    field or tensor, for a setting that is not implemented, and for unknown or missing tensors.
     """
     check_quantization_config(quantization_config)
     return FORMATS.get(method_of(quantization_config))(path, quantization_config)
 
 
 class PlainSource:
-    """The safetensors files of a folder; of a tied tensor that is stored, both are the same."""
+    """Source for plain safetensors files in a folder.
+
+    Raises `ValueError` if a tied tensor is stored and differs from its twin.
+    """
 
     def __init__(self, path: Path, tied: dict[str, str]) -> None:
         self._stored = stored_tensors(path)
@@ -72,7 +73,7 @@ class PlainSource:
 
 
 class RandomSource:
-    """For `load_format="dummy"`: normal numbers of a trained model's size, norms of one."""
+    """Source for `load_format="dummy"`: normal random numbers with std 0.02, and norms of ones."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         expected = expected_tensors(model)

@@ -1,4 +1,4 @@
-"""What the safetensors files of a folder hold, whatever its data type, one tensor at a time."""
+"""Access to the tensors in a folder's safetensors files, of any data type, one at a time."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -10,7 +10,7 @@ from nanoserve.checkpoint.shards import shard_files
 from nanoserve.checkpoint.weight_files import SINGLE_FILE, open_weights
 from nanoserve.utils.checks import json_object, require
 
-# Of the types that a reader asks for.
+# safetensors' name -> torch's type, of the types that the readers use.
 _TORCH = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "I64": torch.int64, "I32": torch.int32, "I8": torch.int8, "U8": torch.uint8,
@@ -19,7 +19,7 @@ _TORCH = {
 
 
 class Stored(NamedTuple):
-    """A tensor in a file; `dtype` is safetensors' name of it, such as "I32"."""
+    """A tensor stored in a file; `dtype` is safetensors' name, such as "I32"."""
 
     file: Path
     shape: tuple[int, ...]
@@ -46,24 +46,24 @@ class StoredTensors:
                 self.headers[name] = header
 
     def read(self, name: str) -> Tensor:
-        """One tensor, as it is stored, in memory of its own.
+        """Return a copy of a tensor as it is stored.
 
-        Reads its bytes and nothing else. A mixture of experts has a hundred thousand tensors, and
-        whoever maps the file for each of them parses as long a header each time.
+        Only its bytes are read. A mixture of experts has a hundred thousand tensors, and mapping
+        the file for each of them would parse the long header each time.
         """
         header = self.headers[name]
         octets = torch.empty(header.num_bytes, dtype=torch.uint8)
         with header.file.open("rb") as file:
             file.seek(header.start)
             num_read = file.readinto(memoryview(octets.numpy()))
-        require(num_read == header.num_bytes, f"{header.file} has become shorter")
+        require(num_read == header.num_bytes, f"{header.file} was truncated after it was opened")
         return octets.view(_TORCH[header.dtype]).view(header.shape)
 
 
 def _read_header(file: Path) -> dict[str, Stored]:
-    """A file begins with the length of its header (8 bytes, little-endian), a JSON object."""
+    """Read a file's header: its length (8 bytes, little-endian), followed by a JSON object."""
     with open_weights(file):
-        pass  # so safetensors has found lengths, types and places consistent
+        pass  # safetensors validates lengths, types and offsets
     with file.open("rb") as content:
         length = int.from_bytes(content.read(8), "little")
         entries = json_object(content.read(length), f"the header of {file}")

@@ -1,1 +1,1 @@
-"""GGUF, the files of llama.cpp: model, settings and tokenizer in one."""
+"""GGUF, the file format of llama.cpp: weights, settings and tokenizer in one file."""

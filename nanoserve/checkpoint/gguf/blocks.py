@@ -1,12 +1,12 @@
-"""The blocks of GGUF's types -> the canonical form (`QuantizedMatrix`), or a tensor of floats.
+"""Conversion of GGUF blocks to the canonical form (`QuantizedMatrix`), or to a float tensor.
 
-A row is a run of blocks. Those of 32 values (Q8_0, Q4_0, ...) have a scale, and some a minimum, in
-float16. Those of 256 (the "K" types) are 8 or 16 groups whose scales, and minima, are integers of 6
-or 8 bits times one float16. The layouts are those of ggml-quants.c; `gguf.quants` is what tests
-compare with. Q4_1, Q5_0 and Q5_1 are here because llama.cpp falls back to them in files of the K
-types where rows are no multiple of 256, as in Qwen2.5-0.5B.
+A row is a run of blocks. Blocks of 32 values (Q8_0, Q4_0, ...) have a scale, and some a minimum, in
+float16. Blocks of 256 (the "K" types) are 8 or 16 groups whose scales and minima are integers of 6
+or 8 bits times one float16. The layouts are those of ggml-quants.c; the tests compare with
+`gguf.quants`. Q4_1, Q5_0 and Q5_1 are included because llama.cpp falls back to them in files of the
+K types if rows are not a multiple of 256, as in Qwen2.5-0.5B.
 
-Arrays are uint8 [rows, blocks, ...] of bytes.
+Arrays are bytes, uint8 [rows, blocks, ...].
 """
 
 from collections.abc import Callable
@@ -25,14 +25,14 @@ Parts = tuple[ndarray, ndarray, ndarray | None]
 
 
 def read_values(kind: str, data: ndarray) -> Tensor | QuantizedMatrix:
-    """`data` is uint8 [..., bytes of a row]; of a block type, it must have two dimensions.
+    """Convert `data`, uint8 [..., bytes of a row], which must be 2-dimensional for block types.
 
-    Floats keep their type. Raises `ValueError` for blocks that are no matrix.
+    Floats keep their type. Raises `ValueError` for blocks that do not form a matrix.
     """
     if kind in FLOATS:
         return torch.from_numpy(np.array(data)).view(FLOATS[kind])
     if data.ndim != 2:
-        raise ValueError(f"a tensor of {data.ndim} dimensions is stored as {kind}, not in floats")
+        raise ValueError(f"a tensor of type {kind} must have 2 dimensions, not {data.ndim}")
     blocks = np.array(data).reshape(len(data), -1, BLOCKS[kind][1])
     read, bits = _READERS[kind]
     codes, scale, offset = (
@@ -71,7 +71,7 @@ def _q4_k(blocks: ndarray) -> Parts:
 
 
 def _q5_k(blocks: ndarray) -> Parts:
-    """A byte of the 32 at 16 has a high bit for each group: that of the same place in it."""
+    """Decode Q5_K: bit g of byte i, of 32 bytes at 16, is the high bit of value i in group g."""
     scale, minimum = _scales_and_minima(blocks)
     bits = np.arange(8, dtype=np.uint8)[:, None]
     high = (blocks[..., None, 16:48] >> bits & 1) << 4
@@ -80,8 +80,11 @@ def _q5_k(blocks: ndarray) -> Parts:
 
 
 def _q6_k(blocks: ndarray) -> Parts:
-    """Halves of 128 values: 64 bytes of low nibbles, and 32 bytes of two high bits for each of four
-    runs. 16 values share a scale of 8 bits."""
+    """Decode Q6_K, in halves of 128 values.
+
+    A half has 64 bytes of low nibbles, and 32 bytes with two high bits for each of four runs. 16
+    values share a scale of 8 bits.
+    """
     shifts = np.arange(0, 8, 2, dtype=np.uint8)[:, None]
     high = blocks[..., 128:192].reshape(*blocks.shape[:2], 2, 1, 32) >> shifts & 3
     codes = _nibbles(blocks[..., :128], 64) | high.reshape(*blocks.shape[:2], 256) << 4
@@ -96,33 +99,33 @@ _READERS: dict[str, tuple[Callable[[ndarray], Parts], int]] = {
 
 
 def _half(blocks: ndarray, start: int) -> ndarray:
-    """The float16 at a byte of each block, as float32 [rows, blocks, 1]."""
+    """Return the float16 at byte `start` of each block, as float32 [rows, blocks, 1]."""
     return np.ascontiguousarray(blocks[..., start : start + 2]).view("<f2").astype(np.float32)
 
 
 def _nibbles(packed: ndarray, run: int) -> ndarray:
-    """Of each `run` of bytes the low halves, then the high ones: [rows, blocks, twice as many]."""
+    """Return, for each `run` of bytes, the low nibbles followed by the high ones."""
     runs = packed.reshape(*packed.shape[:2], -1, 1, run)
     halves = runs >> np.array([[0], [4]], np.uint8) & 15
     return halves.reshape(*packed.shape[:2], -1)
 
 
 def _high_bits(packed: ndarray) -> ndarray:
-    """The fifth bit of 32 codes, one after the other in 4 bytes: 0 or 16."""
+    """Return the fifth bits of 32 codes, stored in order in 4 bytes, as 0 or 16."""
     return np.unpackbits(packed, axis=-1, bitorder="little") << 4
 
 
 def _centred(codes: ndarray, scale: ndarray, minimum: ndarray) -> Parts:
-    """Codes 0 to 15 with w = code x scale + minimum, as -8 to 7."""
+    """Shift codes from 0..15, with w = code x scale + minimum, to -8..7."""
     return codes.view(np.int8) - 8, scale, minimum + 8 * scale
 
 
 def _scales_and_minima(blocks: ndarray) -> tuple[ndarray, ndarray]:
-    """Of the 8 groups of a Q4_K or Q5_K block, float32 [rows, blocks, 8].
+    """Return scales and minima of the 8 groups of a Q4_K or Q5_K block, float32 [rows, blocks, 8].
 
-    Two float16, and 12 bytes with 16 integers of 6 bits: bytes 0 to 3 and 4 to 7 hold the first
-    four scales and minima, and in their upper two bits those of the other four, whose lower halves
-    are the nibbles of bytes 8 to 11.
+    They are stored as two float16, and 12 bytes with 16 integers of 6 bits. Bytes 0 to 3 and 4 to 7
+    hold the first four scales and minima, and, in their upper two bits, the high bits of the last
+    four. The low four bits of these are the nibbles of bytes 8 to 11.
     """
     scales, minima, rest = (blocks[..., start : start + 4] for start in (4, 8, 12))
     scales = np.concatenate([scales & 63, (rest & 15) | (scales >> 6 << 4)], axis=-1)

@@ -1,7 +1,7 @@
-"""The settings of a GGUF file -> the entries that `config.json` of the same model would have.
+"""Conversion of a GGUF file's settings to the `config.json` of the same model.
 
-From there `ModelConfig` reads them as ever. A setting of the model that is not read here is refused
-by name: whatever it means, llama.cpp may compute something else for it. No torch is imported.
+`ModelConfig` then reads the entries as usual. A setting that is not read here is rejected with its
+name, since it may change the computation in llama.cpp. This module does not import torch.
 """
 
 import math
@@ -18,19 +18,19 @@ _SAMPLING = {
     "temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
     "penalty_repeat": "repetition_penalty",
 }  # fmt: skip
-# Words that end an answer, which llama.cpp knows by their spelling: files name only one as "eos".
+# End-of-generation tokens that llama.cpp recognises by their text: files name only one as "eos".
 _ENDS = {
     "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>",
     "<end_of_turn>", "<EOT>",
 }  # fmt: skip
 _CONTROL = 3  # in tokenizer.ggml.token_type
-# The layers of Gemma's largest models, whose attention is scaled otherwise than by its head size.
-# No setting says so; llama.cpp counts layers too.
+# Number of layers of Gemma's largest models, whose attention scale does not follow from the head
+# size. No setting has it, and llama.cpp recognises them by this number, too.
 _GEMMA_27B = {"gemma2": 46, "gemma3": 62}
 
 
 def read_settings(source: Path | GGUFFile) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what `config.json` and `generation_config.json` would say."""
+    """Return the equivalents of `config.json` and `generation_config.json`."""
     file = GGUFFile.open(source)
     sampling = {
         theirs: file.settings[f"general.sampling.{name}"]
@@ -41,14 +41,17 @@ def read_settings(source: Path | GGUFFile) -> tuple[dict[str, Any], dict[str, An
 
 
 def config_json(file: GGUFFile) -> dict[str, Any]:
-    """As transformers writes it. There is no window in what was a Mistral: the converter leaves it
-    out, and llama.cpp computes without.
+    """Return the entries of `config.json`, as transformers writes it.
 
-    Raises `ValueError` for what is missing or not implemented.
+    A converted Mistral has no sliding window: the converter omits it, and llama.cpp computes
+    without it. Raises `ValueError` for settings that are missing or not implemented.
     """
     form, settings = form_of(file), Settings(file)
     embedding = file.tensors.get("token_embd.weight")
-    require(embedding is not None, f"{file.path} has no tensor token_embd.weight, so no model")
+    require(
+        embedding is not None,
+        f"{file.path} is not a language model: it has no tensor token_embd.weight",
+    )
     hidden, heads = settings.size("embedding_length"), settings.size("attention.head_count")
     head_dim = settings.size("attention.key_length", hidden // heads)
     context = settings.size("context_length")
@@ -70,20 +73,20 @@ def config_json(file: GGUFFile) -> dict[str, Any]:
         "quantization_config": {"quant_method": "gguf"},
     }
     value_dim = settings.size("attention.value_length", head_dim)
-    told = f"{settings.told('attention.value_length', value_dim)} is not the key_length={head_dim}"
-    require(value_dim == head_dim, told)
+    entry = settings.entry("attention.value_length", value_dim)
+    require(value_dim == head_dim, f"{entry} must equal key_length={head_dim}")
     raw |= read_rope(settings, file, context, head_dim) | _experts(settings)
     raw |= _own_settings(settings, raw)
     require(
         not settings.left,
-        f"{file.path}: {shown(settings.left)} of {settings.name} not implemented; give the model's "
-        f"checkpoint in safetensors",
+        f"{file.path}: {shown(settings.left)} of {settings.name} is not implemented; give the "
+        f"model's checkpoint in safetensors",
     )
     return raw
 
 
 def _experts(settings: Settings) -> dict[str, Any]:
-    """Nothing but the size of the feed-forward for a model without."""
+    """Return the entries of a mixture of experts, or the feed-forward size of a dense model."""
     count = settings.take("expert_count", 0)
     used = settings.take("expert_used_count", 0)
     size = settings.take("expert_feed_forward_length")
@@ -94,12 +97,12 @@ def _experts(settings: Settings) -> dict[str, Any]:
         "moe_intermediate_size": size,
         "num_local_experts": count,
         "num_experts_per_tok": used,
-        "norm_topk_prob": True,  # as llama.cpp does in all of these models
+        "norm_topk_prob": True,  # as in llama.cpp, for all of these models
     }
 
 
 def _own_settings(settings: Settings, raw: dict[str, Any]) -> dict[str, Any]:
-    """Those that only some architectures have."""
+    """Return the entries that only some architectures have."""
     if settings.name == "minicpm":
         depth = settings.positive("residual_scale") * math.sqrt(raw["num_hidden_layers"])
         base = raw["hidden_size"] / settings.positive("logit_scale")
@@ -123,9 +126,11 @@ def _own_settings(settings: Settings, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dtype(file: GGUFFile, form: Form) -> str:
-    """That of the matrices. In a quantised file nothing says in which type the model computed:
-    bfloat16 has the range that nearly all of these were trained in. Gemma's activations overflow
-    float16, whatever its weights are stored as."""
+    """Return the type of the matrices, or bfloat16 for a quantised file.
+
+    A quantised file does not contain the original type, and nearly all of these models were trained
+    with bfloat16's range. Gemma's activations overflow float16, whatever type its weights have.
+    """
     types = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) > 1}
     if types <= {"F16", "F32"}:
         half = "bfloat16" if form.adds_one_to_norms else "float16"
@@ -134,11 +139,11 @@ def _dtype(file: GGUFFile, form: Form) -> str:
 
 
 def _eos_token_ids(file: GGUFFile) -> list[int]:
-    """What ends an answer, as llama.cpp takes it: what is called so, and words spelt so."""
+    """Return the EOS tokens, as in llama.cpp: by their role in the file, and by their text."""
     found = [file.settings.get(f"tokenizer.ggml.{name}_token_id") for name in ("eos", "eot", "eom")]
     for token_id in found:
         known = token_id is None or is_int(token_id)
-        require(known, f"{file.path}: the id of an end, {shown(token_id)}, must be an integer")
+        require(known, f"{file.path}: the EOS token id {shown(token_id)} must be an integer")
     words, types = (list_of(file, f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     pairs = enumerate(zip(words, types, strict=False))
     spelt = {i for i, (word, kind) in pairs if kind == _CONTROL and word in _ENDS}

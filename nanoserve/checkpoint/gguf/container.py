@@ -1,10 +1,9 @@
-"""A GGUF file as it lies on the disk: settings by name, and where each tensor's bytes are.
+"""Parser of GGUF files: settings by name, and the position of each tensor's bytes.
 
-The format (ggml's docs/gguf.md): a header with two counts, then the settings, each with its name
-and its type, then the list of tensors, and, from the next aligned byte on, their data. It is parsed
-here rather than by the package `gguf`, whose reader makes an array of every word of a vocabulary
-(151,000 tokens and as many merges: 8 seconds and 540 MB), and loops for ever over a list that
-claims to be longer than its file.
+The format (ggml's docs/gguf.md): a header with two counts, then the settings, each with name and
+type, then the list of tensors, and, from the next aligned byte on, their data. The package `gguf`
+is not used: its reader creates an array for every word of a vocabulary (151,000 tokens and as many
+merges: 8 seconds and 540 MB), and does not terminate if a list claims to be longer than its file.
 """
 
 import re
@@ -31,7 +30,7 @@ _TYPES = {
     24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16", 34: "TQ1_0",
     35: "TQ2_0", 39: "MXFP4",
 }  # fmt: skip
-# What is read: values in a block, and bytes of one.
+# Supported types: (values in a block, bytes of a block).
 BLOCKS = {
     "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q8_0": (32, 34), "Q4_0": (32, 18),
     "Q4_1": (32, 20), "Q5_0": (32, 22), "Q5_1": (32, 24), "Q4_K": (256, 144), "Q5_K": (256, 176),
@@ -42,16 +41,16 @@ _MAX_DIMS = 4
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in a file: rows of blocks."""
+    """A tensor stored in a file: rows of blocks."""
 
     name: str
     type: str
-    shape: tuple[int, ...]  # as torch has it, [out, in]; GGUF writes it the other way round
+    shape: tuple[int, ...]  # [out, in] as in torch; GGUF has the reverse order
     file: Path
-    start: int  # byte in the file
+    start: int  # offset in the file, in bytes
 
     def data(self) -> np.ndarray:
-        """uint8 [*shape[:-1], bytes of a row], mapped: nothing is read before it is looked at."""
+        """Return uint8 [*shape[:-1], bytes of a row], mapped into memory and read on access."""
         values, num_bytes = BLOCKS[self.type]
         shape = (*self.shape[:-1], self.shape[-1] // values * num_bytes)
         return np.memmap(self.file, np.uint8, mode="r", offset=self.start, shape=shape)
@@ -59,7 +58,7 @@ class StoredTensor(NamedTuple):
 
 @dataclass(frozen=True)
 class GGUFFile:
-    """A model, in one file or several: the settings of the first, the tensors of all."""
+    """A model in one file or several: the settings of the first file, the tensors of all."""
 
     path: Path
     settings: Mapping[str, Any]
@@ -67,32 +66,32 @@ class GGUFFile:
 
     @classmethod
     def open(cls, path: "Path | GGUFFile") -> "GGUFFile":
-        """Read the head of a file, and of its other parts. One that is open is returned as it is.
+        """Read the header of a file, and those of its other parts. An open file is returned as is.
 
-        Raises `ValueError` for a damaged file, a part of a model without the others, and a tensor
-        of a type that is not read.
+        Raises `ValueError` for a damaged file, for an incomplete set of parts, and for a tensor of
+        an unsupported type.
         """
         if isinstance(path, GGUFFile):
             return path
         settings, tensors = _Parser(path).parse()
         for part in parts_of(path.name)[1:]:
             file = path.with_name(part)
-            require(file.is_file(), f"{path} is one of several files, and {part} is not beside it")
+            require(file.is_file(), f"{path} is one of several files, but {part} is not next to it")
             more = _Parser(file).parse()[1]
             twice = sorted(tensors.keys() & more.keys())
-            require(not twice, f"{shown(twice)} is in {file} and in a part before it")
+            require(not twice, f"{shown(twice)} is both in {file} and in an earlier part")
             tensors |= more
-        told = settings.get("split.tensors.count", len(tensors))
+        count = settings.get("split.tensors.count", len(tensors))
         require(
-            told == len(tensors),
-            f"{path} is a part of a model of {shown(told)} tensors, and {len(tensors)} are there: "
-            f"keep the files' names, which end in -00001-of-00003.gguf",
+            count == len(tensors),
+            f"{path} is a part of a model of {shown(count)} tensors, but {len(tensors)} were "
+            f"found: keep the original file names, such as ...-00001-of-00003.gguf",
         )
         return cls(path, settings, tensors)
 
 
 def parts_of(name: str) -> list[str]:
-    """The files of a model whose first is called so. Raises `ValueError` for a later one."""
+    """Return the file names of a model, given the first. Raises `ValueError` for a later one."""
     match = _PART.fullmatch(name)
     if match is None:
         return [name]
@@ -103,10 +102,10 @@ def parts_of(name: str) -> list[str]:
 
 
 class _Parser:
-    """Reads on from one position. Whatever a count claims, nothing is read beyond the file."""
+    """Sequential parser. It never reads beyond the file, whatever counts the file claims."""
 
     def __init__(self, path: Path) -> None:
-        require(path.is_file(), f"{path} is no file")  # or it is a pipe, and would be waited for
+        require(path.is_file(), f"{path} is not a file")  # reading from a pipe would block
         self.path, self.size, self.position = path, path.stat().st_size, 0
         self._require(self.size >= 24, "is shorter than a header")
         self.content = np.memmap(path, np.uint8, mode="r")
@@ -114,8 +113,8 @@ class _Parser:
     def parse(self) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
         self._require(bytes(self._bytes(4)) == b"GGUF", "does not begin with GGUF")
         version = self._scalar("<I")
-        told = f"is of version {version}, and 2 and 3 are read, in little-endian order"
-        self._require(version in (2, 3), told)
+        problem = f"has version {version}; supported are 2 and 3, in little-endian order"
+        self._require(version in (2, 3), problem)
         num_tensors, num_settings = self._scalar("<Q"), self._scalar("<Q")
         settings: dict[str, Any] = {}
         for _ in range(num_settings):
@@ -125,7 +124,7 @@ class _Parser:
         heads = [self._tensor_head() for _ in range(num_tensors)]
         align = settings.get("general.alignment", 32)
         is_power = isinstance(align, int) and 0 < align <= 2**20 and align & (align - 1) == 0
-        self._require(is_power, f"has general.alignment={shown(align)}, which is no power of two")
+        self._require(is_power, f"has general.alignment={shown(align)}, not a power of two")
         start = -(-self.position // align) * align
         tensors = {tensor.name: tensor for tensor in self._tensors(heads, start)}
         self._require(len(tensors) == num_tensors, "has two tensors of one name")
@@ -133,7 +132,10 @@ class _Parser:
 
     def _tensor_head(self) -> tuple[str, tuple[int, ...], int, int]:
         name, num_dims = self._text(), self._scalar("<I")
-        self._require(0 < num_dims <= _MAX_DIMS, f"has a {name:.99} of {num_dims} dimensions")
+        self._require(
+            0 < num_dims <= _MAX_DIMS,
+            f"has {name:.99} with {num_dims} dimensions; 1 to {_MAX_DIMS} are allowed",
+        )
         shape = tuple(self._scalar("<Q") for _ in range(num_dims))[::-1]
         return name, shape, self._scalar("<I"), self._scalar("<Q")
 
@@ -143,14 +145,16 @@ class _Parser:
             self._require(
                 kind in BLOCKS,
                 f"stores {name:.99} as {kind}, which is not implemented; implemented are "
-                f"{', '.join(BLOCKS)}: take a file of another quantisation, such as Q4_K_M or "
-                f"Q8_0, or make one with llama-quantize",
+                f"{', '.join(BLOCKS)}: use a file of another quantisation, such as Q4_K_M or "
+                f"Q8_0, or create one with llama-quantize",
             )
             values, num_bytes = BLOCKS[kind]
             is_whole = min(shape) > 0 and shape[-1] % values == 0
-            self._require(is_whole, f"has a {name:.99} of shape {list(shape)}: no blocks of {kind}")
+            self._require(
+                is_whole, f"has {name:.99} of shape {list(shape)}, not whole blocks of {kind}"
+            )
             end = start + offset + prod(shape) // values * num_bytes
-            self._require(end <= self.size, f"ends within {name:.99}: fetch it anew")
+            self._require(end <= self.size, f"ends within {name:.99}: download it again")
             yield StoredTensor(name, kind, shape, self.path, start + offset)
 
     def _value(self, kind: int) -> Any:
@@ -172,12 +176,12 @@ class _Parser:
         return struct.unpack(form, self._bytes(struct.calcsize(form)))[0]
 
     def _text(self) -> str:
-        # Words of a vocabulary need not be UTF-8; none that matters has anything else.
+        # Some tokens of a vocabulary are invalid UTF-8, but none that matters for tokenisation.
         return bytes(self._bytes(self._scalar("<Q"))).decode(errors="replace")
 
     def _bytes(self, count: int) -> memoryview:
         end = self.position + count
-        self._require(end <= self.size, "ends too early: fetch it anew")
+        self._require(end <= self.size, "ends too early: download it again")
         piece, self.position = self.content[self.position : end].data, end
         return piece
 

@@ -1,7 +1,7 @@
-"""What GGUF calls a tensor -> what a checkpoint in safetensors calls it, for each architecture.
+"""Mapping of tensor names from GGUF to safetensors checkpoints, for each architecture.
 
-llama.cpp's converter (convert_hf_to_gguf.py) also changes some values; `FORMS` says for which
-architectures, and `nanoserve.checkpoint.gguf.source` undoes it.
+llama.cpp's converter (convert_hf_to_gguf.py) also changes some values of the architectures marked
+in `FORMS`; `nanoserve.checkpoint.gguf.source` reverses this.
 """
 
 import re
@@ -18,7 +18,7 @@ _GEMMA = _PLAIN | {
     "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
-# One tensor of three dimensions in GGUF, and one per expert in a checkpoint.
+# A 3-dimensional tensor in GGUF is one tensor per expert in a checkpoint.
 _QWEN_EXPERTS = {
     "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.{}.gate_proj",
     "ffn_up_exps": "mlp.experts.{}.up_proj", "ffn_down_exps": "mlp.experts.{}.down_proj",
@@ -33,20 +33,20 @@ _OUTSIDE = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-# They are no weights: `nanoserve.checkpoint.gguf.rope` reads them.
+# These are settings rather than weights: `nanoserve.checkpoint.gguf.rope` reads them.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
 class Form(NamedTuple):
-    """How an architecture is stored."""
+    """Storage of an architecture in GGUF."""
 
-    architecture: str  # in `config.json`
-    names: dict[str, str] = _PLAIN  # of the tensors of a layer
-    # Rows of q and k lie so that RoPE turns neighbours, where checkpoints in safetensors have the
-    # two halves of a head turn together.
+    architecture: str  # name in `config.json`
+    names: dict[str, str] = _PLAIN  # names of a layer's tensors
+    # Rows of q and k are permuted so that RoPE rotates adjacent pairs; in safetensors checkpoints,
+    # a pair has one element in each half of a head.
     has_permuted_heads: bool = False
-    adds_one_to_norms: bool = False  # Gemma's (1 + w), added up
+    adds_one_to_norms: bool = False  # the stored weight is Gemma's 1 + w
 
 
 FORMS = {
@@ -65,7 +65,7 @@ FORMS = {
 
 
 def plain_name(form: Form, name: str) -> str | None:
-    """The name in a checkpoint, with a {} for the number of an expert; None if it has none."""
+    """Return the name in a checkpoint, with {} for the expert's index; None if unknown."""
     match = _LAYER.fullmatch(name)
     if match is not None:
         layer, part, kind = match.groups()

@@ -1,8 +1,8 @@
-"""How a GGUF file says what RoPE does: settings, or a factor for each pair of dimensions.
+"""RoPE settings of a GGUF file: scalar settings, or a factor for each pair of dimensions.
 
-llama.cpp divides the angle of a pair by its factor. That is what "longrope" means too, so factors
-become one: those of Phi-3, one list for short and one for long contexts; and those of Llama 3.1,
-which the converter has computed from that model's own rule, as one list for all contexts.
+llama.cpp divides the angle of a pair by its factor. This is the definition of "longrope", so
+factors are converted to that type: those of Phi-3, with one list for short and one for long
+contexts; and those of Llama 3.1, computed by the converter, as one list for all contexts.
 """
 
 from typing import Any
@@ -16,11 +16,14 @@ from nanoserve.utils.checks import check_number, require
 
 
 def read_rope(settings: Settings, file: GGUFFile, context: int, head_dim: int) -> dict[str, Any]:
-    """Entries of `config.json`. Raises `ValueError` for a kind that is not implemented."""
+    """Return the entries of `config.json`. Raises `ValueError` for an unsupported type."""
     dims = settings.take("rope.dimension_count", head_dim)
-    told = f"{settings.told('rope.dimension_count', dims)} of {head_dim} is not implemented"
-    require(dims == head_dim, f"{told}: RoPE turns all dimensions of a head, or none are right")
-    theta = settings.take("rope.freq_base", 10_000.0)  # llama.cpp's, for files that do not say
+    entry = settings.entry("rope.dimension_count", dims)
+    require(
+        dims == head_dim,
+        f"{entry} is not implemented: it must be {head_dim}, all dimensions of a head",
+    )
+    theta = settings.take("rope.freq_base", 10_000.0)  # llama.cpp's default
     scaling = _scaling(settings, file, context)
     return {"rope_theta": theta, "rope_scaling": scaling} if scaling else {"rope_theta": theta}
 
@@ -32,8 +35,8 @@ def _scaling(settings: Settings, file: GGUFFile, context: int) -> dict[str, Any]
     factors = {name: _list(file, name) for name in ROPE_TENSORS if name in file.tensors}
     if factors:
         is_alone = kind in ("none", "longrope") and factor == 1
-        told = f"{settings.told('rope.scaling.type', kind)}, factor={factor}"
-        require(is_alone, f"{told}, together with {list(factors)}, is not implemented")
+        entry = f"{settings.entry('rope.scaling.type', kind)}, factor={factor}"
+        require(is_alone, f"{entry}, together with {list(factors)}, is not implemented")
         every = factors.get("rope_freqs.weight")
         return {
             "rope_type": "longrope",
@@ -50,8 +53,11 @@ def _scaling(settings: Settings, file: GGUFFile, context: int) -> dict[str, Any]
             "beta_fast": settings.take("rope.scaling.yarn_beta_fast", 32.0),
             "beta_slow": settings.take("rope.scaling.yarn_beta_slow", 1.0),
         }
-    told = f"{settings.told('rope.scaling.type', kind)} is not implemented"
-    require(kind in ("none", "linear"), f"{told}: none, linear, yarn are, and lists of factors")
+    entry = settings.entry("rope.scaling.type", kind)
+    require(
+        kind in ("none", "linear"),
+        f"{entry} is not implemented; implemented are none, linear, yarn, and lists of factors",
+    )
     is_scaled = kind == "linear" and factor != 1
     return {"rope_type": "linear", "factor": factor} if is_scaled else {}
 
@@ -59,5 +65,7 @@ def _scaling(settings: Settings, file: GGUFFile, context: int) -> dict[str, Any]
 def _list(file: GGUFFile, name: str) -> list[float]:
     tensor = file.tensors[name]
     is_list = tensor.type == "F32" and len(tensor.shape) == 1
-    require(is_list, f"{file.path}: {name} is {tensor.type} {list(tensor.shape)}, no list of F32")
+    require(
+        is_list, f"{file.path}: {name} is {tensor.type} {list(tensor.shape)}, not a list of F32"
+    )
     return tensor.data().view(np.float32).tolist()

@@ -1,4 +1,4 @@
-"""What a GGUF file says of its model: which architecture, and the settings of that."""
+"""Settings of a GGUF file: the architecture of its model, and the entries of that."""
 
 from typing import Any
 
@@ -6,26 +6,29 @@ from nanoserve.checkpoint.gguf.container import GGUFFile
 from nanoserve.checkpoint.gguf.names import FORMS, Form
 from nanoserve.utils.checks import check_int, check_number, require, shown
 
-# They say how the file was made, or repeat what its tensors say.
+# These describe how the file was made, or repeat information of its tensors.
 _WITHOUT_EFFECT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
 
 
 def form_of(file: GGUFFile) -> Form:
-    """Raises `ValueError` for an architecture that is not read, and says which are."""
+    """Return the storage form of the file's architecture.
+
+    Raises `ValueError`, with the supported ones, for an unsupported architecture.
+    """
     name = file.settings.get("general.architecture")
     form = FORMS.get(name) if isinstance(name, str) else None
     if form is None:
         raise ValueError(
-            f"{file.path}: general.architecture={shown(name)} is not read from GGUF, only "
-            f"{', '.join(FORMS)}; if nanoserve has the model (see README.md), give its checkpoint "
-            f"in safetensors"
+            f"{file.path}: general.architecture={shown(name)} is not supported in GGUF, only "
+            f"{', '.join(FORMS)}; if nanoserve supports the model (see README.md), give its "
+            f"checkpoint in safetensors"
         )
     is_mixture = file.settings.get("llama.expert_count", 0)
     return form._replace(architecture="MixtralForCausalLM") if is_mixture else form
 
 
 def list_of(file: GGUFFile, name: str, kind: type = object) -> list[Any]:
-    """A setting that is a list, of none if it is not there."""
+    """Return a setting that is a list, or an empty list if it is absent."""
     value = file.settings.get(name, [])
     is_list = isinstance(value, list) and all(isinstance(item, kind) for item in value)
     require(is_list, f"{file.path}: {name}={shown(value)} must be a list of {kind.__name__}")
@@ -33,7 +36,7 @@ def list_of(file: GGUFFile, name: str, kind: type = object) -> list[Any]:
 
 
 class Settings:
-    """Those of the model, "llama.block_count" as "block_count". What was read is taken out."""
+    """Settings of the model, "llama.block_count" as "block_count"; those read are removed."""
 
     def __init__(self, file: GGUFFile) -> None:
         self.file, self.name = file, file.settings.get("general.architecture")
@@ -45,12 +48,13 @@ class Settings:
         }
 
     def take(self, name: str, default: Any = None) -> Any:
-        """A value; of a list with one per layer, the one that they all are."""
+        """Remove and return a value; a list with one value per layer must have equal values."""
         value = self.left.pop(name, default)
         if not isinstance(value, list):
             return value
         is_one = len(set(value)) == 1
-        require(is_one, f"{self.told(name, value)} is not implemented: one for all layers is")
+        entry = self.entry(name, value)
+        require(is_one, f"{entry} is not implemented: the values of all layers must be equal")
         return value[0]
 
     def size(self, name: str, default: int | None = None) -> int:
@@ -59,8 +63,9 @@ class Settings:
         return check_int(f"{self.file.path}: {self.name}.{name}", value, 1, 2**31 - 1)
 
     def positive(self, name: str) -> float:
-        told = f"{self.file.path}: {self.name}.{name}"
-        return float(check_number(told, self.take(name), 0, excludes_low=True))
+        where = f"{self.file.path}: {self.name}.{name}"
+        return float(check_number(where, self.take(name), 0, excludes_low=True))
 
-    def told(self, name: str, value: Any) -> str:
+    def entry(self, name: str, value: Any) -> str:
+        """Describe a setting for an error message."""
         return f"{self.file.path}: {self.name}.{name}={shown(value)}"

@@ -1,4 +1,4 @@
-"""The weights of a GGUF file under the names, and in the order, of a plain checkpoint."""
+"""Weight source for GGUF files, with the names and the row order of a plain checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,7 +18,7 @@ from nanoserve.utils.checks import require
 
 class _Place(NamedTuple):
     tensor: StoredTensor
-    expert: int | None  # of a tensor of three dimensions
+    expert: int | None  # index in a 3-dimensional tensor
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -26,15 +26,15 @@ class _Place(NamedTuple):
 
 
 def open_gguf(path: Path, config: Mapping[str, Any]) -> "GGUFSource":
-    """Open a file of llama.cpp, which says itself what `config` says of other formats."""
+    """Open a GGUF file; `config` is not used, since the file has all settings itself."""
     return GGUFSource(path)
 
 
 class GGUFSource:
-    """Reads whole tensors: matrices of a block type as integers, whatever is in floats as those."""
+    """Source that reads whole tensors: block types as integers, float types as floats."""
 
     def __init__(self, path: Path) -> None:
-        """Raises `ValueError` as `GGUFFile.open` does, and for a tensor that no model has."""
+        """Open the file. Raises `ValueError` as `GGUFFile.open` does, and for unknown tensors."""
         self._file = GGUFFile.open(path)
         self._form, settings = form_of(self._file), Settings(self._file)
         self._num_heads = settings.size("attention.head_count")
@@ -47,12 +47,16 @@ class GGUFSource:
     def _places_of(self, tensor: StoredTensor) -> dict[str, _Place]:
         name = plain_name(self._form, tensor.name)
         architecture = self._file.settings["general.architecture"]
-        told = f"{tensor.file} has {tensor.name:.99}, which nanoserve does not know in a"
-        require(name is not None, f"{told} {architecture!r} model")
+        problem = f"{tensor.file} has {tensor.name:.99}, which nanoserve does not support in a"
+        require(name is not None, f"{problem} {architecture!r} model")
         if "{}" not in name:
             return {name: _Place(tensor, None)}
         is_stack = len(tensor.shape) == 3
-        require(is_stack, f"{tensor.file}: {tensor.name} is {list(tensor.shape)}, no experts")
+        require(
+            is_stack,
+            f"{tensor.file}: {tensor.name} is {list(tensor.shape)}, but experts must have 3 "
+            f"dimensions",
+        )
         return {name.format(i): _Place(tensor, i) for i in range(tensor.shape[0])}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -78,7 +82,7 @@ class GGUFSource:
 
 
 def _in_halves(values: Tensor | QuantizedMatrix, num_heads: int) -> Tensor | QuantizedMatrix:
-    """Of each head the even rows, then the odd ones: what the converter has put side by side."""
+    """Undo the converter's permutation: the even rows of each head, followed by the odd ones."""
     order = torch.arange(values.shape[0]).view(num_heads, -1, 2).transpose(1, 2).flatten()
     if isinstance(values, Tensor):
         return values[order]

@@ -1,10 +1,10 @@
-"""The tokenizer in a GGUF file.
+"""Tokenizer of a GGUF file.
 
-Of byte-level BPE ("gpt2") a file holds words and merges, and a name for how text is cut before
-they apply: the cuts behind the names that are known here are those of the models' own
-tokenizer.json. A name that is not known is refused, for a wrong cut gives other tokens to a tenth
-of all texts, and nobody would see it. Of SentencePiece ("llama") it holds words with scores, and
-the merges follow from these. Both give the ids of llama.cpp.
+For byte-level BPE ("gpt2"), a file has tokens, merges, and the name of a pre-tokenizer, which
+splits the text before merges apply: the patterns below are those of the models' own tokenizer.json.
+An unknown name is rejected, because a wrong pre-tokenizer silently changes the tokens of about a
+tenth of all texts. For SentencePiece ("llama"), a file has tokens with scores, from which the
+merges follow. Both give the same ids as llama.cpp.
 """
 
 from pathlib import Path
@@ -19,19 +19,19 @@ from nanoserve.checkpoint.gguf.container import GGUFFile
 from nanoserve.checkpoint.gguf.settings import list_of
 from nanoserve.utils.checks import is_int, require, shown
 
-_ADVICE = "give tokenizer=FOLDER or a name on the hub, of the model that the file was made from"
-# In tokenizer.ggml.token_type; control tokens are special, user-defined ones are never cut.
+_ADVICE = "give tokenizer=FOLDER or a name on the hub, of the model that was converted to GGUF"
+# In tokenizer.ggml.token_type; control tokens are special, user-defined ones are never split.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 
 class _Cut(NamedTuple):
-    """What happens to a text before merges apply. None: GPT-2's pattern, which tokenizers has."""
+    """Pre-tokenizer of a text. pattern: None is GPT-2's, which the library tokenizers has."""
 
     pattern: str | None
     is_normalized: bool = False  # to NFC
-    keeps_words: bool = False  # a piece that is a word is one, whatever merges say
+    keeps_words: bool = False  # a piece that is in the vocabulary is one token, without merges
     splits_digits: bool = False
-    adds_bos: bool = False  # unless the file says otherwise
+    adds_bos: bool = False  # default, if the file has no setting
 
 
 _QWEN2 = _Cut(
@@ -54,30 +54,30 @@ _CUTS = {
 def read_tokenizer(source: Path | GGUFFile) -> PreTrainedTokenizerBase:
     """Return the tokenizer of a GGUF file.
 
-    Raises `ValueError`, with what to do, for a kind that is not known, or a file without one.
+    Raises `ValueError`, with advice, for an unsupported type or a file without a tokenizer.
     """
     file = GGUFFile.open(source)
     kind = file.settings.get("tokenizer.ggml.model")
     require(
         kind in ("gpt2", "llama"),
-        f"{file.path}: tokenizer.ggml.model={shown(kind)} is not read from GGUF: {_ADVICE}, or "
-        f"skip_tokenizer_init=True to work with token ids alone",
+        f"{file.path}: tokenizer.ggml.model={shown(kind)} is not supported in GGUF: {_ADVICE}, or "
+        f"skip_tokenizer_init=True to use token ids only",
     )
     return _byte_level(file) if kind == "gpt2" else _sentencepiece(file)
 
 
 def _sentencepiece(file: GGUFFile) -> PreTrainedTokenizerBase:
-    """BPE of SentencePiece, in the form of Llama 2's tokenizer.json."""
+    """Build SentencePiece's BPE in the form of Llama 2's tokenizer.json."""
     path, settings = file.path, file.settings
     words = list_of(file, "tokenizer.ggml.tokens", str)
     types = list_of(file, "tokenizer.ggml.token_type", int)
     scores = list_of(file, "tokenizer.ggml.scores", float)
     require(
         0 < len(words) == len(types) == len(scores),
-        f"{path}: {len(words)} tokens, {len(types)} token types and {len(scores)} scores must be "
-        f"as many: {_ADVICE}",
+        f"{path}: the numbers of tokens ({len(words)}), token types ({len(types)}) and scores "
+        f"({len(scores)}) must be equal: {_ADVICE}",
     )
-    # llama.cpp's defaults for what a file does not say.
+    # llama.cpp's defaults for settings that a file does not have.
     numbers = {"bos": 1, "eos": 2, "unknown": 0}
     defaults = {f"tokenizer.ggml.{name}_token_id": i for name, i in numbers.items()}
     settings = {**defaults, "tokenizer.ggml.add_bos_token": True} | settings
@@ -111,8 +111,10 @@ def _sentencepiece(file: GGUFFile) -> PreTrainedTokenizerBase:
 
 
 def merges_of(scores: dict[str, float], ids: dict[str, int]) -> list[tuple[str, str]]:
-    """Return, best first, all pairs of words that make up another one: SentencePiece joins the
-    neighbours whose whole has the highest score."""
+    """Return all pairs of tokens that form another token, best first.
+
+    SentencePiece joins the adjacent pair whose result has the highest score.
+    """
     found = [
         (-score, ids[word[:i]], ids[word[i:]], word[:i], word[i:])
         for word, score in scores.items()
@@ -124,8 +126,10 @@ def merges_of(scores: dict[str, float], ids: dict[str, int]) -> list[tuple[str, 
 
 
 def _takes_spaces(word: str, settings: dict[str, Any]) -> bool:
-    """Return whether a control token swallows the spaces behind it: those of Phi-3 do, which a file
-    does not say; llama.cpp knows it by the name of the model, too."""
+    """Return True if a control token strips the spaces that follow it, as in Phi-3.
+
+    A file has no setting for it; like llama.cpp, this function checks the name of the model.
+    """
     names = (settings.get("general.name"), settings.get("general.architecture"))
     is_phi3 = any("phi3" in str(name).lower().replace("-", "") for name in names)
     return is_phi3 and word not in ("<unk>", "<s>", "<|endoftext|>")
@@ -138,16 +142,16 @@ def _byte_level(file: GGUFFile) -> PreTrainedTokenizerBase:
     if cut is None:
         known = ", ".join(_CUTS)
         raise ValueError(
-            f"{path}: tokenizer.ggml.pre={shown(name)} is not known, only {known}: {_ADVICE}"
+            f"{path}: tokenizer.ggml.pre={shown(name)} is not supported, only {known}: {_ADVICE}"
         )
     words = list_of(file, "tokenizer.ggml.tokens", str)
     merges = [tuple(m.split(" ", 1)) for m in list_of(file, "tokenizer.ggml.merges", str)]
     try:
         model = BPE({w: i for i, w in enumerate(words)}, merges, ignore_merges=cut.keeps_words)
         backend = _cutting(Tokenizer(model), cut)
-    except Exception as error:  # the library's own are plain ones
-        told = f"{path}: its merges are not of its words ({error!s:.300})"
-        raise ValueError(f"{told}: {_ADVICE}") from error
+    except Exception as error:  # the library raises plain exceptions
+        problem = f"{path}: its merges do not match its tokens ({error!s:.300})"
+        raise ValueError(f"{problem}: {_ADVICE}") from error
     types = list_of(file, "tokenizer.ggml.token_type", int)
     for word, kind in zip(words, types, strict=False):
         if kind in (_CONTROL, _USER_DEFINED):
@@ -173,7 +177,7 @@ def _cutting(backend: Tokenizer, cut: _Cut) -> Tokenizer:
 def _with_marks(
     backend: Tokenizer, words: list[str], settings: dict[str, Any]
 ) -> PreTrainedTokenizerBase:
-    """The tokens with a role, and those that are put around a text."""
+    """Add the tokens with a role (BOS, EOS, ...), and the template that adds them to a text."""
     roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids = {role: settings.get(f"tokenizer.ggml.{name}_token_id") for role, name in roles.items()}
     tokens = {role: words[i] for role, i in ids.items() if is_int(i) and 0 <= i < len(words)}

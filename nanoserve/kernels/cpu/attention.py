@@ -1,14 +1,14 @@
-"""Decode attention, compiled by numba from the Python below (extra: `nanoserve[cpu]`).
+"""Decode attention for CPUs, compiled by numba from the Python below (extra: `nanoserve[cpu]`).
 
-A decode row reads the K and V of its whole context to compute a single token, so what counts is
-that every value is read once, in order, and that nothing is written in between. torch has no
-operator that reads a paged cache: it must gather the blocks into a copy first. Here a task is a row
-and a range of KV heads. It walks over the row's blocks where they lie; the heads of a block are
-neighbours in memory, so a block is one long run. The processor fetches ahead within a page of
-memory only, so a task also asks for what comes next while it computes.
+A decode row reads the K and V of its whole context to compute a single token, so memory bandwidth
+is the limit: every value should be read once, in order, without intermediate copies. torch has no
+operator that reads a paged cache: it must first gather the blocks into a copy. Here a task is a row
+and a range of KV heads. It iterates over the row's blocks in place; the heads of a block are
+adjacent in memory, so a block is one contiguous run. Hardware prefetchers stop at the end of a
+memory page, so a task also prefetches the following head while it computes.
 
-A row may have a few tokens: its last one, and guesses of those to come. All their heads that share
-a KV head go over a block of it one after the other, so that memory gives it once.
+A row may have several tokens: its last one, followed by draft tokens. All their query heads that
+share a KV head process one block of it before the next, so that it is read from memory once.
 """
 
 import math
@@ -31,24 +31,27 @@ SOURCES = (
     "elements",
 )  # see `written_by`
 _LARGEST = np.float32(fixed_point.LARGEST)
-_AHEAD = 8192  # bytes
-_INNER = {**FAST, "cache": False}  # `attend_decode`, of which they are parts, is kept as a whole
+_AHEAD = 8192  # prefetch distance in bytes
+_INNER = {**FAST, "cache": False}  # inner functions are cached as parts of `attend_decode`
 
 
 def _walking(inner):
-    """`inner`, which is `scores_of` or `add_values`, for all heads, block by block."""
+    """Return a function that runs `inner` (`scores_of` or `add_values`) block by block."""
 
     @njit(**_INNER)
     def walk(heads, of_tokens, cache, scales, blocks, kv_heads, seen, elements):
-        """heads [num_heads, head_dim]: queries, or sums; of_tokens [num_heads, length]: scores, or
-        weights; seen [num_heads, 2]: each with the tokens from one up to another, and no others."""
+        """Run `inner` for all heads.
+
+        heads [num_heads, head_dim]: queries or sums. of_tokens [num_heads, length]: scores or
+        weights. seen [num_heads, 2]: each head attends to the tokens [first, end) and no others.
+        """
         block_size, head_dim = cache.shape[2:]
         share = len(heads) // (kv_heads[1] - kv_heads[0])  # heads that share a KV head
         head_bytes, token_bytes = heads.strides[0], of_tokens.strides[0]
         for i in range(seen[0, 0] // block_size, (seen[-1, 1] + block_size - 1) // block_size):
             start = i * block_size
             low, high = _within(seen[0], start, block_size)
-            # Of several tokens, one may see something of this block that another does not.
+            # With several tokens in a row, they may attend to different parts of this block.
             is_same = _within(seen[-1], start, block_size) == (low, high)
             for kv_head in range(kv_heads[0], kv_heads[1]):
                 own = cache[blocks[i], kv_head].ctypes.data
@@ -79,13 +82,13 @@ _find_scores, _add_values = _walking(scores_of), _walking(add_values)
 
 @njit(inline="always", **_INNER)
 def _within(seen, start, block_size):
-    """What is seen of the block from `start` on: from where, and to where."""
+    """Return the range [first, end), within the block that begins at `start`, to attend to."""
     return max(seen[0] - start, 0), min(seen[1] - start, block_size)
 
 
 @njit(**_INNER)
 def _following(cache, blocks, i, kv_head, kv_heads, length):
-    """[block_size, head_dim]: what is read `_AHEAD` bytes, or a little more, after this head."""
+    """Return K or V [block_size, head_dim] that is read at least `_AHEAD` bytes after this head."""
     block_size, heads = cache.shape[2], kv_heads[1] - kv_heads[0]
     place = kv_head - kv_heads[0] + (_AHEAD + cache[0, 0].nbytes - 1) // cache[0, 0].nbytes
     i = min(i + place // heads, (length - 1) // block_size)
@@ -93,7 +96,7 @@ def _following(cache, blocks, i, kv_head, kv_heads, length):
 
 
 def _for_scores(q, scale, element):
-    """(what `scores_of` takes for the heads q, the factor of each head's scores)."""
+    """Return (the queries in the form that `scores_of` takes, the factor of each head's scores)."""
 
 
 @overload(_for_scores)
@@ -119,7 +122,7 @@ def _floats_or_codes(q, scale, element):
 
 @njit(**_INNER)
 def _floats(q):
-    """[num_heads, head_dim]: those that share a KV head are neighbours, whichever their token."""
+    """Return the queries as float32 [num_heads, head_dim], grouped by their KV head."""
     n, num_kv_heads, group, head_dim = q.shape
     queries = np.empty((num_kv_heads, n, group, head_dim), dtype=np.float32)
     for kv_head in range(num_kv_heads):
@@ -137,7 +140,7 @@ def _softmax(scores, factor, soft_cap):
     if soft_cap > 0:
         for t in range(len(scores)):
             scores[t] = soft_cap * math.tanh(scores[t] / soft_cap)
-    # As integers, of which vectors are made: floats that may be NaN are compared one by one.
+    # Compare as integers, which vectorises: comparisons of floats that may be NaN do not.
     bits, highest = scores.view(np.int32), np.int32(-(2**31))
     for t in range(len(bits)):
         highest = max(highest, _ordered(bits[t]))
@@ -151,14 +154,16 @@ def _softmax(scores, factor, soft_cap):
 
 @njit(inline="always", **_INNER)
 def _ordered(bits):
-    """A float's bits as an integer that is the larger, the larger the float; and back."""
+    """Map a float's bits to an integer of the same order; the map is its own inverse."""
     return np.int32(bits ^ np.int32(np.int32(bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
 @njit(**_INNER)
 def _exists(of_row, blocks, num_tokens, num_blocks, block_size, window):
-    """Tell whether a row's tokens are some of the batch's, and the blocks that it reads some of the
-    cache's: (its first token, the next row's, its context's length)."""
+    """Return True if a row's tokens are within the batch and its blocks within the cache.
+
+    of_row: (its first token, the next row's first token, its context length).
+    """
     start, end, length = of_row
     if not (0 <= start < end <= num_tokens and end - start <= length):
         return False
@@ -173,11 +178,13 @@ def _exists(of_row, blocks, num_tokens, num_blocks, block_size, window):
 
 @njit(**_INNER)
 def _attend_row(q, out, cache, scales, blocks, kv_heads, length, options, element):
-    """Of a row's last n tokens, the heads q, out [n, num_kv_heads, group, head_dim] that belong to
-    a range of KV heads.
+    """Compute attention of a row's last n tokens, for a range of KV heads.
 
-    A head takes no part in what its token does not see: behind that may be NaN, or what belongs to
-    a wrong guess. So it finds, bit for bit, what it would find if its token were a row.
+    q, out: [n, num_kv_heads, group, head_dim].
+
+    Positions outside of a token's range are skipped, not masked: the cache may hold NaN there, or
+    K and V of rejected draft tokens. So the result equals, bit for bit, that of a decode row with
+    this token alone.
     """
     scale, window, soft_cap = options
     n, num_kv_heads, group, head_dim = q.shape
@@ -202,20 +209,23 @@ def _attend_row(q, out, cache, scales, blocks, kv_heads, length, options, elemen
 
 
 def _made(sources):
-    """`attend_decode`, for which numba's cache asks for its sources: see `written_by`."""
+    """Return `attend_decode`, with a hash of its sources for numba's cache: see `written_by`."""
 
     @njit(parallel=True, **FAST)
     def attend_decode(addresses, sizes, scale, window, soft_cap, parts, element, cache_element):
-        """The cache is [2, num_blocks, num_kv_heads, block_size, head_dim], K before V; what else
-        has which shape is said at the top.
+        """Compute decode attention of a batch.
 
-        The rows are the first `num_single`, which have one token, and those that `few` lists. All
-        take the same code: nothing is compiled when the first row of several tokens comes.
+        The cache is [2, num_blocks, num_kv_heads, block_size, head_dim], K before V; the first
+        lines of the body show the shapes of the other arrays.
 
-        A cache of codes has scales, one for each token and head; the address of others' is 0. A
-        scale is that of a whole head, so it is multiplied into a score, or a weight.
+        The rows are the first `num_single`, which have one token each, and those listed in `few`.
+        Both run the same code, so no compilation is needed when the first row of several tokens
+        arrives.
 
-        Returns 0, or how many rows name tokens or blocks that do not exist; those are left out.
+        A quantized cache has a scale for each token and head; otherwise the address of scales is 0.
+        As a scale applies to a whole head, it is multiplied into the score, or the weight.
+
+        Returns the number of rows with tokens or blocks that do not exist; these are skipped.
         """
         _ = sources
         num_single, num_few, num_tokens, num_heads, num_rows, columns = sizes[:6]
@@ -231,9 +241,9 @@ def _made(sources):
         cache = array_at(cache_at, (*shape, head_dim), cache_element)
         scales = array_at(scales_at, shape, np.float32(0))
         options = np.float32(scale), window, np.float32(soft_cap)
-        kv_heads, num_taken = num_kv_heads // parts, num_single + num_few  # of a task; in all
+        kv_heads, num_taken = num_kv_heads // parts, num_single + num_few  # per task; total rows
         num_wrong = 0 if starts[0] == 0 and starts[num_rows] == num_tokens else 1
-        for task in prange(parts * num_taken):  # neighbours go to one thread
+        for task in prange(parts * num_taken):  # consecutive tasks run on one thread
             part, row = task // num_taken, task % num_taken
             if row >= num_single:
                 row = few[row - num_single]

@@ -1,8 +1,9 @@
-"""The inner loops of decode attention: a few queries with the K, and with the V, of some tokens.
+"""Inner loops of decode attention: one or two queries with the K, or the V, of some tokens.
 
-They are vectors, see `vectors`, because plain loops lose twice. A score is spread over a vector's
-lanes, and to add those up costs as much as the products do, if it is done for each score by itself:
-four share their additions. And sums of values stay in registers while a block's tokens pass by.
+They are explicit vector code, see `vectors`, for two reasons. The partial sums of a score are
+spread over a vector's lanes, and adding these up for each score separately would cost as much as
+the products: here four scores share the additions. And the sums of values stay in registers during
+the loop over a block's tokens.
 """
 
 from llvmlite import ir
@@ -31,8 +32,8 @@ from nanoserve.kernels.cpu.vectors import (
     store,
 )
 
-_TOKENS = 4  # of one tile of scores
-# (vectors, lanes) of a value's sums at once: with two queries, half of the registers.
+_TOKENS = 4  # in one tile of scores
+# (vectors, lanes) of the sums of values per pass: with two queries, half of the registers.
 _WIDTHS = ((4, REGISTER), (2, REGISTER), (1, REGISTER), (1, 1))
 if has("avx512f"):
     _WIDTHS = ((8, REGISTER), *_WIDTHS)
@@ -42,7 +43,7 @@ _GIVEN = [types.UniTuple(types.intp, size) for size in (2, 2, 5)]
 
 
 def _widened(b: ir.IRBuilder, address: ir.Value, element: types.Type, lanes: int) -> ir.Value:
-    """float32 of the next elements, see `values`."""
+    """Load the next elements and convert them to float32, see `values`."""
     floats, words = ir.VectorType(FLOAT, lanes), ir.VectorType(WORD, lanes)
 
     def word(number: int) -> ir.Constant:
@@ -56,14 +57,15 @@ def _widened(b: ir.IRBuilder, address: ir.Value, element: types.Type, lanes: int
     codes = b.sext(load(b, address, ir.VectorType(BYTE, lanes), 1), words)
     if element == types.int8:
         return b.sitofp(codes, floats)
-    # e4m3: exponent and mantissa lie 20 places higher in a float32, and its exponent counts from
-    # 127, not 7. What is too small for an exponent there is so here, until it is multiplied.
+    # e4m3: exponent and mantissa move up by 20 bits to their place in a float32. The exponent bias
+    # is 127 instead of 7, which the factor 2^120 corrects. Subnormal e4m3 are subnormal float32
+    # before the multiplication.
     bits = b.and_(b.shl(codes, word(20)), word(0x87F00000))
     return b.fmul(b.bitcast(bits, floats), constant(FLOAT, 2.0**120, lanes))
 
 
 class _Floats:
-    """Scores as sums of floats, see `fixed_point.Shorts`."""
+    """Scores as sums of float32 products; `fixed_point.Shorts` is the integer version."""
 
     sums, step, query = FLOAT, REGISTER, types.float32
     read, add = staticmethod(_widened), staticmethod(multiply_add)
@@ -73,17 +75,18 @@ class _Floats:
         return sums
 
 
-def _ask_for(b: ir.IRBuilder, address: ir.Value, num_bytes: ir.Value) -> None:
+def _prefetch_bytes(b: ir.IRBuilder, address: ir.Value, num_bytes: ir.Value) -> None:
     number = address.type
     with cgutils.for_range_slice(b, number(0), num_bytes, number(64), number) as (line, _):
         prefetch(b, b.add(address, line))
 
 
 def _sums(b: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
-    """<4 x float>: the sum of each of four vectors.
+    """Return <4 x float>: the sum of each of four vectors.
 
-    Pairs of vectors are interleaved within four neighbouring lanes and added, which halves their
-    number; after that what is left are as many sums of four as there are fours of lanes.
+    Pairs of vectors are interleaved within groups of four lanes and added, which halves their
+    number. Then each group of four lanes holds partial sums of all four vectors, and the groups are
+    added.
     """
 
     def added(x: ir.Value, y: ir.Value, low: list[int]) -> ir.Value:
@@ -100,7 +103,7 @@ def _sums(b: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
 
 
 def _joined(b: ir.IRBuilder, numbers: list[ir.Value]) -> ir.Value:
-    """A vector of vectors of one."""
+    """Join vectors of one lane each into one vector."""
     total = ir.Constant(ir.VectorType(FLOAT, len(numbers)), ir.Undefined)
     for i, number in enumerate(numbers):
         total = b.insert_element(total, b.extract_element(number, WORD(0)), WORD(i))
@@ -109,12 +112,12 @@ def _joined(b: ir.IRBuilder, numbers: list[ir.Value]) -> ir.Value:
 
 @intrinsic(prefer_literal=True)
 def scores_of(typing_context, num_queries, elements, queries, scores, given):
-    """scores[query, token] = queries[query] . k[token]
+    """Compute scores[query, token] = queries[query] . k[token].
 
-    elements: of the model's numbers, and of k. queries, scores: an address each, and the bytes from
-    a row to the next, of float32; queries of int16 where `fixed_point.is_for` says so. given: the
-    address of k [num_tokens, head_dim]; that of its scales, float32 [num_tokens], if elements are
-    codes; num_tokens; head_dim; from where on to ask for as many bytes.
+    elements: types of the model's values and of k. queries, scores: (address, row stride in bytes)
+    of float32, or of int16 queries if `fixed_point.is_for` is True. given: the address of k
+    [num_tokens, head_dim]; the address of its scales, float32 [num_tokens], if k holds codes;
+    num_tokens; head_dim; the address from which as many bytes are prefetched.
     """
     count, (_, element) = num_queries.literal_value, tuple(elements)
     own_bytes, is_coded = _BYTES[element], element in _CODES
@@ -142,7 +145,7 @@ def scores_of(typing_context, num_queries, elements, queries, scores, given):
             tiles = b.udiv(b.sub(num_tokens, first), number(tokens))
             with cgutils.for_range(b, tiles, intp=number) as tile:
                 token = b.add(first, b.mul(tile.index, number(tokens)))
-                _ask_for(b, soon.at(b, token), b.mul(row_bytes, number(tokens)))
+                _prefetch_bytes(b, soon.at(b, token), b.mul(row_bytes, number(tokens)))
                 sums = Accumulators(b, count, _TOKENS, constant(kind.sums, 0, REGISTER))
                 rest = Accumulators(b, count, _TOKENS, constant(kind.sums, 0, 1))
                 whole = b.and_(head_dim, number(-kind.step))
@@ -166,7 +169,7 @@ def scores_of(typing_context, num_queries, elements, queries, scores, given):
 
 @intrinsic(prefer_literal=True)
 def add_values(typing_context, num_queries, elements, sums, weights, given):
-    """sums[query] += weights[query, token] * v[token]; arguments as for `scores_of`."""
+    """Compute sums[query] += weights[query, token] * v[token]; arguments as for `scores_of`."""
     count, (_, element) = num_queries.literal_value, tuple(elements)
     own_bytes, is_coded = _BYTES[element], element in _CODES
 
@@ -185,7 +188,7 @@ def add_values(typing_context, num_queries, elements, sums, weights, given):
                 yield factor
 
         def add_floats(start):
-            """Of tokens from `start` on."""
+            """Add the values of the tokens from `start` on, in float32."""
             first = number(0)
             for width, lanes in _WIDTHS:
                 chunks = b.udiv(b.sub(head_dim, first), number(width * lanes))

@@ -1,4 +1,4 @@
-"""How fast this machine multiplies, by form and number of rows: measured once, kept in a file."""
+"""Benchmark of matrix products by weight form and number of rows, run once and stored in a file."""
 
 import hashlib
 import json
@@ -21,19 +21,19 @@ logger = logging.getLogger(__name__)
 ROWS = (1, 16, 256)
 MATRIX_BYTES = 2**26  # more than most caches hold
 _INPUTS = 2048
-_MANY_ROWS = 64  # from here on what counts is arithmetic, and a sixteenth of the matrix is enough
-_HOPELESS = 4.0  # times slower than another: not measured any further
-_FORMAT = 2  # of the file, and of the forms whose rates are in it
+_MANY_ROWS = 64  # from here on, arithmetic is the limit, and a sixteenth of the matrix suffices
+_HOPELESS = 4.0  # slowdown, relative to the fastest form, beyond which a form is dropped
+_FORMAT = 2  # version of the file's format and of the forms
 
 
 def rates(
     dtype: torch.dtype, forms: Mapping[str, Callable[[Tensor], Any]]
 ) -> dict[str, dict[int, float]]:
-    """Operations a second of each form, by number of rows.
+    """Return the operations per second of each form, by number of rows.
 
-    Of hopeless ones the first alone has any. A product of matrices is two operations for each
-    weight and row. Measured with torch's present number of threads. The file is
-    `~/.cache/nanoserve/products-*.json`, under XDG_CACHE_HOME if that is set.
+    Forms that are far too slow are omitted, except the first. A matrix product has two operations
+    per weight and row. The benchmark uses torch's current number of threads. The file is
+    `~/.cache/nanoserve/products-*.json`, or in XDG_CACHE_HOME if that is set.
     """
     file = _file(str(dtype), list(forms))
     with suppress(OSError, ValueError, TypeError, AttributeError):
@@ -44,7 +44,7 @@ def rates(
         if next(iter(forms)) in stored and all(of.keys() == {*ROWS} for of in stored.values()):
             return stored
     measured = _measure(dtype, forms)
-    with suppress(OSError):  # a home that cannot be written to: then it is measured each time
+    with suppress(OSError):  # if the home is read-only, the benchmark runs each time
         file.parent.mkdir(parents=True, exist_ok=True)
         new = file.with_suffix(f".{os.getpid()}")
         new.write_text(json.dumps(measured))
@@ -64,7 +64,7 @@ def _measure(
         made = {name: forms[name](matrix) for name in measured}
         for rows in numbers:
             x = torch.full((rows, _INPUTS), 0.5, dtype=dtype)
-            for _ in range(3):  # in turns: a moment in which the machine is slow is everybody's
+            for _ in range(3):  # interleaved, so that a slow moment affects all forms
                 for name, of in measured.items():
                     rate = 2 * rows * matrix.numel() / _seconds(made[name], x)
                     of[rows] = max(rate, of.get(rows, 0.0))
@@ -74,7 +74,7 @@ def _measure(
                 for name, of in measured.items()
                 if best <= _HOPELESS * of[rows] or name == next(iter(forms))
             }
-    logger.info(f"measured products of {dtype} in {time.perf_counter() - started:.2f} s")
+    logger.info(f"measured matrix products of {dtype} in {time.perf_counter() - started:.2f} s")
     return measured
 
 
@@ -85,7 +85,7 @@ def _seconds(form: Callable[[Tensor], Tensor], x: Tensor) -> float:
 
 
 def _file(dtype: str, names: list[str]) -> Path:
-    """Another file for whatever may change a rate."""
+    """Return the path of the file, whose name depends on everything that may change a rate."""
     facts = [_FORMAT, dtype, names, torch.get_num_threads(), torch.__version__, _processor()]
     facts += [os.environ.get(name) for name in ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA")]
     if find_spec("numba") is not None:
@@ -94,7 +94,7 @@ def _file(dtype: str, names: list[str]) -> Path:
         facts.append(sorted(features()))
     key = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    if cache.startswith("~"):  # a user without a home
+    if cache.startswith("~"):  # the user has no home
         cache = tempfile.gettempdir()
     return Path(cache) / "nanoserve" / f"products-{key}.json"
 

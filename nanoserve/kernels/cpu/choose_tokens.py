@@ -1,8 +1,9 @@
-"""Sampling on a CPU: temperature, noise and argmax in one pass over the logits.
+"""Sampling on a CPU: temperature, Gumbel noise and argmax in one pass over the logits.
 
-`nanoserve.sampling.gumbel_noise` makes the noise of a whole vocabulary: some fifteen operators of torch,
-and two logarithms for each token. But hardly any token can win. Here each gets a bound first, from
-the bits of its random number; only where that is above the best so far is the noise computed.
+`nanoserve.sampling.gumbel_noise` computes the noise of the whole vocabulary: about fifteen torch operators
+and two logarithms per token. But few tokens can win. Here an upper bound of each token's noise is
+derived from the bits of its random number; the noise is computed only if the bound exceeds the best
+score so far.
 """
 
 import math
@@ -14,11 +15,11 @@ from torch import Tensor
 from nanoserve.kernels.cpu import checks
 from nanoserve.kernels.cpu.elements import ELEMENTS, EXACT, FAST, address, array_at, to_float
 
-FEW = 2**16  # logits; waking the other threads costs more than so few are worth
-_AT_ONCE = 256  # tokens, whose bounds are looked at together
+FEW = 2**16  # logits; for so few, one thread is faster than waking the others
+_AT_ONCE = 256  # tokens whose bounds are compared together
 _WEYL = np.uint32(0x9E3779B9)
 _LN2 = np.float32(math.log(2))
-_SLACK = np.float32(1e-4)  # more than a bound is rounded by
+_SLACK = np.float32(1e-4)  # exceeds the rounding error of a bound
 
 
 def choose_tokens(
@@ -28,7 +29,7 @@ def choose_tokens(
     positions: np.ndarray,
     completions: np.ndarray,
 ) -> np.ndarray:
-    """int64 [num_rows]: each row's token, as `Sampler` chooses it, or -1 where there is none.
+    """Return int64 [num_rows]: each row's token, as `Sampler` chooses it, or -1 if there is none.
 
     logits: [num_rows, vocab_size], contiguous, float32 or bfloat16. The rest is [num_rows]: float32
     temperatures (0 is greedy), uint64 seeds, int64 positions of the new tokens, uint32 completions.
@@ -61,17 +62,17 @@ def _row_key(seed, position, completion):
 
 @njit(inline="always", **FAST)
 def _uniform(key, token):
-    """In (0, 1], as `Noise` rounds it."""
+    """Return a uniform random number in (0, 1], rounded as in `Noise`."""
     x = _mix(np.uint32(np.uint32(np.uint32(token) * _WEYL) ^ key))
     return (np.float32(x) + np.float32(0.5)) * np.float32(2.0**-32)
 
 
 @njit(inline="always", **FAST)
 def _bound(u):
-    """Of -log E, where E = -log(1 - u): not less than that.
+    """Return an upper bound of -log E, where E = -log(1 - u).
 
-    E >= u, and a float's bits, read as an integer, are its logarithm to base 2 but for the bend
-    between two powers, where they say less.
+    E >= u, so -log u is a bound. A float's bits, read as an integer, are a piecewise linear lower
+    bound of its logarithm to base 2, exact at powers of two.
     """
     bits = np.float32(np.float32(u).view(np.int32)) * np.float32(2.0**-23)
     return _LN2 * (np.float32(127) - bits) + _SLACK
@@ -79,13 +80,13 @@ def _bound(u):
 
 @njit(**EXACT)
 def _score(logit, temperature, u):
-    """A logit with the noise of `Sampler`."""
+    """Return a logit, divided by the temperature, plus the noise of `Sampler`."""
     return logit / temperature - np.float32(math.log(-math.log1p(-np.float64(u))))
 
 
 @njit(**FAST)
 def _winner(logits, temperature, key):
-    """The best token of a row, -1 where `best_tokens` has none."""
+    """Return the sampled token of a row, or -1 where `best_tokens` has none."""
     best, chosen = np.float32(-np.inf), -1
     scores = np.empty(_AT_ONCE, np.float32)
     for start in range(0, len(logits), _AT_ONCE):
@@ -93,7 +94,7 @@ def _winner(logits, temperature, key):
         num_above = 0
         for i in range(size):
             scores[i] = to_float(logits[start + i]) / temperature + _bound(_uniform(key, start + i))
-            num_above += not scores[i] <= best  # also where it is no number
+            num_above += not scores[i] <= best  # also counts NaN
         if num_above == 0:
             continue
         for i in range(size):
@@ -109,7 +110,7 @@ def _winner(logits, temperature, key):
 
 @njit(**FAST)
 def _first_best(logits):
-    """The same of a row that is not sampled."""
+    """Return the token with the largest logit (greedy), or -1 where `best_tokens` has none."""
     best, chosen = np.float32(-np.inf), -1
     for i in range(len(logits)):
         logit = to_float(logits[i])
@@ -131,10 +132,10 @@ def _choose(row, logits, temperatures, seeds, positions, completions, out):
 
 @njit(**FAST)
 def _one_by_one(logits, shape, temperatures, seeds, positions, completions, out, element):
-    """out[row] = the row's token, as `Sampler` chooses it.
+    """Set out[row] to the row's token, as `Sampler` chooses it.
 
-    logits: the address of [num_rows, vocab_size] such elements, see `array_at`. The rest is as in
-    `choose_tokens`.
+    logits: the address of an array [num_rows, vocab_size] of `element`s, see `array_at`. Other
+    arguments are as in `choose_tokens`.
     """
     logits = array_at(logits, shape, element)
     for row in range(shape[0]):

@@ -1,4 +1,4 @@
-"""What the processor is, as the compiler of our kernels sees it."""
+"""Features of the processor for which numba compiles the kernels."""
 
 import functools
 import platform
@@ -9,10 +9,10 @@ from numba.core import config
 
 @functools.cache
 def features() -> frozenset[str]:
-    """Instruction sets in LLVM's names, such as "avx2", "avx512vnni" or "dotprod".
+    """Return the instruction sets by LLVM's names, such as "avx2", "avx512vnni" or "dotprod".
 
-    Whoever has numba compile for another processor (NUMBA_CPU_NAME, "generic" included) has none
-    but what NUMBA_CPU_FEATURES lists: LLVM does not tell what a name stands for.
+    If numba compiles for another processor (NUMBA_CPU_NAME, including "generic"), only the features
+    in NUMBA_CPU_FEATURES count: LLVM does not expose the features of a named processor.
     """
     if config.CPU_NAME or config.CPU_FEATURES:
         listed = (config.CPU_FEATURES or "").split(",")
@@ -21,12 +21,13 @@ def features() -> frozenset[str]:
 
 
 def converts_float16() -> bool:
-    """Whether it has instructions for it. Else LLVM calls functions that a process need not have,
-    and ends the process if it has not.
+    """Return True if the processor has instructions for float16 conversion.
+
+    Without them, LLVM calls library functions; if these are missing, it ends the process.
     """
     return has("f16c") or platform.machine() not in ("x86_64", "AMD64")
 
 
 def has(*names: str) -> bool:
-    """Whether the processor has all of these."""
+    """Return True if the processor has all of these features."""
     return features().issuperset(names)

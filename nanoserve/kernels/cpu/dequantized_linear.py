@@ -1,4 +1,4 @@
-"""Linears whose weights are integers, and whose inputs stay floats."""
+"""Linears with integer weights and float inputs."""
 
 import functools
 
@@ -19,9 +19,9 @@ _product = functools.cache(make_product)
 class DequantizedPanels:
     """Integer weights in panels: x [..., inputs] -> [..., outputs] in x's dtype.
 
-    The arguments are those of `nanoserve.kernels.cpu.integer_linear.IntegerPanels`. The result is
-    what `FloatPanels` gives for the dequantised weight in float32, to the bit, and from few bits of
-    memory: x and sums are float32, and a row does not depend on its neighbours.
+    The arguments are those of `nanoserve.kernels.cpu.integer_linear.IntegerPanels`. The result
+    equals, bit for bit, that of `FloatPanels` with the dequantised weight in float32, but only 4 or
+    8 bits per weight are read: x and sums are float32, and a row does not depend on other rows.
     """
 
     def __init__(

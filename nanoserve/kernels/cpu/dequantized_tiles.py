@@ -1,11 +1,11 @@
-"""Products of integer weights with inputs that stay floats: tiles as in `tile_walk`.
+"""Matrix products of integer weights with float inputs, in the tiles of `tile_walk`.
 
     y[m, n] = sum over inputs k, in their order, of x[m, k] x (codes[n, k] x scale[n, g]
                                                               + offset[n, g])
 
-A weight becomes the float32 code x scale + offset, rounded twice, on its way from memory into the
-sums of a tile. So the bits are those of `float_tiles` with the dequantised weight, and a
-row's do not depend on the rows beside it; but memory is read for 4 or 8 bits of a weight, not 32.
+A weight is dequantised to the float32 code x scale + offset, rounded twice, after it has been read
+from memory. So the result equals that of `float_tiles` with the dequantised weight bit for bit, and
+a row's result does not depend on other rows; but 4 or 8 bits per weight are read, not 32.
 """
 
 import functools
@@ -36,12 +36,12 @@ from nanoserve.kernels.cpu.vectors import (
 )
 
 _BYTES = ir.VectorType(BYTE, LANES)
-# float32 has the integers from 2^23 on as its last bits: to put a code there is to convert it.
+# From 2^23 on, the last bits of a float32 are an integer: inserting a code there converts it.
 _MAGIC = 2**23
 
 
 class Bytes:
-    """An input's codes of 16 outputs: a step is one input."""
+    """8-bit codes of 16 outputs; a step is one input."""
 
     depth = 1
 
@@ -50,7 +50,7 @@ class Bytes:
 
 
 class Nibbles:
-    """The codes of two inputs in a byte, each with 8 added to it; the first is in the low half."""
+    """4-bit codes of two inputs per byte, each stored as code + 8; the first in the low half."""
 
     depth = 2
 
@@ -63,7 +63,7 @@ class Nibbles:
         return b.fsub(b.bitcast(bits, FLOATS), constant(FLOAT, _MAGIC + 8))
 
 
-# By their names in `integer_kinds`, whose order in memory they have.
+# Named as in `integer_kinds`, with the same memory layout.
 KINDS = {"bytes": Bytes(), "nibbles": Nibbles()}
 
 
@@ -82,7 +82,7 @@ def _multiply(
     out,
     out_stride,
 ):
-    """out[num_rows, PANEL]; shape: groups and a group's steps; panel is an `IntegerPanel`."""
+    """Compute out [num_rows, PANEL]. shape: (groups, steps per group). panel: `IntegerPanel`."""
     own, out_dtype = KINDS[kind.literal_value], dtype.literal_value
     kind_of_scale = HALVES if scale_dtype.literal_value == "float16" else FLOATS
 
@@ -111,7 +111,7 @@ def _multiply(
                     shift = [of_group(panel.offset, FLOATS, place, i) for i in columns]
                 with cgutils.for_range(b, group_steps, intp=number) as loop:
                     step = b.add(b.mul(group.index, group_steps), loop.index)
-                    prefetch(b, at(soon, (step, soon_step)))  # of 64 outputs at the most
+                    prefetch(b, at(soon, (step, soon_step)))  # at most the codes of 64 outputs
                     weights = []
                     for i in range(vectors):
                         own_codes = own.codes(b, at(codes, (step, PANEL), (i, LANES)))
@@ -136,14 +136,14 @@ def _multiply(
 
 
 def make_product(kind: str, dtype: str, scale_dtype: str, has_offset: bool):
-    """A compiled function of the product with weights of a kind, for outputs of a dtype.
+    """Return a compiled matrix product with weights of a kind, for outputs of a dtype.
 
     Its arguments are integers: the address of x, float32 [num_rows, inputs], and the number of its
-    rows; the addresses of weights, scales and offsets in panels, and their numbers; the output's,
-    and the bytes of one of its rows.
+    rows; the addresses of weights, scales and offsets in panels, and their counts; the address of
+    the output, and the bytes of one of its rows.
 
-    Numba's cache tells functions apart by their numbers and strings; hence no function is inside,
-    but `sources`, with which nothing is done: see `written_by`.
+    Numba's cache identifies a closure by the numbers and strings in it, so it uses no functions
+    from here. The unused variable `sources` is a hash of the source files: see `written_by`.
     """
     sources, depth = written_by(), KINDS[kind].depth
     out_bytes, scale_bytes = (
@@ -155,7 +155,7 @@ def make_product(kind: str, dtype: str, scale_dtype: str, has_offset: bool):
         _ = sources
         x_stride = groups * steps * depth * 4
         num_chunks = max(1, (num_rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE)
-        rows_at_once = (num_rows + num_chunks - 1) // num_chunks  # even chunks: threads share them
+        rows_at_once = (num_rows + num_chunks - 1) // num_chunks  # even chunks, to balance threads
         for item in prange(num_chunks * num_panels * min(num_rows, 1)):
             panel = item % num_panels
             row = item // num_panels * rows_at_once

@@ -1,8 +1,8 @@
-"""Attention's products with codes of int8 as those of integers, for `attention_tiles`.
+"""Integer arithmetic for attention over an int8 KV cache, for `attention_tiles`.
 
-A vector holds twice as many 16-bit integers as floats, and one instruction, which LLVM finds,
-multiplies them and adds up neighbouring products. So a query becomes 16 bits, as do the weights of
-a few tokens, relative to the largest of them: it is for models whose numbers have 16 bits anyway.
+A vector holds twice as many 16-bit integers as floats, and one instruction, which LLVM selects,
+multiplies them and adds adjacent products. So queries are quantised to 16 bits, and so are the
+weights of `TOKENS` tokens, relative to the largest of them. It is used for 16-bit models only.
 """
 
 from collections.abc import Iterator
@@ -31,11 +31,11 @@ from nanoserve.kernels.cpu.vectors import (
     store,
 )
 
-TOKENS = 16  # whose weights are relative to the largest of them
-UNIT = 2 * REGISTER  # values that are multiplied at once
+TOKENS = 16  # tokens whose weights share a scale
+UNIT = 2 * REGISTER  # values multiplied by one instruction
 LARGEST = 32767
 _WIDTHS = (4, 1) if has("avx512f") else (2, 1)  # units whose sums stay in registers
-# The values of a unit that are interleaved in one vector: within 16 bytes that is one instruction.
+# The values of a unit that are interleaved in one vector: within 16 bytes it is one instruction.
 _HALVES = [[at + i for at in range(half, UNIT, 16) for i in range(8)] for half in (0, 8)]
 _PLACES = sorted(range(UNIT), key=[i for half in _HALVES for i in half].__getitem__)
 _SHORTS = ir.VectorType(HALF_WORD, UNIT)
@@ -48,14 +48,14 @@ class Shorts:
 
     @staticmethod
     def read(b: ir.IRBuilder, address: ir.Value, element: types.Type, lanes: int) -> ir.Value:
-        """The next elements, int16 or int8, in 16 bits."""
+        """Load the next elements, int16 or int8, as 16-bit integers."""
         kind, align = (BYTE, 1) if element == types.int8 else (HALF_WORD, 2)
         loaded = load(b, address, ir.VectorType(kind, lanes), align)
         return b.sext(loaded, ir.VectorType(HALF_WORD, lanes))
 
     @staticmethod
     def add(b: ir.IRBuilder, x: ir.Value, y: ir.Value, total: ir.Value) -> ir.Value:
-        """total + x * y; of vectors, the products of neighbours are added up."""
+        """Return total + x * y; for vectors, adjacent products are added."""
         count = x.type.count
         products = b.mul(*(b.sext(value, ir.VectorType(WORD, count)) for value in (x, y)))
         if count > 1:
@@ -68,7 +68,7 @@ class Shorts:
 
 
 def is_for(of_model: types.Type, of_cache: types.Type) -> bool:
-    """Whether these elements are so computed with."""
+    """Return True if 16-bit integers are used for these types: bfloat16 models and int8 caches."""
     return of_model == types.uint16 and of_cache == types.int8
 
 
@@ -82,9 +82,9 @@ def add_values(
     head_dim: ir.Value,
     soon: Rows,
 ) -> None:
-    """sums[query] += weights[query, token] * v[token], for `TOKENS` tokens and whole units.
+    """Compute sums[query] += weights[query, token] * v[token], for `TOKENS` tokens and whole units.
 
-    Neighbours are two tokens, which two bytes of each value make.
+    The adjacent products are those of two tokens, whose values are interleaved.
     """
     number, first = head_dim.type, head_dim.type(0)
     coded = [_coded(b, weights.at(b, query), scales) for query in range(count)]
@@ -117,32 +117,32 @@ def add_values(
 
 
 def _coded(b: ir.IRBuilder, weights: ir.Value, scales: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """(address of int16 [TOKENS], a factor), whose product is weights * scales.
+    """Return (address of int16 [TOKENS], factor), whose product is weights * scales.
 
-    If one of those is no number, the factor is none.
+    If one of these is NaN, so is the factor.
     """
     floats, words = ir.VectorType(FLOAT, TOKENS), ir.VectorType(WORD, TOKENS)
     products = b.fmul(load(b, weights, floats, 4), load(b, scales, floats, 4))
-    # Magnitudes are in the order of their bits, NaN after infinity.
+    # Magnitudes have the order of their bits, with NaN above infinity.
     bits = b.and_(b.bitcast(products, words), constant(WORD, 0x7FFFFFFF, TOKENS))
     largest = b.bitcast(call(b, f"llvm.vector.reduce.umax.v{TOKENS}i32", WORD, bits), FLOAT)
-    # What is smaller would need an inverse beyond float32, and becomes zero.
+    # The inverse of a smaller value would overflow float32: such values become zero.
     is_enough = b.fcmp_ordered(">", largest, FLOAT(1e-30))
     inverse = b.select(is_enough, b.fdiv(FLOAT(LARGEST), largest), FLOAT(0))
     scaled = b.fadd(b.fmul(products, splat(b, inverse, TOKENS)), constant(FLOAT, 0.5, TOKENS))
-    codes = b.fptosi(scaled, words)  # none is negative: this is to the nearest
+    codes = b.fptosi(scaled, words)  # rounds to nearest, as none is negative
     place = cgutils.alloca_once(b, ir.VectorType(HALF_WORD, TOKENS))
     b.store(b.trunc(codes, place.type.pointee), place)
     return b.ptrtoint(place, weights.type), b.fdiv(largest, FLOAT(LARGEST))
 
 
 def _pair(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
-    """Two tokens' weights, in turns."""
+    """Return a vector of two tokens' weights, alternating."""
     return b.bitcast(splat(b, load(b, address, WORD, 4), REGISTER), _SHORTS)
 
 
 def _interleaved(b: ir.IRBuilder, two: list[ir.Value]) -> Iterator[ir.Value]:
-    """The values at two addresses in turns: two vectors of 16 bits."""
+    """Yield the interleaved values at two addresses, as two vectors of 16-bit integers."""
     first, second = (load(b, address, ir.VectorType(BYTE, UNIT), 1) for address in two)
     for half in _HALVES:
         places = [place for i in half for place in (i, UNIT + i)]

@@ -1,4 +1,4 @@
-"""Weights of 16 or 32 bits in panels, for our own tiles: forms, as in `torch_linear`."""
+"""Linears with 16-bit or 32-bit float weights in panels, multiplied by our own tiles."""
 
 import functools
 from typing import Any
@@ -18,9 +18,12 @@ _product = functools.cache(make_product)
 
 
 class FloatPanels:
-    """kind: one of `nanoserve.kernels.cpu.float_tiles.KINDS`; None is the best that is here."""
+    """Float weights in panels: x [..., inputs] -> [..., outputs].
 
-    keeps_rows = True  # `rows` gives them back
+    kind: one of `nanoserve.kernels.cpu.float_tiles.KINDS`; None is the best for this processor.
+    """
+
+    keeps_rows = True  # `rows` returns the original weights
 
     def __init__(self, weight: Tensor, kind: str | None = None) -> None:
         checks.check_weight(weight, _DTYPES)
@@ -31,7 +34,7 @@ class FloatPanels:
         self._use(self.weight.data_ptr())
 
     def rows(self, indices: Tensor) -> Tensor:
-        """The weights of some outputs, int [n], as they were given: [n, inputs]."""
+        """Return the weights [n, inputs] of the outputs `indices`, int [n], as before packing."""
         return rows_of(self.weight, indices, self.inputs)
 
     def _use(self, address: int) -> None:
@@ -57,12 +60,12 @@ class FloatPanels:
 
 
 class SharedPanels(FloatPanels):
-    """oneDNN's memory, which our tiles read too, where it is in our order: few rows are theirs.
+    """Weights packed by oneDNN, which our tiles can also read if the layout is the same.
 
-    num_rows: from so many on, oneDNN multiplies.
+    num_rows: oneDNN multiplies inputs of at least so many rows, and our tiles those of fewer.
     """
 
-    keeps_rows = False  # its memory is no tensor of ours
+    keeps_rows = False  # the memory belongs to oneDNN
 
     def __init__(self, weight: Tensor, num_rows: int, kind: str | None = None) -> None:
         checks.check_weight(weight, (torch.bfloat16,))
@@ -74,7 +77,7 @@ class SharedPanels(FloatPanels):
         self._use(address)
         _, panels, steps = self._stored
         if num_bytes != panels * steps * PANEL * self.own.depth * weight.itemsize:
-            self._num_rows = 0  # oneDNN has padded it in another way: all of it is oneDNN's
+            self._num_rows = 0  # oneDNN's padding differs: use oneDNN for all inputs
 
     def __call__(self, x: Tensor) -> Tensor:
         if x.numel() // self.inputs < self._num_rows:
@@ -84,15 +87,15 @@ class SharedPanels(FloatPanels):
 
 
 def _own(kind: str, weight: Tensor) -> Any:
-    """Return the tiles of one kind. Raises `ValueError` if they are for another dtype."""
+    """Return the tiles of one kind. Raises `ValueError` if the weight has another dtype."""
     own = KINDS[kind]
     if str(weight.dtype) != f"torch.{own.dtype}":
-        checks.refuse(f"{kind!r} needs a weight of {own.dtype}", weight=weight)
+        checks.refuse(f"kind={kind!r} needs a weight of {own.dtype}", weight=weight)
     return own
 
 
 def best_kind(dtype: torch.dtype) -> str:
-    """Of those in `KINDS` that this processor has."""
+    """Return the best of `KINDS` for this processor."""
     if dtype == torch.bfloat16 and has("avx512bf16"):
         return "pairs of bfloat16"
     return f"widened {str(dtype).removeprefix('torch.')}"
@@ -100,7 +103,7 @@ def best_kind(dtype: torch.dtype) -> str:
 
 @functools.cache
 def shares_memory() -> bool:
-    """Whether what oneDNN packs is in the order of our panels; what it packs is told to nobody."""
+    """Return True if oneDNN packs weights in the layout of our panels, which is not documented."""
     weight = torch.arange(128 * 64).to(torch.int16).view(torch.bfloat16).view(128, 64)
     packed = packed_linear.pack(weight)
     address, num_bytes = packed_linear.memory(packed)

@@ -1,10 +1,10 @@
-"""Products with weights of 16 or 32 bits and sums of 32, on every processor with vectors.
+"""Matrix products of 16-bit or 32-bit weights with float32 sums, for any processor with vectors.
 
-A weight is widened to 32 bits on its way from memory into the sums of a tile, see `tile_walk`: 16
-bits in memory cost half the time of 32.
+A weight is widened to 32 bits after it has been read from memory, see `tile_walk`: reading 16 bits
+takes half the time of 32.
 
-Every row adds up its products in the order of the inputs, one after the other, whatever rows are
-beside it: the same numbers come out for a row alone and for one among thousands.
+Every row adds up its products in the order of the inputs, independent of other rows: the results
+are batch-invariant.
 """
 
 import functools
@@ -35,10 +35,10 @@ from nanoserve.kernels.cpu.vectors import (
 
 
 class Widened:
-    """Weights become float32 and meet a float32 x: for every processor.
+    """Weights widened to float32, multiplied with a float32 x: for every processor.
 
-    A step is one input, or of bfloat16 two: a bfloat16 is the upper half of a float32, so of two in
-    a word one is shifted into its place and the other is there already.
+    A step is one input, or two of bfloat16: a bfloat16 is the upper half of a float32, so of two in
+    a 32-bit word, the first is shifted into place and the second is masked.
     """
 
     widens = True
@@ -46,8 +46,8 @@ class Widened:
     def __init__(self, dtype: str) -> None:
         self.dtype = dtype
         self.depth = 2 if dtype == "bfloat16" else 1
-        self.weight_bytes = LANES * (2 if dtype == "float16" else 4)  # of a vector and a step
-        self.x_bytes = 4 * self.depth  # of a step
+        self.weight_bytes = LANES * (2 if dtype == "float16" else 4)  # per vector and step
+        self.x_bytes = 4 * self.depth  # per step
 
     def weights(self, b, address):
         if self.dtype == "bfloat16":
@@ -69,7 +69,7 @@ class Widened:
 
 
 class PairsOfBfloat16:
-    """Two products of bfloat16 and their sum in float32 are one instruction of AVX-512 BF16."""
+    """AVX-512 BF16: one instruction adds two bfloat16 products to a float32."""
 
     dtype, depth, weight_bytes, x_bytes, widens = "bfloat16", 2, 64, 4, False
 
@@ -93,7 +93,7 @@ KINDS = {
 
 @intrinsic(prefer_literal=True)
 def _multiply(typing_context, kind, x, x_stride, num_rows, panel, steps, out, out_stride):
-    """out[num_rows, PANEL] = x . panel; addresses, the bytes between rows, and numbers."""
+    """Compute out [num_rows, PANEL] = x . panel; arguments are addresses, strides and counts."""
     own = KINDS[kind.literal_value]
     step_bytes, vector_bytes = own.weight_bytes * PANEL // LANES, own.weight_bytes
 
@@ -126,13 +126,13 @@ def _multiply(typing_context, kind, x, x_stride, num_rows, panel, steps, out, ou
 
 
 def make_product(kind):
-    """A compiled function of the product with weights of a kind; all its arguments are integers.
+    """Return a compiled matrix product with weights of a kind; its arguments are integers.
 
-    x, out: addresses of [num_rows, inputs] and [num_rows, num_panels x PANEL], as `kind` has them,
-    with the bytes from a row to the next. weights: the address of what `panels.pack` gives.
+    x, out: addresses of [num_rows, inputs] and [num_rows, num_panels x PANEL], in the dtypes of
+    `kind`, each with its row stride in bytes. weights: the address of the result of `panels.pack`.
 
-    Numba's cache tells functions apart by their numbers and strings; hence no function is inside,
-    but `sources`, with which nothing is done: see `written_by`.
+    Numba's cache identifies a closure by the numbers and strings in it, so it uses no functions
+    from here. The unused variable `sources` is a hash of the source files: see `written_by`.
     """
     sources, step_bytes = written_by(), KINDS[kind].weight_bytes * PANEL // LANES
     out_bytes = PANEL * (4 if KINDS[kind].dtype == "float32" else 2)
@@ -141,7 +141,7 @@ def make_product(kind):
     def product(x, x_stride, num_rows, weights, num_panels, steps, out, out_stride):
         _ = sources
         num_chunks = max(1, (num_rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE)
-        rows_at_once = (num_rows + num_chunks - 1) // num_chunks  # even chunks: threads share them
+        rows_at_once = (num_rows + num_chunks - 1) // num_chunks  # even chunks, to balance threads
         for item in prange(num_chunks * num_panels * min(num_rows, 1)):
             panel = item % num_panels
             row = item // num_panels * rows_at_once

@@ -1,8 +1,8 @@
-"""Which form float weights are kept in: measured on this machine, once.
+"""Choice of the storage form of float weights, by a benchmark that runs once per machine.
 
-What is fastest depends on the processor and on the number of rows, and no table knows the processor
-that a reader has. So each form that exists here multiplies a matrix that does not fit into the
-cache, with 1, 16 and 256 rows; what came out is kept in a file. It takes some tenths of a second.
+The fastest form depends on the processor and on the number of rows. So each form that is available
+multiplies a matrix that exceeds the cache, with 1, 16 and 256 rows; the rates are stored in a file.
+It takes a few tenths of a second.
 """
 
 import functools
@@ -21,7 +21,7 @@ from nanoserve.kernels.cpu.torch_linear import Form, Packed, Plain, WidenedTiles
 logger = logging.getLogger(__name__)
 
 _OURS, _ONEDNN = "own tiles", "oneDNN packed"
-_CLEARLY = 1.1  # times as fast; less is taken for noise, and the form that comes first stays
+_CLEARLY = 1.1  # speed-up below which differences count as noise, and the earlier form is kept
 
 
 class Choice(NamedTuple):
@@ -30,7 +30,7 @@ class Choice(NamedTuple):
 
 
 def forms(dtype: torch.dtype) -> dict[str, Callable[[Tensor], Form]]:
-    """By name, those that exist here; the first is what an unmeasured machine gets."""
+    """Return the available forms by name; the first is the default without a benchmark."""
     found: dict[str, Callable[[Tensor], Form]] = {}
     if find_spec("numba") is not None:
         from nanoserve.kernels.cpu.cpu_features import converts_float16
@@ -46,26 +46,27 @@ def forms(dtype: torch.dtype) -> dict[str, Callable[[Tensor], Form]]:
 
 
 def choose_form(dtype: torch.dtype, num_bytes: int) -> Choice:
-    """For a model of so many bytes; a small one is not worth a measurement."""
+    """Return the form for a model of `num_bytes`; for a small one, no benchmark is run."""
     found = forms(dtype)
     name = next(iter(found))
     if find_spec("numba") is None:
         logger.info(
-            "without numba, products are torch's: pip install 'nanoserve[cpu]' brings faster"
+            "without numba, matrix products are torch's: pip install 'nanoserve[cpu]' has faster "
+            "ones"
         )
     if num_bytes < calibration.MATRIX_BYTES or len(found) == 1:
         return Choice(name, found[name])
     measured = calibration.rates(dtype, found)
     choice = _best(found, measured)
-    told = "; ".join(
+    listed = "; ".join(
         f"{name} {', '.join(f'{rate / 1e9:.0f}' for rate in measured[name].values())}"
         for name in found
         if name in measured
     )
     rows = ", ".join(map(str, calibration.ROWS))
     logger.info(
-        f"products of {dtype} weights: {choice.name} ({torch.get_num_threads()} threads; "
-        f"10^9 operations a second at {rows} rows: {told})"
+        f"matrix products of {dtype} weights: {choice.name} ({torch.get_num_threads()} threads; "
+        f"10^9 operations per second at {rows} rows: {listed})"
     )
     return choice
 
@@ -73,7 +74,7 @@ def choose_form(dtype: torch.dtype, num_bytes: int) -> Choice:
 def _best(
     found: Mapping[str, Callable[[Tensor], Form]], measured: Mapping[str, Mapping[int, float]]
 ) -> Choice:
-    """The form that is never far from the best of each number of rows, or two that share memory."""
+    """Return the form with the smallest worst-case slowdown, or two forms that share memory."""
     best = {rows: max(rate[rows] for rate in measured.values()) for rows in calibration.ROWS}
 
     def slowest(rate: Mapping[int, float]) -> float:
@@ -92,7 +93,7 @@ def _best(
 
 
 def _shared(found: Mapping[str, Callable[[Tensor], Form]], rows: int) -> Choice | None:
-    """Our tiles for few rows, oneDNN from about `rows` on; None unless they agree on the order."""
+    """Combine our tiles for few rows with oneDNN from about `rows` on; None if layouts differ."""
     from nanoserve.kernels.cpu.float_linear import SharedPanels, shares_memory
 
     before = max((n for n in calibration.ROWS if n < rows), default=0)
@@ -100,6 +101,6 @@ def _shared(found: Mapping[str, Callable[[Tensor], Form]], rows: int) -> Choice 
         return Choice(_ONEDNN, found[_ONEDNN])
     if not shares_memory():
         return None
-    first = math.isqrt(before * rows)  # half-way between two measurements
+    first = math.isqrt(before * rows)  # geometric mean of the two measured numbers of rows
     make = functools.partial(SharedPanels, num_rows=first)
     return Choice(f"{_OURS} below {first} rows, {_ONEDNN} above", make)

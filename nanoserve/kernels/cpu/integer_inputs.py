@@ -1,7 +1,8 @@
-"""The inputs of integer products: each group of a row of x becomes integers, with one scale.
+"""Quantisation of activations for integer products: each group of a row of x has one scale.
 
-A few inputs of a real model's row are thousands of times larger than its median. With one scale for
-the whole row all others would become 0; so each `GROUP` of them has its own, as in llama.cpp.
+A few activations of a real model are thousands of times larger than the median of their row. With
+one scale per row, all other values would become 0; so each `GROUP` of them has its own scale, as in
+llama.cpp.
 """
 
 import numpy as np
@@ -27,16 +28,16 @@ from nanoserve.kernels.cpu.vectors import (
 )
 
 GROUP = 32  # inputs that share a scale, at most
-_SMALLEST = 1e-36  # what is smaller would need an inverse beyond float32, and becomes zero
+_SMALLEST = 1e-36  # smaller values become zero, since their inverse would overflow float32
 
 
 @njit(**EXACT)
 def quantize_row(x, row, size, shift, codes, scale, starts, sums):
-    """codes = x / scale, with scale = largest magnitude / 127, of each `size` inputs of a row.
+    """Quantise a row in groups of `size` inputs: codes = x / scale, scale = max |x| / 127.
 
-    scale, starts: [num_rows, x groups]; starts are -shift x the sum of the group's codes.
-    sums: [num_rows, weight groups], of codes x scale. A group that holds NaN or infinity has a
-    scale of NaN, and so will be all outputs of its row.
+    scale, starts: [num_rows, x groups]; starts are -shift x the sum of the group's codes. sums:
+    [num_rows, weight groups], the sums of codes x scale. A group with NaN or infinity has a scale
+    of NaN, so that all outputs of its row become NaN.
     """
     values, own_codes, groups = x[row], codes[row], scale.shape[1]
     per_sum = groups // sums.shape[1]
@@ -55,9 +56,9 @@ def quantize_row(x, row, size, shift, codes, scale, starts, sums):
 
 @njit(**EXACT)
 def _quantize(values, first, size, codes):
-    """The largest magnitude (NaN, unless all are finite), and the sum of the codes."""
+    """Write a group's codes; return max |x| (NaN unless all are finite) and the sum of codes."""
     bits = np.int32(0)
-    for i in range(first, first + size):  # in the order of their bits, NaN after infinity
+    for i in range(first, first + size):  # magnitudes have the order of their bits, NaN last
         own = np.float32(to_float(values[i])).view(np.int32) & np.int32(0x7FFFFFFF)
         bits = max(bits, np.int32(own))
     is_finite = bits < np.int32(0x7F800000)
@@ -73,7 +74,7 @@ def _quantize(values, first, size, codes):
 
 @intrinsic
 def _quantize_vectors(typing_context, values, first, codes):
-    """`_quantize` of `GROUP` inputs: of a loop so short numba makes vectors of four numbers."""
+    """Run `_quantize` for `GROUP` inputs, with vectors: numba would use only four lanes."""
 
     def generate(context, b, signature, args):
         of_values, first, of_codes = signature.args[0], args[1], signature.args[2]
@@ -90,7 +91,7 @@ def _quantize_vectors(typing_context, values, first, codes):
         floats = [
             _floats(b, offset(b, source, (i, step)), of_values.dtype) for i in range(GROUP // LANES)
         ]
-        # Magnitudes are in the order of their bits, NaN after infinity.
+        # Magnitudes have the order of their bits, with NaN above infinity.
         largest = constant(WORD, 0)
         for vector in floats:
             bits = b.and_(b.bitcast(vector, WORDS), constant(WORD, 0x7FFFFFFF))
@@ -117,7 +118,7 @@ def _quantize_vectors(typing_context, values, first, codes):
 
 
 def _floats(b: ir.IRBuilder, address: ir.Value, element: types.Type) -> ir.Value:
-    """The next inputs as float32: they are that, or the bits of bfloat16."""
+    """Load the next inputs, float32 or the bits of bfloat16, as float32."""
     if element == types.float32:
         return load(b, address, FLOATS, 4)
     words = b.zext(load(b, address, ir.VectorType(HALF_WORD, LANES), 2), WORDS)

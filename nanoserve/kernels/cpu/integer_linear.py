@@ -1,4 +1,4 @@
-"""Linears whose weights are integers, and whose inputs are made integers on the way."""
+"""Linears with integer weights, whose inputs are quantised to integers on the fly."""
 
 import functools
 from typing import Any
@@ -15,7 +15,7 @@ from nanoserve.kernels.cpu.isa import KINDS, kinds_here
 from nanoserve.kernels.cpu.packing import PANEL, empty, empty_panels, pack_into, unpadded
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
-_PIECE = 2**22  # codes that are put in order at a time
+_PIECE = 2**22  # codes that are packed at a time
 _product = functools.cache(make_product)
 
 
@@ -23,12 +23,12 @@ class IntegerPanels:
     """Integer weights in panels: x [..., inputs] -> [..., outputs] in x's dtype.
 
     A weight is code x scale + offset. codes: int8 [outputs, inputs], of 4 or 8 `bits`; scale and
-    offset (None is all zeros): float32 [outputs, groups], whose groups are runs of inputs. kind:
-    one of `nanoserve.kernels.cpu.isa.KINDS`; None is the best that is here.
+    offset (None is all zeros): float32 [outputs, groups]; a group is a run of inputs. kind: one of
+    `nanoserve.kernels.cpu.isa.KINDS`; None is the best for this processor.
 
-    Each 32 inputs of a row of x, or as many as divide a weight's group, become integers of -127 to
-    127 with one scale, their largest absolute value / 127: a row does not depend on its neighbours.
-    A row that holds NaN or infinity becomes NaN.
+    Each group of inputs in a row of x (see `x_group_size`) is quantised to integers from -127 to
+    127 with one scale, the largest magnitude / 127: a row does not depend on other rows. The result
+    of a row with NaN or infinity is NaN.
     """
 
     def __init__(
@@ -47,7 +47,9 @@ class IntegerPanels:
         self.kind = kind or best_kind(bits, self.size)
         self.own = KINDS[self.kind]
         if self.own.bits < bits or not self.own.takes(self.size):
-            raise ValueError(f"{self.kind!r} has no codes of {bits} bits in groups of {self.size}")
+            raise ValueError(
+                f"kind={self.kind!r} does not support codes of {bits} bits in groups of {self.size}"
+            )
         self.codes = pack_codes(codes, self.own)
         self.scale = pack_scales(scale, scale_dtype(scale))
         self.offset = None if offset is None else pack_scales(offset, torch.float32)
@@ -86,12 +88,12 @@ class IntegerPanels:
 
 
 def x_group_size(group_size: int) -> int:
-    """How many inputs of x share a scale: the most, up to 32, that divide a weight's group."""
+    """Return the inputs of x per scale: the largest divisor of a weight's group, up to 32."""
     return next(size for size in range(GROUP, 0, -1) if group_size % size == 0)
 
 
 def best_kind(bits: int, group_size: int) -> str:
-    """Of this processor's, for codes of so many bits: of more, if only those take such groups."""
+    """Return the best kind here for codes of `bits`; of 8 bits if no other supports the groups."""
     return next(
         name
         for own_bits in (bits, 8)
@@ -103,7 +105,8 @@ def best_kind(bits: int, group_size: int) -> str:
 def pack_codes(codes: Tensor, own: Any) -> Tensor:
     """Pack int8 [outputs, inputs] into uint8 [panels, steps, ...]: see `own.depth`.
 
-    Some panels at a time: the shifted codes of a whole LM head would be as large as the result.
+    Packs some panels at a time: the shifted codes of a whole LM head would be as large as the
+    result.
     """
     outputs, inputs = codes.shape
     depth = own.depth if own.bits == 8 else own.depth // 2
@@ -117,24 +120,27 @@ def pack_codes(codes: Tensor, own: Any) -> Tensor:
 
 
 def _codes_in_bytes(codes: Tensor, own: Any) -> Tensor:
-    """int8 [outputs, inputs] -> uint8 [outputs, bytes of a row]."""
+    """Convert int8 [outputs, inputs] to uint8 [outputs, bytes of a row]."""
     if own.bits == 8:
         codes = codes.view(torch.uint8)
         return codes ^ own.shift if own.shift else codes
-    # Two to a byte: the first half of a step's inputs low, the second high.
+    # Two codes per byte: the first half of a step's inputs in the low half, the second in the high.
     codes = (codes + own.shift).view(torch.uint8).view(len(codes), -1, 2, own.depth // 2)
     return (codes[:, :, 0] | codes[:, :, 1] << 4).view(len(codes), -1)
 
 
 def scale_dtype(scale: Tensor) -> torch.dtype:
-    """Return float16 if a row has many scales and all are that: a tenth fewer bytes of weights."""
+    """Return float16 if a row has several scales and float16 holds all exactly, else float32.
+
+    With groups of 32, this saves a tenth of the bytes of 4-bit weights.
+    """
     is_many = scale.shape[1] > 1
     is_half = is_many and converts_float16() and torch.equal(scale.half().float(), scale)
     return torch.float16 if is_half else torch.float32
 
 
 def pack_scales(scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 [outputs, groups] -> [panels, groups, PANEL]."""
+    """Pack float32 [outputs, groups] into [panels, groups, PANEL] of `dtype`."""
     outputs, groups = scale.shape
     packed = empty((-(-outputs // PANEL), groups, PANEL), dtype)
     for panel, rows in enumerate(scale.split(PANEL)):

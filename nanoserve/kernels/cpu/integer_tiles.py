@@ -1,11 +1,11 @@
-"""Products of integer weights with integer inputs: tiles as in `tile_walk`, and exact sums.
+"""Matrix products of integer weights with integer inputs, in the tiles of `tile_walk`.
 
     y[m, n] = sum over weight groups g of
                   scale[n, g] x (sum over g's x groups u of x_scale[m, u] x (codes . x_codes of u))
                 + offset[n, g] x (sum over g's x groups u of x_scale[m, u] x (sum of x_codes of u))
 
-Sums of codes are exact. Groups are added in float32, in their order: a row's result does not depend
-on the rows beside it.
+The sum over a group's codes is exact. Groups are added in float32, in their order: a row's result
+does not depend on other rows.
 """
 
 import functools
@@ -47,18 +47,18 @@ from nanoserve.kernels.cpu.vectors import (
     splat,
 )
 
-# Sums of integers and of floats are to stay in registers side by side.
+# Smaller tiles, as both integer and float sums must stay in registers.
 _TILES = ((6, 2), (4, 2), (2, 4), (1, 4)) if has("avx512f") else TILES
 
 
 class _Inputs(NamedTuple):
-    """Addresses, and the bytes between rows."""
+    """Addresses of quantised inputs, and their row strides in bytes."""
 
     codes: ir.Value  # int8 or int16 [num_rows, inputs]
     codes_stride: ir.Value
     scale: ir.Value  # float32 [num_rows, x groups]
     starts: ir.Value  # int32 [num_rows, x groups]: -shift x the sum of the codes
-    stride: ir.Value  # of both
+    stride: ir.Value  # of `scale` and `starts`
     sums: ir.Value  # float32 [num_rows, weight groups]: of codes x scale
     sums_stride: ir.Value
 
@@ -79,10 +79,11 @@ def _multiply(
     out,
     out_stride,
 ):
-    """out[num_rows, PANEL]; x is `_Inputs`, panel `IntegerPanel`.
+    """Compute out [num_rows, PANEL]; x is `_Inputs`, panel `IntegerPanel`.
 
-    group_steps: of a group of x. shape: the number of weight groups, the groups of x in each (1, if
-    is_one_to_one), and once more `group_steps`, which LLVM cannot know here and unroll.
+    group_steps: steps in a group of x. shape: the number of weight groups, the groups of x in each
+    (1 if is_one_to_one), and `group_steps` again, as a variable, so that LLVM cannot unroll the
+    loop.
     """
     own, out_dtype, num_steps = (
         KINDS[kind.literal_value],
@@ -104,7 +105,7 @@ def _multiply(
         at = functools.partial(offset, b)
 
         def dots(totals, rows, vectors, row, codes, index, soon, soon_step):
-            """totals = codes . x_codes of the group `index` of x."""
+            """Compute totals = codes . x_codes over the group `index` of x."""
             of_group = (row, x.stride), (index, 4)
             for r in range(rows if own.shift else 0):
                 start = splat(b, load(b, at(x.starts, *of_group, (r, x.stride)), WORD, 4))
@@ -116,11 +117,11 @@ def _multiply(
             codes = at(codes, (first, step_bytes))
             x_codes = at(x.codes, (row, x.codes_stride), (first, own.x_bytes))
             soon = at(soon, (first, soon_step))
-            # Many rows have little of the panel behind to ask for in each of their many tiles.
-            asked = 64 if rows > 4 else own.steps_at_once * vectors * vector_bytes
+            # With many rows there are many tiles, and each prefetches little of the next panel.
+            ahead = 64 if rows > 4 else own.steps_at_once * vectors * vector_bytes
 
             def add_steps(step):
-                for line in range(0, asked, 64):
+                for line in range(0, ahead, 64):
                     prefetch(b, at(soon, (step, soon_step), (line, 1)))
                 here, x_here = at(codes, (step, step_bytes)), at(x_codes, (step, own.x_bytes))
                 own.add(
@@ -199,17 +200,17 @@ def _multiply(
 def make_product(
     dtype: str, kind: str, size: int, is_one_to_one: bool, scale_dtype: str, has_offset: bool
 ):
-    """A compiled function of the product with weights of a kind, for outputs of a dtype.
+    """Return a compiled matrix product with weights of a kind, for outputs of a dtype.
 
-    size: the inputs of a group of x, which is a weight's own if is_one_to_one, or a part of it.
+    size: the inputs of a group of x, which is a weight's whole group if is_one_to_one, else a part.
 
-    Its arguments are integers, but for `element`, see `nanoserve.kernels.cpu.elements`: the address
-    of x [num_rows, inputs]; those of weights, scales and offsets in panels; the numbers of panels,
-    of weight groups, of x's groups in each and of steps in these; the output's address, and the
-    bytes of one of its rows.
+    Its arguments are integers, except `element`, see `nanoserve.kernels.cpu.elements`: the address of
+    x [num_rows, inputs]; the addresses of weights, scales and offsets in panels; the numbers of
+    panels, of weight groups, of x's groups in each and of steps in each of these; the address of
+    the output, and the bytes of one of its rows.
 
-    Numba's cache tells functions apart by their numbers and strings; hence no function is inside,
-    but `sources`, with which nothing is done: see `written_by`.
+    Numba's cache identifies a closure by the numbers and strings in it, so it uses no functions
+    from here. The unused variable `sources` is a hash of the source files: see `written_by`.
     """
     own, sources = KINDS[kind], written_by()
     group_steps, shift = size // own.depth, own.shift
@@ -224,7 +225,7 @@ def make_product(
         x, num_rows, element, codes, scale, offset, num_panels, groups, x_groups, steps, out, stride
     ):
         _ = sources
-        # 1) Each row of x in integers: scales and sums of its groups.
+        # 1) Quantise each row of x: codes, and scales and sums of its groups.
         all_groups = groups * x_groups
         inputs = all_groups * size
         x = array_at(x, (num_rows, inputs), element)
@@ -238,13 +239,13 @@ def make_product(
         else:
             for row in prange(num_rows):
                 quantize_row(x, row, size, shift, x_codes, x_scale, starts, sums)
-        # 2) Panels, and rows in even chunks, are shared out to the threads.
+        # 2) Distribute panels, and even chunks of rows, over the threads.
         num_chunks = max(1, (num_rows + ROWS_AT_ONCE - 1) // ROWS_AT_ONCE)
         rows_at_once = (num_rows + num_chunks - 1) // num_chunks
         for item in prange(num_chunks * num_panels * min(num_rows, 1)):
             panel = item % num_panels
             row = item // num_panels * rows_at_once
-            # Addresses are taken here, where the arrays still are: else they would be freed.
+            # Take the addresses inside the loop: otherwise numba would free the arrays before it.
             rows = (
                 np.intp(x_codes.ctypes.data) + row * inputs * code_bytes,
                 inputs * code_bytes,

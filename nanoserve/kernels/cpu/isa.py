@@ -1,14 +1,14 @@
-"""How integer weights meet integer inputs: one class for each way that processors have.
+"""Dot products of integer weights with integer inputs: one class per kind of instruction.
 
-Sums are exact, in 32 bits: |code| is at most 128 and 127, so 2^31 / (128 x 127) = 132,000 inputs
-fit. The ways differ in how many inputs one instruction takes (`depth`) and in what it takes them
-for: some want one side unsigned. Then a code is stored with `shift` added to it, and each sum
-starts at -shift times the sum of the inputs' codes, which makes up for it.
+Sums are exact, in 32 bits: |code| is at most 128 for weights and 127 for inputs, so
+2^31 / (128 x 127) = 132,000 inputs fit. The kinds differ in how many inputs one instruction
+multiplies (`depth`) and in whether it needs one operand to be unsigned. In the latter case, a code
+is stored as code + `shift`, and each sum starts at -shift times the sum of the inputs' codes, as a
+correction.
 
-The trap of this place: AVX2's multiplication of unsigned by signed bytes adds pairs up in 16 bits
-and cuts off silently what does not fit, 2 x 255 x 127 for instance. Bytes are therefore widened
-before; nibbles, of at most 15, are not: eight of their pairs are 8 x 2 x 15 x 127 = 30,480, below
-2^15.
+Caution: AVX2's multiplication of unsigned by signed bytes adds pairs in 16 bits and saturates
+silently, for instance with 2 x 255 x 127. Bytes are therefore widened to 16 bits first; nibbles, at
+most 15, are not: eight pairs add up to at most 8 x 2 x 15 x 127 = 30,480, below 2^15.
 """
 
 from llvmlite import ir
@@ -33,22 +33,22 @@ _SHORTS = ir.VectorType(HALF_WORD, LANES)
 
 
 class Kind:
-    """A step is `depth` inputs: `weight_bytes` of 16 outputs, `x_bytes` of a row's codes."""
+    """Base class. A step is `depth` inputs: `weight_bytes` of 16 outputs, `x_bytes` of a row."""
 
     bits, depth, shift, steps_at_once = 8, 1, 0, 1
     weight_bytes, x_bytes = 16, 2
     is_x_wide = False  # codes of x have 16 bits, not 8
-    # Whether a group's steps are written out. LLVM would reorder additions then, row by row, and
-    # keep all of the group's weights meanwhile, for which there are no registers.
+    # True if the loop over a group's steps is unrolled. For most kinds, LLVM would then reorder the
+    # additions, row by row, and need more registers for the group's weights than there are.
     is_unrolled = False
 
     def takes(self, group_size: int) -> bool:
         return group_size % (self.depth * self.steps_at_once) == 0
 
     def add(self, b, totals, num_rows, num_vectors, weights_at, x_at):
-        """totals[row, i] += weights . x, of `steps_at_once` steps.
+        """Compute totals[row, i] += weights . x, for `steps_at_once` steps.
 
-        weights_at(step, i), x_at(step, row): addresses.
+        weights_at(step, i) and x_at(step, row) return addresses.
         """
         weights = [self.weights(b, weights_at(0, i)) for i in range(num_vectors)]
         for row in range(num_rows):
@@ -58,7 +58,7 @@ class Kind:
 
 
 class Bytes(Kind):
-    """For any processor: one input at a time, as 32-bit numbers."""
+    """Any processor: one input at a time, as 32-bit integers."""
 
     is_x_wide = True
 
@@ -73,7 +73,7 @@ class Bytes(Kind):
 
 
 class Nibbles(Kind):
-    """For any processor: a byte holds the codes of two inputs, the first in its low half."""
+    """Any processor: a byte holds the codes of two inputs, the first in its low half."""
 
     bits, depth, shift, x_bytes, is_x_wide = 4, 2, 8, 4, True
 
@@ -92,7 +92,7 @@ class Nibbles(Kind):
 
 
 class PairsOfBytes(Kind):
-    """AVX2: bytes, widened to 16 bits, of two inputs; products and their sum have 32."""
+    """AVX2: bytes of two inputs, widened to 16 bits; products and their sum have 32 bits."""
 
     depth, weight_bytes, x_bytes, is_x_wide = 2, 32, 4, True
 
@@ -113,12 +113,12 @@ class PairsOfBytes(Kind):
 
 
 class DotsOfBytes(Kind):
-    """VNNI: four products of an unsigned and a signed byte and their sum are one instruction."""
+    """VNNI: one instruction adds four products of an unsigned and a signed byte."""
 
     depth, shift, weight_bytes, x_bytes, is_unrolled = 4, 128, 64, 4, True
 
     def __init__(self, lanes: int) -> None:
-        self._lanes = lanes  # of AVX-512, or half of them
+        self._lanes = lanes  # 16 for AVX-512, 8 for 256-bit vectors
 
     def weights(self, b, address):
         return load(b, address, WORDS, 64)
@@ -138,7 +138,7 @@ class DotsOfBytes(Kind):
 
 
 class DotsOfNibbles(DotsOfBytes):
-    """VNNI: a byte holds the codes of inputs k and k + 4, of eight."""
+    """VNNI: a byte holds the codes of inputs k and k + 4 of eight."""
 
     bits, depth, shift, x_bytes = 4, 8, 8, 8
 
@@ -155,7 +155,7 @@ class DotsOfNibbles(DotsOfBytes):
 
 
 class PairsOfNibbles(Kind):
-    """AVX2: the order of `DotsOfNibbles`; eight sums of pairs in 16 bits, then one in 32."""
+    """AVX2: the layout of `DotsOfNibbles`; eight pairs are added in 16 bits, then in 32."""
 
     bits, depth, shift, weight_bytes, x_bytes, steps_at_once = 4, 8, 8, 64, 8, 4
 
@@ -188,7 +188,7 @@ class PairsOfNibbles(Kind):
 
 
 def nibbles(b: ir.IRBuilder, address: ir.Value) -> tuple[ir.Value, ir.Value]:
-    """The low and the high halves of 64 bytes, as bytes."""
+    """Load 64 bytes; return their low and their high nibbles, as bytes."""
     both, low = load(b, address, WORDS, 64), constant(WORD, 0x0F0F0F0F)
     return b.and_(both, low), b.and_(b.lshr(both, constant(WORD, 4)), low)
 
@@ -206,7 +206,7 @@ KINDS = {
 
 
 def kinds_here() -> list[str]:
-    """Those that this processor can run, the best first."""
+    """Return the names of the kinds that this processor supports, the best first."""
     kinds = []
     if has("avx512vnni"):
         kinds += ["dots of bytes", "dots of nibbles"]

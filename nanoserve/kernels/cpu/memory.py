@@ -1,4 +1,4 @@
-"""Memory of a CPU for what is large and read as a whole: weights, the KV cache."""
+"""Allocation of large CPU memory: weights and the KV cache."""
 
 import ctypes
 import mmap
@@ -9,27 +9,27 @@ import torch
 
 
 def map_zeros(num_bytes: int) -> torch.Tensor:
-    """uint8 [num_bytes], zero, of which a page is mapped when it is first used.
+    """Return zeros, uint8 [num_bytes]; each page is allocated when it is first used.
 
-    On large pages where the system has them: to look up small ones takes a decode step 4 % of its
-    time, and scattered KV blocks an eighth.
+    Uses large pages where the system has them: with small ones, TLB misses take 4 % of the time of
+    a decode step, and an eighth with scattered KV blocks.
     """
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=torch.uint8)
-    # Private: by default Python maps shared memory, which Linux hardly ever puts on large pages.
+    # Private: by default Python maps shared memory, for which Linux rarely uses large pages.
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel built without them
+    with suppress(OSError):  # the kernel may be built without large pages
         memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def give_back_freed() -> None:
-    """Give the system what the C library's heap has free, where that is glibc's.
+    """Return free heap memory to the system, with glibc.
 
-    It keeps what lies below anything in use. After weights of a few megabytes have been made
-    integers one by one, that was 320 MB for Qwen3-0.6B.
+    glibc keeps free memory below allocations that are in use. After the weights of Qwen3-0.6B had
+    been quantised one by one, that was 320 MB.
     """
     if sys.platform != "linux":
         return
-    with suppress(AttributeError):  # another C library: musl has nothing to trim
+    with suppress(AttributeError):  # another C library, such as musl, has no malloc_trim
         ctypes.CDLL(None).malloc_trim(ctypes.c_size_t(0))

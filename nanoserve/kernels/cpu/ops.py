@@ -1,7 +1,7 @@
-"""Norms and gates for a CPU, compiled by numba from the Python below (extra: `nanoserve[cpu]`).
+"""RMSNorm and SiLU gates for CPUs, compiled by numba (extra: `nanoserve[cpu]`).
 
-A decode step calls these a hundred times, on little data. Each torch operator costs some
-microseconds before it begins, and a norm alone is six of them: here it is one loop.
+A decode step calls these about a hundred times, on little data. Each torch operator has an overhead
+of a few microseconds, and an RMSNorm takes six operators: here it is one loop.
 """
 
 import numpy as np
@@ -21,7 +21,7 @@ from nanoserve.kernels.cpu.elements import (
     to_float,
 )
 
-FEW = 2**15  # values; waking the other threads costs more than so few are worth
+FEW = 2**15  # values; for so few, one thread is faster than waking the others
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -38,7 +38,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Add x to the residual stream, both [num_tokens, hidden], and normalise the sum, in place.
 
-    Returns (normalised, sum), which lie where x and residual were.
+    Returns (normalised, sum), which overwrite x and residual.
     """
     checks.check_add_norm(x, residual, weight)
     add_norm = _add_rms_norm if x.numel() <= FEW else _add_rms_norm_parallel
@@ -48,7 +48,7 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """[num_tokens, 2 x size] -> [num_tokens, size]: silu(gate) * up."""
+    """Return silu(gate) * up: [num_tokens, 2 x size] -> [num_tokens, size]."""
     checks.check_gate_up(gate_up)
     num_rows, both = gate_up.shape
     out = gate_up.new_empty(num_rows, both // 2)
@@ -68,7 +68,7 @@ def _sum_of_squares(x):
 
 @njit(**EXACT)
 def scale_of(x, eps):
-    """1 / sqrt(mean(x^2) + eps)"""
+    """Return 1 / sqrt(mean(x^2) + eps)."""
     return np.float32(1) / np.sqrt(_sum_of_squares(x) / np.float32(len(x)) + np.float32(eps))
 
 
@@ -125,7 +125,7 @@ def _silu_and_mul_row(gate_up, out):
     size = len(out)
     for i in range(size):
         gate, up = to_float(gate_up[i]), to_float(gate_up[size + i])
-        magnitude = exp(-abs(gate))  # sigmoid without overflow, from either side
+        magnitude = exp(-abs(gate))  # sigmoid without overflow, for either sign
         sigmoid = (np.float32(1) if gate >= 0 else magnitude) / (np.float32(1) + magnitude)
         store(out, i, gate * sigmoid * up)
 

@@ -1,10 +1,10 @@
-"""Weights in the order in which oneDNN's matrix products read them: bfloat16 on a CPU.
+"""bfloat16 weights packed for oneDNN's matrix products on a CPU.
 
-Processors that multiply bfloat16 (AVX-512 BF16, AMX) want pairs of rows of a weight side by side.
-Given a plain weight, oneDNN rearranges it in every product; here it is done once, after loading.
+Processors that multiply bfloat16 (AVX-512 BF16, AMX) need pairs of rows of a weight side by side.
+With a plain weight, oneDNN repacks it in every product; here it is packed once, after loading.
 
-The operators are those that torch.compile itself uses for frozen weights. They are private to
-torch, so `works` tries them.
+torch.compile uses the same operators for frozen weights. They are private to torch, so `works`
+tries them.
 """
 
 import ctypes
@@ -19,23 +19,23 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 _LARGE_PAGE = 2**21
-_MADV_COLLAPSE = 25  # of Linux 6.1; Python has no name for it
+_MADV_COLLAPSE = 25  # since Linux 6.1; the mmap module does not define it
 
 
 @functools.cache
 def works() -> bool:
-    """Whether torch has the operators and this processor the instructions."""
+    """Return True if torch has the operators and this processor has the instructions."""
     weight = torch.arange(48, dtype=torch.bfloat16).view(6, 8)
     x = torch.ones(2, 8, dtype=torch.bfloat16)
     try:
         return torch.equal(linear(x, pack(weight)), F.linear(x, weight))
     except (AttributeError, RuntimeError) as error:
-        logger.info("no packed weights with this processor and torch: %s", error)
+        logger.info("packed weights are not available with this processor and torch: %s", error)
         return False
 
 
 def pack(weight: Tensor) -> Tensor:
-    """bfloat16 [outputs, inputs] -> what `linear` takes."""
+    """Pack bfloat16 [outputs, inputs] for `linear`."""
     packed = torch.ops.mkldnn._reorder_linear_weight(weight, None)  # None: for any number of rows
     _use_large_pages(*memory(packed))
     return packed
@@ -46,7 +46,7 @@ def linear(x: Tensor, packed: Tensor) -> Tensor:
 
 
 def memory(packed: Tensor) -> tuple[int, int]:
-    """Address and number of bytes of what was packed; nothing, of a torch that does not tell."""
+    """Return the address and bytes of a packed weight; (0, 0) if torch does not expose them."""
     try:
         return torch.ops.mkldnn.data_ptr(packed), torch.ops.mkldnn._nbytes(packed)
     except AttributeError:
@@ -54,15 +54,15 @@ def memory(packed: Tensor) -> tuple[int, int]:
 
 
 def bytes_at(address: int, num_bytes: int) -> Tensor:
-    """uint8 [num_bytes], a copy."""
+    """Return a copy of the memory at `address`, uint8 [num_bytes]."""
     return torch.frombuffer(bytearray(ctypes.string_at(address, num_bytes)), dtype=torch.uint8)
 
 
 def _use_large_pages(start: int, size: int) -> None:
-    """A step reads all weights once, and looking up their small pages takes 4 % of its time.
+    """Move memory to large pages: a step reads all weights, and TLB misses take 4 % of its time.
 
-    oneDNN allocates what it packs, so it can be asked for only afterwards, by address. Linux then
-    copies what lies there, once. It is free to refuse.
+    oneDNN allocates the packed weight, so large pages can be requested only afterwards, by address.
+    Linux then copies the contents once. It may reject the request.
     """
     if sys.platform != "linux" or size < _LARGE_PAGE:
         return

@@ -1,13 +1,13 @@
-"""Weights in the order in which the products of `kernels_cpu` read them.
+"""Panels: the weight layout of the matrix products in `kernels_cpu`.
 
-A *panel* is 64 outputs: 4 vectors of 16. It holds, step after step, what all of its outputs have
-for the next few inputs: [panels, steps, 64 outputs, depth], where `depth` inputs lie side by side
-because one instruction multiplies and adds up as many. So a product walks once, in order, through
-memory, and no vector of sums ever has to be added up across its lanes.
+A *panel* is 64 outputs: 4 vectors of 16. It holds, step by step, the weights of all its outputs for
+the next few inputs: [panels, steps, 64 outputs, depth]. The `depth` inputs of a step are adjacent
+because one instruction multiplies and adds as many. So a product reads memory once, in order, and
+no vector of sums has to be added across its lanes.
 
     weights [128, 8] in bfloat16, depth 2    [2 panels, 4 steps, 64, 2]
 
-For bfloat16 this is also the order that oneDNN packs into on processors with AVX-512.
+For bfloat16, oneDNN uses the same layout on processors with AVX-512.
 """
 
 import torch
@@ -22,15 +22,16 @@ _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 
 def pack(weight: Tensor, depth: int) -> Tensor:
-    """[outputs, inputs] -> [panels, steps, PANEL, depth], what is missing to whole ones as zeros.
+    """Pack [outputs, inputs] into [panels, steps, PANEL, depth], padded with zeros.
 
-    In memory of its own, on large pages where the system has them, and at multiples of 64 bytes.
+    The result is in new memory, on large pages where the system has them, aligned to 64 bytes.
     """
     is_matrix = len(weight.shape) == 2 and 0 not in weight.shape and weight.is_cpu
     if not is_matrix or depth * weight.itemsize not in _WHOLE:
         raise ValueError(
-            f"{weight.dtype} {list(weight.shape)} on {weight.device} cannot be packed with {depth} "
-            f"inputs side by side"
+            f"a weight of {weight.dtype} {list(weight.shape)} on {weight.device} cannot be packed "
+            f"with depth={depth}: it must be [outputs, inputs], neither 0, on a CPU, and depth "
+            f"inputs must have one of {list(_WHOLE)} bytes"
         )
     packed = empty_panels(*weight.shape, depth, weight.dtype)
     pack_into(packed, weight)
@@ -38,24 +39,24 @@ def pack(weight: Tensor, depth: int) -> Tensor:
 
 
 def empty_panels(outputs: int, inputs: int, depth: int, dtype: torch.dtype) -> Tensor:
-    """Zeros [panels, steps, PANEL, depth], for so many outputs and inputs."""
+    """Return zeros [panels, steps, PANEL, depth] for so many outputs and inputs."""
     return empty((-(-outputs // PANEL), -(-inputs // depth), PANEL, depth), dtype)
 
 
 def pack_into(packed: Tensor, weight: Tensor) -> None:
-    """Put the outputs of `weight` into `packed`, whole panels as `empty_panels` makes them."""
+    """Write `weight` into `packed`, whole panels from `empty_panels`."""
     panels, steps, _, depth = packed.shape
     missing = steps * depth - weight.shape[1]
     if missing:
         weight = F.pad(weight, (0, missing))
-    # What lies side by side moves as one number.
+    # The `depth` inputs of a step move as one integer.
     whole = _WHOLE[depth * weight.itemsize]
     source, target = weight.contiguous().view(whole), packed.view(whole).view(panels, steps, PANEL)
     _turn(source.numpy(), target.numpy())
 
 
 def rows_of(packed: Tensor, indices: Tensor, inputs: int) -> Tensor:
-    """The weights of some outputs, as they were before `pack`: [len(indices), inputs]."""
+    """Return the weights of some outputs as before `pack`: [len(indices), inputs]."""
     panels, steps, _, depth = packed.shape
     whole = _WHOLE[depth * packed.itemsize]
     rows = packed.new_empty(len(indices), steps * depth)
@@ -66,7 +67,7 @@ def rows_of(packed: Tensor, indices: Tensor, inputs: int) -> Tensor:
 
 @njit(cache=True)
 def _gather(source, indices, target):
-    """target[i, step] = source[panel of i, step, place in it]"""
+    """Compute target[i, step] = source[panel of indices[i], step, position in the panel]."""
     panels, steps, _ = source.shape
     for i in range(len(indices)):
         panel, place = divmod(indices[i], PANEL)
@@ -78,20 +79,20 @@ def _gather(source, indices, target):
 
 @njit(parallel=True, cache=True)
 def _turn(source, target):
-    """target[panel, step, i] = source[64 panel + i, step]"""
+    """Compute target[panel, step, i] = source[64 * panel + i, step]."""
     outputs, steps = source.shape
     for panel in prange(len(target)):
         first = panel * PANEL
-        for start in range(0, steps, 16):  # a line of each row
+        for start in range(0, steps, 16):  # about a cache line of each row
             for i in range(min(PANEL, outputs - first)):
                 for step in range(start, min(start + 16, steps)):
                     target[panel, step, i] = source[first + i, step]
 
 
 def unpadded(out: Tensor, outputs: int, x: Tensor) -> Tensor:
-    """[rows, panels x PANEL] -> [..., outputs] in the dtype and the dimensions of x [..., inputs].
+    """Return [rows, panels x PANEL] as [..., outputs], in the dtype and dimensions of x.
 
-    What is so already is left as it is: each operator of torch is a microsecond or two.
+    Operators without effect are skipped: each costs torch a microsecond or two.
     """
     if out.shape[1] != outputs:
         out = out[:, :outputs].contiguous()

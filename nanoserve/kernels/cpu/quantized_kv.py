@@ -1,7 +1,7 @@
-"""K and V in 8 bits, compiled by numba: a head's codes and its scale.
+"""Quantisation of K and V to 8 bits, compiled by numba: a head's codes and its scale.
 
-A value is its code x the scale of its token and head; the largest magnitude of a head has the
-largest code. Bit for bit the same as in `torch` and Triton.
+A value is code x scale, with one scale per token and head; the largest magnitude of a head gets the
+largest code. The results equal those of the torch and Triton versions bit for bit.
 """
 
 import numpy as np
@@ -16,10 +16,10 @@ _SMALLEST_SCALE = np.finfo(np.float32).tiny
 
 @njit(**EXACT)
 def quantize_head(values, largest_code, codes):
-    """Write the codes of a head's values, float32; return its scale, NaN if one is not finite."""
+    """Write the codes of a head's float32 values; return the scale, NaN if any is not finite."""
     bits = values.view(np.int32)
     largest = np.int32(0)
-    for i in range(len(bits)):  # magnitudes are in the order of their bits, infinity, then NaN last
+    for i in range(len(bits)):  # magnitudes have the order of their bits; infinity, then NaN last
         largest = max(largest, np.int32(bits[i] & np.int32(0x7FFFFFFF)))
     is_finite = largest < np.int32(0x7F800000)
     scale = max(np.int32(largest).view(np.float32) / largest_code, _SMALLEST_SCALE)

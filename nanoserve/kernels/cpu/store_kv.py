@@ -1,8 +1,8 @@
-"""All that stands between the qkv projection and attention on a CPU, compiled by numba.
+"""Fused kernel between the qkv projection and attention on a CPU, compiled by numba.
 
-Query and key heads are normalised, where the model does that, and turned by their positions; keys
-and values go to their slots of the paged KV cache, as floats or as codes of 8 bits. Each value is
-read once and written once.
+Query and key heads are normalised, if the model does that, and rotated (RoPE); keys and values are
+written to their slots of the paged KV cache, as floats or as 8-bit codes. Each value is read once
+and written once.
 """
 
 import numpy as np
@@ -42,10 +42,10 @@ def store_kv(
     cos, sin: [num_positions, head_dim / 2].
     q_weight, k_weight: [head_dim], the RMSNorm of every query and key head, or both None.
     kv_cache: [2, num_blocks, num_kv_heads, block_size, head_dim], in the dtype of `heads`; or
-    codes, int8 or uint8 for e4m3, which values become from float32.
-    kv_scales: of codes, float32 [2, num_blocks, num_kv_heads, block_size].
-    All are contiguous. Raises `ValueError` for what does not fit, also positions and slots that do
-    not exist; the tokens of those are left out.
+    codes, int8 or uint8 (e4m3), quantised from float32.
+    kv_scales: scales of the codes, float32 [2, num_blocks, num_kv_heads, block_size].
+    All are contiguous. Raises `ValueError` for shapes and dtypes that do not match, and for
+    positions and slots that do not exist, after the other tokens have been stored.
     """
     shape = kv_cache.shape
     checks.check_cache(kv_cache, kv_scales, heads.dtype)
@@ -73,9 +73,9 @@ def store_kv(
 
 @njit(**EXACT)
 def _store_tokens(addresses, sizes, eps, largest_code, elements):
-    """Store one token after the other.
+    """Store the tokens in a serial loop.
 
-    Returns how many tokens have a position or a slot that does not exist; those are left out.
+    Returns the number of tokens whose position or slot does not exist; these are skipped.
     """
     arrays = _arrays(addresses, sizes, elements)
     num_wrong = 0
@@ -95,7 +95,7 @@ def _store_tokens_parallel(addresses, sizes, eps, largest_code, elements):
 
 @njit(inline="always", **EXACT)
 def _arrays(addresses, sizes, elements):
-    """(heads, q, cos, sin, q_weight, k_weight, positions, slots, cache, scales)."""
+    """Return (heads, q, cos, sin, q_weight, k_weight, positions, slots, cache, scales)."""
     heads, q, cos, sin, q_weight, k_weight, positions, slots, cache, scales = addresses
     num_tokens, num_q_heads, head_dim, num_heads, num_positions, norm_size = sizes[:6]
     num_blocks, num_kv_heads, block_size = sizes[6:]
@@ -133,7 +133,7 @@ def _store_token(token, arrays, eps, largest_code):
 
 
 def _keep(k, v, turn, cache, scales, block, offset, largest_code):
-    """Store a token's K, normalised and turned, and V, both [num_kv_heads, head_dim]."""
+    """Store a token's K, normalised and rotated, and V, both [num_kv_heads, head_dim]."""
 
 
 @overload(_keep)

@@ -1,8 +1,8 @@
-"""How the products with weights in panels are cut into tiles, and what is fetched meanwhile.
+"""Tiling and prefetching of the matrix products with weights in panels.
 
-A *tile* is a few rows of x and 16 to 64 outputs, whose sums stay in registers while all inputs pass
-by (Goto & van de Geijn 2008, "Anatomy of high-performance matrix multiplication"). A weight is read
-once for all rows of the tile.
+A *tile* is a few rows of x and 16 to 64 outputs, whose sums stay in registers during the loop over
+all inputs (Goto & van de Geijn 2008, "Anatomy of high-performance matrix multiplication"). A weight
+is read once for all rows of the tile.
 """
 
 import hashlib
@@ -17,18 +17,18 @@ from nanoserve.kernels.cpu.cpu_features import has
 from nanoserve.kernels.cpu.packing import PANEL
 from nanoserve.kernels.cpu.vectors import LANES, Accumulators, offset, rounded, store
 
-# Rows that are computed with one panel before the next: their x stays in the processor's cache.
+# Rows that are multiplied with one panel before the next: their x stays in the processor's cache.
 ROWS_AT_ONCE = 256
-# (rows, vectors) of tiles, the largest first: sums, weights and an x are to fit into the registers,
-# 32 of 16 numbers or 16 of 8. A single row has many vectors: a sum waits for the one before it.
+# (rows, vectors) of tiles, the largest first: sums, weights and an x must fit into the registers,
+# 32 of 16 numbers or 16 of 8. A single row has many vectors to hide the latency of additions.
 TILES = ((6, 4), (4, 4), (2, 4), (1, 4)) if has("avx512f") else ((6, 1), (4, 1), (2, 2), (1, 4))
 _VECTORS = PANEL // LANES
-# Bytes: measured with two threads on an EPYC, 10 % more of them a second than a panel ahead.
+# Prefetch distance in bytes: 10 % faster than a whole panel, with two threads on an EPYC.
 _AHEAD = 1024
 
 SOURCES = ("tile_walk", "vectors", "elements", "integer_inputs", "isa")  # see `written_by`
 
-# (rows, vectors, first row, first vector, where to fetch from, bytes of it for each step)
+# (rows, vectors, first row, first vector, prefetch address, bytes to prefetch per step)
 Tile = Callable[[int, int, ir.Value, ir.Value, ir.Value, ir.Value], None]
 
 
@@ -41,16 +41,16 @@ def walk(
     tile: Tile,
     tiles: Sequence[tuple[int, int]] = TILES,
 ) -> None:
-    """Write a product of `num_rows` rows with the panel at an address, as tiles of all sizes.
+    """Generate the product of `num_rows` rows with the panel at an address, as tiles of all sizes.
 
-    While it is computed, the panel behind it is asked for, a share of it with each tile. A single
-    row waits for memory all the time: it asks for what comes next in its own panel.
+    Meanwhile the next panel is prefetched, a part of it in each tile. A single row is limited by
+    memory bandwidth: it prefetches the following bytes of its own panel.
     """
     number = panel.type
     is_single = b.icmp_signed("==", num_rows, number(1))
     following = b.add(panel, b.select(is_single, number(_AHEAD), num_bytes))
     first = number(0)
-    share = b.udiv(num_bytes, b.mul(num_rows, number(_VECTORS)))  # of a row and a vector
+    share = b.udiv(num_bytes, b.mul(num_rows, number(_VECTORS)))  # per row and vector
     for rows, vectors in tiles:
         count = b.udiv(b.sub(num_rows, first), number(rows))
         step_bytes = b.udiv(b.mul(share, number(rows * vectors)), steps)
@@ -65,7 +65,7 @@ def walk(
 
 
 class IntegerPanel(NamedTuple):
-    """The addresses of a panel of integer weights."""
+    """Addresses of a panel of integer weights."""
 
     codes: ir.Value
     scale: ir.Value  # float32 or float16 [groups, PANEL]
@@ -81,9 +81,9 @@ def write(
     vector: ir.Value,
     dtype: str,
 ) -> None:
-    """Write a tile's sums of `shape` (rows, vectors), rounded to `dtype`, behind the address `out`.
+    """Store a tile's sums of `shape` (rows, vectors), rounded to `dtype`, from address `out` on.
 
-    stride: bytes from a row to the next; vector: the first vector's number within the panel.
+    stride: bytes from one row to the next; vector: index of the first vector in the panel.
     """
     rows, vectors = shape
     num_bytes = LANES * (4 if dtype == "float32" else 2)
@@ -95,9 +95,10 @@ def write(
 
 
 def written_by(*names: str) -> str:
-    """A string that changes with the files which instructions come from (products', if none).
+    """Return a hash of the source files that generate a kernel's instructions (default: `SOURCES`).
 
-    Numba's cache knows a function by its own file, and by the numbers and strings that it uses.
+    Numba's cache identifies a function by its own file, and by the numbers and strings that it
+    uses: the hash makes changes of other files count.
     """
     texts = (Path(__file__).with_name(f"{name}.py").read_bytes() for name in names or SOURCES)
     return hashlib.sha256(b"".join(texts)).hexdigest()

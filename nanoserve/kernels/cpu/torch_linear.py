@@ -1,6 +1,6 @@
-"""The forms of a weight that torch multiplies.
+"""Weight forms that are multiplied by torch.
 
-A form is made from a weight [outputs, inputs]. To call it is to multiply: x [..., inputs] ->
+A form is created from a weight [outputs, inputs]. Calling it multiplies: x [..., inputs] ->
 [..., outputs].
 """
 
@@ -14,12 +14,12 @@ from nanoserve.kernels.cpu import checks, packed_linear
 
 Form = Callable[[Tensor], Tensor]
 
-_TILE = 512  # outputs that are widened at a time: they stay in the cache until they are used
-_TILE_VALUES = 2**19  # that become floats at a time, in several steps: 2 MiB of them
+_TILE = 512  # outputs that are widened at a time: they stay in the processor's cache
+_TILE_VALUES = 2**19  # weights that are dequantised at a time: 2 MiB
 
 
 class Plain:
-    """As the checkpoint has it."""
+    """Weight as in the checkpoint, multiplied by `F.linear`."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -29,7 +29,7 @@ class Plain:
 
 
 class Packed:
-    """oneDNN's product of bfloat16: see `nanoserve.kernels.cpu.packed_linear`."""
+    """bfloat16 weight packed for oneDNN: see `nanoserve.kernels.cpu.packed_linear`."""
 
     def __init__(self, weight: Tensor) -> None:
         checks.check_weight(weight, (torch.bfloat16,))
@@ -41,9 +41,9 @@ class Packed:
 
 
 class WidenedTiles:
-    """16 bits in memory, widened tile by tile for the product of float32.
+    """16-bit weight, widened tile by tile for a float32 product.
 
-    Where torch has no product of 16 bits, its fallback is ten times slower than this.
+    Where torch has no native 16-bit product, its fallback is ten times slower than this.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -55,14 +55,14 @@ class WidenedTiles:
 
 
 class DequantizedTiles:
-    """Integers of 4 or 8 bits in memory, dequantised tile by tile for the product of float32.
+    """Weight of 4-bit or 8-bit integers, dequantised tile by tile for a float32 product.
 
     A weight is code x scale + offset. codes: int8 [outputs, inputs]; scale and offset: float32
-    [outputs, groups], whose groups are runs of inputs.
+    [outputs, groups]; a group is a run of inputs.
 
-    x and sums are float32, and nothing is rounded but the result, to x's dtype. A row of it does
-    not depend on the other rows; but torch orders a sum by how many rows there are, so its last
-    bits may depend on their number.
+    x and sums are float32, and only the result is rounded, to x's dtype. A row does not depend on
+    the values of other rows; but torch chooses the order of additions by the number of rows, so the
+    last bits may depend on it.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class DequantizedTiles:
         self._is_packed = bits == 4 and self.inputs % 2 == 0
         num_rows = max(1, _TILE_VALUES // self.inputs)
         tiles = [self._pack(tile) for tile in codes.split(num_rows)]
-        # In memory of their own: the matrix is not kept.
+        # Copies, so that the whole matrix can be freed.
         scales = [tile.clone() for tile in scale.split(num_rows)]
         offsets: list[Tensor | None] = [None] * len(tiles)
         if offset is not None:
@@ -86,7 +86,7 @@ class DequantizedTiles:
         return torch.cat([F.linear(wide, self._weight(*t)).to(x.dtype) for t in self._tiles], -1)
 
     def _pack(self, codes: Tensor) -> Tensor:
-        """Two to a byte: the first half of a row's inputs low, the second high."""
+        """Pack two codes per byte: a row's first half in the low halves, the second in the high."""
         if not self._is_packed:
             return codes.clone()
         first, second = (codes + 8).view(torch.uint8).chunk(2, dim=1)

@@ -1,8 +1,8 @@
-"""Vectors in LLVM's own language, for the inner loops that numba would not make of plain ones.
+"""Vector operations as LLVM IR, for inner loops that numba does not vectorise well.
 
-numba has no type for a vector, so what is computed with vectors must be one `@intrinsic`: a
-function that writes LLVM instructions. LLVM cuts a vector of 16 numbers into what the processor
-has: one register of AVX-512, two of AVX2, four of NEON.
+numba has no vector type, so a computation on vectors must be one `@intrinsic`: a function that
+generates LLVM instructions. LLVM splits a vector of 16 numbers into the processor's registers: one
+of AVX-512, two of AVX2, four of NEON.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from numba.core import cgutils
 from nanoserve.kernels.cpu.cpu_features import has
 
 LANES = 16
-REGISTER = 16 if has("avx512f") else 8  # floats: of AVX-512, or of AVX2
+REGISTER = 16 if has("avx512f") else 8  # floats per register of AVX-512, or AVX2
 BYTE, HALF_WORD, WORD = ir.IntType(8), ir.IntType(16), ir.IntType(32)
 FLOAT, HALF = ir.FloatType(), ir.HalfType()
 FLOATS = ir.VectorType(FLOAT, LANES)
@@ -23,12 +23,12 @@ WORDS = ir.VectorType(WORD, LANES)
 
 
 def constant(kind: ir.Type, value: float, lanes: int = LANES) -> ir.Constant:
-    """A vector of equal numbers, known now."""
+    """Return a constant vector of equal numbers."""
     return ir.Constant(ir.VectorType(kind, lanes), [ir.Constant(kind, value)] * lanes)
 
 
 def offset(b: ir.IRBuilder, address: ir.Value, *pairs: tuple[Any, Any]) -> ir.Value:
-    """address + the sum of times x stride over (times, stride), each an integer or a value."""
+    """Return address + the sum of times x stride over (times, stride), integers or IR values."""
     for pair in pairs:
         times, stride = (n if isinstance(n, ir.Value) else address.type(n) for n in pair)
         address = b.add(address, b.mul(times, stride))
@@ -37,10 +37,10 @@ def offset(b: ir.IRBuilder, address: ir.Value, *pairs: tuple[Any, Any]) -> ir.Va
 
 class Rows(NamedTuple):
     address: ir.Value
-    stride: ir.Value  # bytes from a row to the next
+    stride: ir.Value  # bytes from one row to the next
 
     def at(self, b: ir.IRBuilder, row: Any, *more: tuple[Any, Any]) -> ir.Value:
-        """The address of a row, and `more` behind its start: see `offset`."""
+        """Return the address of a row plus the pairs in `more`: see `offset`."""
         return offset(b, self.address, (row, self.stride), *more)
 
     def moved(self, b: ir.IRBuilder, *pairs: tuple[Any, Any]) -> "Rows":
@@ -54,21 +54,21 @@ def load(b: ir.IRBuilder, address: ir.Value, kind: ir.Type, align: int) -> ir.Va
 
 
 def load_floats(b: ir.IRBuilder, address: ir.Value, kind: ir.Type) -> ir.Value:
-    """Load a vector that is stored as FLOATS or HALVES, as FLOATS."""
+    """Load a vector stored as FLOATS or HALVES; return FLOATS."""
     if kind == HALVES:
         return b.fpext(load(b, address, HALVES, LANES * 2), FLOATS)
     return load(b, address, FLOATS, LANES * 4)
 
 
 def store(b: ir.IRBuilder, value: ir.Value, address: ir.Value) -> None:
-    """To where its numbers may stand: rows of an output begin anywhere."""
+    """Store a vector, aligned to its elements only: rows of an output may begin anywhere."""
     number = value.type.element
     size = 4 if isinstance(number, ir.FloatType) else 2
     b.store(value, b.inttoptr(address, value.type.as_pointer()), align=size)
 
 
 def splat(b: ir.IRBuilder, number: ir.Value, lanes: int = LANES) -> ir.Value:
-    """A vector of equal numbers."""
+    """Return a vector with all lanes equal to `number`."""
     kind = ir.VectorType(number.type, lanes)
     first = b.insert_element(ir.Constant(kind, ir.Undefined), number, WORD(0))
     return b.shuffle_vector(first, first, constant(WORD, 0, lanes))
@@ -77,13 +77,13 @@ def splat(b: ir.IRBuilder, number: ir.Value, lanes: int = LANES) -> ir.Value:
 def shuffled(
     b: ir.IRBuilder, x: ir.Value, places: Sequence[int], y: ir.Value | None = None
 ) -> ir.Value:
-    """The numbers at these places of x, behind which y's are counted on."""
+    """Return the lanes `places` of x followed by y."""
     kind = ir.VectorType(WORD, len(places))
     return b.shuffle_vector(x, x if y is None else y, ir.Constant(kind, [*places]))
 
 
 def part(b: ir.IRBuilder, vector: ir.Value, first: int, size: int) -> ir.Value:
-    """Numbers [first, first + size) of it."""
+    """Return the lanes [first, first + size) of a vector."""
     return shuffled(b, vector, range(first, first + size))
 
 
@@ -92,7 +92,7 @@ def joined(b: ir.IRBuilder, low: ir.Value, high: ir.Value) -> ir.Value:
 
 
 def call(b: ir.IRBuilder, name: str, result: ir.Type, *args: ir.Value) -> ir.Value:
-    """An instruction of the processor, by its name in LLVM."""
+    """Call an LLVM intrinsic by name, such as a processor's instruction."""
     kind = ir.FunctionType(result, [arg.type for arg in args])
     return b.call(cgutils.get_or_insert_function(b.module, kind, name), args)
 
@@ -102,14 +102,14 @@ def multiply_add(b: ir.IRBuilder, x: ir.Value, y: ir.Value, total: ir.Value) -> 
 
 
 def prefetch(b: ir.IRBuilder, address: ir.Value) -> None:
-    """Ask for the 64 bytes at `address`, to read them, in the cache of second level."""
+    """Prefetch the cache line at `address`, for reading, into the second-level cache."""
     pointer = b.inttoptr(address, BYTE.as_pointer())
     is_write, locality, is_data = WORD(0), WORD(2), WORD(1)
     call(b, "llvm.prefetch.p0", ir.VoidType(), pointer, is_write, locality, is_data)
 
 
 def rounded(b: ir.IRBuilder, numbers: ir.Value, dtype: str) -> ir.Value:
-    """float32 -> what is stored of "float32", "float16" or "bfloat16" (its bits), ties to even."""
+    """Round float32 to "float32", "float16" or "bfloat16" (as bits), ties to even."""
     if dtype == "float32":
         return numbers
     if dtype == "float16":
@@ -121,7 +121,7 @@ def rounded(b: ir.IRBuilder, numbers: ir.Value, dtype: str) -> ir.Value:
 
 
 class Accumulators:
-    """rows x columns vectors that a loop adds to: variables, which LLVM keeps in registers."""
+    """Accumulators of a loop, rows x columns vectors: variables that LLVM keeps in registers."""
 
     def __init__(self, b: ir.IRBuilder, rows: int, columns: int, start: ir.Constant) -> None:
         self._b, self._start = b, start

@@ -1,1 +1,1 @@
-"""Weights of fewer bits: one canonical form, the formats that end in it, the ways to execute it."""
+"""Quantised weights: a canonical form, readers of checkpoint formats, and linear methods."""

@@ -1,4 +1,4 @@
-"""The linear methods of a CPU: every weight is kept in the form that was chosen for its kind."""
+"""Linear methods for CPUs: each weight is stored in the form chosen for its type."""
 
 from collections.abc import Callable
 
@@ -12,11 +12,14 @@ from nanoserve.kernels.cpu.torch_linear import Form
 from nanoserve.models.layers.context import LayerContext
 from nanoserve.models.layers.linear import UnquantizedLinearMethod
 from nanoserve.models.quantization.online import quantize_int8
-from nanoserve.models.quantization.schemes import Scheme, in_words
+from nanoserve.models.quantization.schemes import Scheme, describe_integers
 
 
 class FormLinearMethod(UnquantizedLinearMethod):
-    """A tied LM head gets a form of its own: the embedding needs plain rows."""
+    """Linear method for float weights, each converted to a form by `make`.
+
+    A tied LM head gets its own form, since the embedding needs the plain rows.
+    """
 
     def __init__(self, make: Callable[[Tensor], Form], name: str = "torch") -> None:
         self.make, self.name = make, name
@@ -31,7 +34,7 @@ class FormLinearMethod(UnquantizedLinearMethod):
 
     def process_experts(self, layer: nn.Module, name: str) -> None:
         weights = getattr(layer, name).data
-        delattr(layer, name)  # a parameter has to go before a list can have its name
+        delattr(layer, name)  # nn.Module does not let a list replace a parameter
         setattr(layer, name, [self.make(weight) for weight in weights])
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
@@ -39,13 +42,13 @@ class FormLinearMethod(UnquantizedLinearMethod):
 
 
 class IntegerLinearMethod(FormLinearMethod):
-    """Weights are integers, if the scheme or the checkpoint says so, and else floats.
+    """Linear method for integer weights, if the scheme or the checkpoint has them, or else floats.
 
-    `make_integer` makes the form of integers out of `QuantizedMatrix.operands`. The form decides
-    what becomes of their inputs: `activations` says it in words, as `weights` says it of those
-    that there are.
-    Integer inputs have a scale for every 32. Ranks that have multiples of 32 inputs have the
-    integers of one rank; others have smaller groups, which are rounded less.
+    `make_integer` creates the form of integer weights from `QuantizedMatrix.operands`. The form
+    determines whether activations are quantised; `activations` and `weights` describe both.
+
+    Quantised activations have one scale per 32 inputs. If a rank has a multiple of 32 inputs, its
+    codes equal those of a single rank; otherwise its groups are smaller, with less rounding error.
     """
 
     def __init__(
@@ -60,7 +63,7 @@ class IntegerLinearMethod(FormLinearMethod):
         self._scheme, self._dtype = scheme, dtype
         self.make_integer, self.activations = make_integer, activations
         self._made: set[str] = set()
-        self._tell(scheme.in_words())
+        self._describe(scheme.description())
         self.to_integers = scheme.to_integers
 
     def create_weights(
@@ -74,7 +77,7 @@ class IntegerLinearMethod(FormLinearMethod):
         setattr(layer, name, deferred_weight(shape, self._scheme.most_bits))
 
     def fill(self, layer: nn.Module, name: str, weight: Weight) -> None:
-        """Give `layer` the form of its weight `name`, of which it has none yet."""
+        """Set the form of the deferred weight `name` of `layer`."""
         shape = getattr(layer, name).shape
         if len(shape) == 2:
             layer.form = self._form(weight)
@@ -83,32 +86,32 @@ class IntegerLinearMethod(FormLinearMethod):
         setattr(layer, name, [self._form(expert) for expert in weight.split(shape[1])])
 
     def process_after_loading(self, layer: nn.Module) -> None:
-        if not hasattr(layer, "form"):  # an LM head, which is loaded as an embedding is
+        if not hasattr(layer, "form"):  # an LM head, which is loaded like an embedding
             layer.form = self._form(self._scheme.to_integers(layer.weight.data, False))
         layer.weight = None
 
     def process_experts(self, layer: nn.Module, name: str) -> None:
-        """They have their forms."""
+        """Do nothing: `fill` has set the forms of the experts."""
 
     def _form(self, weight: Weight) -> Form:
         if not isinstance(weight, QuantizedMatrix):
             return self.make(weight.to(self._dtype))
         try:
             matrix, order = weight.in_runs()
-        except ValueError:  # a rank's part of groups that are spread over all inputs
+        except ValueError:  # after act-order, the groups of a rank's slice may differ in size
             matrix, order = quantize_int8(weight.dequantize()), None
-        self._made.add(in_words(matrix.bits, matrix.group_size, matrix.shape[1]))
-        self._tell(" and ".join(sorted(self._made)))
+        self._made.add(describe_integers(matrix.bits, matrix.group_size, matrix.shape[1]))
+        self._describe(" and ".join(sorted(self._made)))
         form = self.make_integer(*matrix.operands())
         return form if order is None else _Reordered(form, order)
 
-    def _tell(self, weights: str) -> None:
+    def _describe(self, weights: str) -> None:
         self.weights = weights
         self.name = f"of integers (weights {weights}; activations {self.activations})"
 
 
 class _Reordered:
-    """For codes whose inputs stand in another order (GPTQ's act-order)."""
+    """Form of codes whose inputs are reordered (GPTQ's act-order)."""
 
     def __init__(self, form: Form, order: Tensor) -> None:
         self._form, self._order = form, order

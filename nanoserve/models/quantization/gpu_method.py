@@ -1,4 +1,4 @@
-"""The `LinearMethod` of quantised weights on a GPU."""
+"""`LinearMethod` for quantised weights on a GPU."""
 
 from dataclasses import replace
 
@@ -19,21 +19,22 @@ from nanoserve.models.quantization.online import quantize_int8
 from nanoserve.models.quantization.schemes import Scheme
 from nanoserve.utils.checks import require
 
-GROUP_SIZE = 32  # inputs of a token that share a scale, as on a CPU
-_MAX_VALUES = 2**26  # that are float32 at a time, while codes are made: 256 MiB, several times
+GROUP_SIZE = 32  # inputs of a token per scale, as on a CPU
+_MAX_VALUES = 2**26  # values quantised at a time: several float32 tensors of 256 MiB
 
 
 class QuantizedLinearMethod(UnquantizedLinearMethod):
-    """Codes become floats in registers and meet activations in floats, but for two pairs of 8 bits.
+    """Linear method that dequantises weights in registers, or multiplies 8-bit operands.
 
-    Weights of e4m3 get activations of e4m3, with a scale for a token, unless `activations` is
-    "none". Where it is "int8", weights of int8 with a scale per output get activations of int8 with
-    a scale for a token and 32 inputs: with one for a token, a real model's few large inputs make
-    the others 0. Other weights are then refused with a `ValueError`.
+    By default, weights are dequantised and activations are floats. There are two exceptions. With
+    e4m3 weights, activations are quantised to e4m3, with a scale per token, unless `activations` is
+    "none". If it is "int8", weights must be int8 with a scale per output, and activations are
+    quantised to int8 with a scale per token and 32 inputs: with one scale per token, the few large
+    inputs of a real model would make all others 0. Other weights then raise `ValueError`.
 
-    Where the inputs are split over ranks, scales are those of the whole row: the ranks' codes are
-    those of one rank. Experts keep int8 with a scale per output, whatever the other weights have,
-    and their activations are floats.
+    Where the inputs are split over ranks, scales are those of the whole row, so the codes equal
+    those of a single rank. Experts are int8 with a scale per output, whatever the format of other
+    weights, and their activations are floats.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
         setattr(layer, name, deferred_weight(shape, 8))
 
     def to_integers(self, weight: Weight, is_quantized: bool) -> Weight:
-        """As of a `Scheme`; computed on the GPU, and there all parts of a weight meet."""
+        """Quantise a weight like `Scheme.to_integers`, on the GPU; the result stays there."""
         if isinstance(weight, QuantizedMatrix):
             return _on(weight, self._device)
         pieces = weight.split(max(1, _MAX_VALUES // weight.shape[1]))
@@ -65,12 +66,12 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
         return stack_rows([make(piece.to(self._device), is_quantized) for piece in pieces])
 
     def fill(self, layer: nn.Module, name: str, weight: Weight) -> None:
-        """Give `layer` the form of its weight `name`, of which it has none yet."""
+        """Set the form of the deferred weight `name` of `layer`."""
         shape = getattr(layer, name).shape
         if len(shape) == 2:
             layer.form = self._form(layer, weight)
             return
-        delattr(layer, name)  # a parameter has to go before anything else can have its name
+        delattr(layer, name)  # nn.Module does not let another object replace a parameter
         if isinstance(weight, QuantizedMatrix):
             experts = expert_codes([_on(part, self._device) for part in weight.split(shape[1])])
         else:
@@ -78,24 +79,24 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
         setattr(layer, name, experts)
 
     def process_after_loading(self, layer: nn.Module) -> None:
-        if not hasattr(layer, "form"):  # an LM head, which is loaded as an embedding is
+        if not hasattr(layer, "form"):  # an LM head, which is loaded like an embedding
             layer.form = self._form(layer, self.to_integers(layer.weight.data, False))
         layer.weight = None
 
     def process_experts(self, layer: nn.Module, name: str) -> None:
-        """They have their codes."""
+        """Do nothing: `fill` has set the codes of the experts."""
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
         return layer.form(x)
 
     def _form(self, layer: nn.Module, weight: Weight) -> nn.Module:
-        """Return what `apply` calls. Its tensors are buffers: they move when the model does."""
+        """Return the module that `apply` calls; its tensors are buffers, which move with it."""
         if not isinstance(weight, QuantizedMatrix):
             return _Floats(weight.to(self._device, self._dtype))
         weight = _on(weight, self._device)
         try:
             matrix, order = weight.in_runs()
-        except ValueError:  # a rank's part of groups that are spread over all inputs
+        except ValueError:  # after act-order, the groups of a rank's slice may differ in size
             matrix, order = quantize_int8(weight.dequantize()), None
         tp = layer.tp if isinstance(layer, RowParallelLinear) else TensorParallel()
         if order is None and _is_row_scaled(matrix):
@@ -105,9 +106,9 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
                 return _GroupScaled(matrix, tp)
         require(
             self._activations != "int8",
-            f"quantization_activations='int8' on a GPU needs weights of int8 with a scale for each "
-            f"output, and a linear has {'e4m3' if matrix.is_e4m3 else f'{matrix.bits} bits'} with "
-            f"{matrix.scale.shape[1]} scales for each: leave the option out",
+            f"quantization_activations='int8' on a GPU needs int8 weights with one scale per "
+            f"output, but a linear has {'e4m3' if matrix.is_e4m3 else f'{matrix.bits}-bit'} "
+            f"weights with {matrix.scale.shape[1]} scales per output: omit the option",
         )
         return _Grouped(matrix, order)
 
@@ -122,7 +123,7 @@ def _on(matrix: QuantizedMatrix, device: torch.device) -> QuantizedMatrix:
 
 
 def expert_codes(experts: list[QuantizedMatrix]) -> ExpertCodes:
-    """Return int8 with a scale per output, which is made of other codes."""
+    """Stack experts as int8 with a scale per output; other formats are requantised."""
     experts = [each if _is_int8(each) else quantize_int8(each.dequantize()) for each in experts]
     codes = torch.stack([each.codes for each in experts])
     return ExpertCodes(codes, torch.stack([each.scale[:, 0] for each in experts]))
@@ -133,12 +134,12 @@ def _is_int8(matrix: QuantizedMatrix) -> bool:
 
 
 def _is_row_scaled(matrix: QuantizedMatrix) -> bool:
-    """Return True for 8 bits with a scale per output, and nothing else."""
+    """Return True for 8-bit codes with one scale per output and no offset."""
     return matrix.bits == 8 and matrix.offset is None and matrix.scale.shape[1] == 1
 
 
 class _Floats(nn.Module):
-    """A weight that the checkpoint has in no codes."""
+    """Float weight, which the checkpoint has not quantised."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -149,7 +150,7 @@ class _Floats(nn.Module):
 
 
 class _RowScaled(nn.Module):
-    """e4m3 by e4m3: activations with a scale for a row, which all ranks' inputs decide."""
+    """e4m3 weight times e4m3 activations; the scale of a row covers the inputs of all ranks."""
 
     def __init__(self, matrix: QuantizedMatrix, dtype: torch.dtype, tp: TensorParallel) -> None:
         super().__init__()
@@ -173,10 +174,11 @@ class _RowScaled(nn.Module):
 
 
 class _GroupScaled(nn.Module):
-    """int8 by int8: activations with a scale for every 32 inputs of a row.
+    """int8 weight times int8 activations, with a scale per 32 inputs of a row.
 
-    Groups are those of the whole row. Where ranks cut them, a rank's inputs and codes get zeros in
-    front, up to where a group begins, and the ranks tell each other the largest inputs.
+    Groups are those of the whole row. If a group is split over ranks, a rank's inputs and codes are
+    padded with zeros at the front, up to the beginning of the group, and the ranks exchange the
+    largest magnitudes.
     """
 
     def __init__(self, matrix: QuantizedMatrix, tp: TensorParallel) -> None:
@@ -199,7 +201,7 @@ class _GroupScaled(nn.Module):
         return product.view(*x.shape[:-1], len(self.scale))
 
     def _largest_of_groups(self, rows: Tensor) -> Tensor:
-        """Of all ranks' parts of these groups: float32 [rows, groups]."""
+        """Return the largest magnitudes of groups over all ranks: float32 [rows, groups]."""
         num_groups = -(-rows.shape[1] // GROUP_SIZE)
         padded = F.pad(rows, (0, num_groups * GROUP_SIZE - rows.shape[1]))
         total = -(-self._inputs // GROUP_SIZE)
@@ -211,7 +213,7 @@ class _GroupScaled(nn.Module):
 
 
 class _Grouped(nn.Module):
-    """Activations in floats. `order`: how inputs are to be ordered for the groups (GPTQ)."""
+    """Weight in groups, with float activations. `order`: the order of inputs by group (GPTQ)."""
 
     def __init__(self, matrix: QuantizedMatrix, order: Tensor | None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""How the linears of an engine keep and use their weights."""
+"""Choice of the linear method: how the linears of an engine store and multiply their weights."""
 
 import logging
 from collections.abc import Callable
@@ -21,9 +21,10 @@ logger = logging.getLogger(__name__)
 def choose_linear_method(
     config: EngineConfig, model_config: ModelConfig, device: torch.device, num_bytes: int
 ) -> LinearMethod | None:
-    """`num_bytes` are the plain model's. Raises `ValueError` for what cannot run here.
+    """Return the linear method, or None for plain weights.
 
-    None keeps plain weights.
+    num_bytes: the size of the model without quantisation. Raises `ValueError` for options that the
+    device does not support.
     """
     dtype = getattr(torch, model_config.dtype)
     scheme = scheme_of(config, model_config)
@@ -31,7 +32,7 @@ def choose_linear_method(
         return _gpu_method(config, model_config, scheme, device)
     require(
         scheme is None or not scheme.is_fp8,
-        "quantization='fp8' of plain weights needs a GPU; a CPU multiplies quantization='int8'",
+        "quantization='fp8' of plain weights needs a GPU: on a CPU, use quantization='int8'",
     )
     choice = choose_form(dtype, num_bytes)
     floats = FormLinearMethod(choice.make, choice.name)
@@ -41,18 +42,18 @@ def choose_linear_method(
 
 
 def _integer_form(config: EngineConfig) -> tuple[Callable[..., Form], str]:
-    """Return what makes the form of integer weights, and in words what becomes of activations."""
+    """Return the class of the form of integer weights, and a description of its activations."""
     activations = config.quantization_activations
     has_numba = find_spec("numba") is not None
     require(
         activations != "int8" or has_numba,
-        "quantization_activations='int8' needs numba on a CPU: pip install 'nanoserve[cpu]'; "
-        "'none' needs nothing",
+        "quantization_activations='int8' needs numba on a CPU: pip install 'nanoserve[cpu]', or "
+        "use 'none'",
     )
     if not has_numba:
         logger.info(
-            "without numba, integer weights become floats for each product: "
-            "pip install 'nanoserve[cpu]' brings products of integers"
+            "without numba, integer weights are dequantised for each product: "
+            "pip install 'nanoserve[cpu]' has integer products"
         )
         return DequantizedTiles, "stay floats"
     if activations == "none":
@@ -67,21 +68,21 @@ def _integer_form(config: EngineConfig) -> tuple[Callable[..., Form], str]:
 def _gpu_method(
     config: EngineConfig, model_config: ModelConfig, scheme: Scheme | None, device: torch.device
 ) -> LinearMethod | None:
-    """Also of a CPU that interprets a GPU's kernels."""
+    """Return the linear method for a GPU, or for a CPU that interprets the Triton kernels."""
     if scheme is None:
         return None
     activations = config.quantization_activations
-    # Of a checkpoint's own format, each linear tells when it is read.
+    # For a checkpoint's own format, each linear is checked when it is read.
     require(
         activations != "int8" or config.quantization not in (None, "int4", "fp8"),
-        f"quantization_activations='int8' on a GPU needs weights of int8 with a scale per output, "
-        f"and quantization={config.quantization!r} has none: leave it out, or use 'none'",
+        f"quantization_activations='int8' on a GPU needs int8 weights with a scale per output, but "
+        f"quantization={config.quantization!r} has others: omit it, or use 'none'",
     )
     if config.quantization is None:
         logger.warning(
-            "on a GPU, a quantised checkpoint becomes floats and takes the memory of a plain one, "
-            "unless quantization=, which names its format, asks for kernels that have not been "
-            "measured on one"
+            "on a GPU, a quantised checkpoint is dequantised and takes the memory of a plain one, "
+            "unless quantization= names its format, which selects kernels that have not been "
+            "measured on a GPU"
         )
         return None
     require(

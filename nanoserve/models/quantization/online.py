@@ -1,4 +1,4 @@
-"""Codes out of float weights, when a model is loaded: `quantization="int8"`, "int4" and "fp8"."""
+"""Online quantisation of float weights during loading: `quantization="int8"`, "int4" or "fp8"."""
 
 from collections.abc import Callable
 
@@ -8,16 +8,16 @@ from torch import Tensor
 from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
 
 GROUP_SIZES = (128, 64, 32)
-# Of a group's largest magnitude, what the largest code of 4 bits stands for. To cut a few values
-# off makes the steps finer for all the others; which of these does the least damage is tried.
+# Shares of a group's largest magnitude that the largest 4-bit code represents. Clipping a few
+# values makes the steps finer for all others; the share with the smallest error is used.
 _SHARES = (1.0, 0.92, 0.84)
-_PIECE = 2**20  # values that become integers at a time
+_PIECE = 2**20  # values that are quantised at a time
 
 
 def quantize_int8(weight: Tensor, group_size: int | None = None) -> QuantizedMatrix:
-    """A scale for each row, or each group of a row: its largest magnitude / 127.
+    """Quantise to int8, with a scale per row or group: its largest magnitude / 127.
 
-    An element's error is at most half a scale. What holds NaN or infinity gets a scale of NaN.
+    An element's error is at most half a scale. A group with NaN or infinity gets a scale of NaN.
     """
     num_inputs = weight.shape[1]
     size = num_inputs if group_size is None else group_size_for(num_inputs, group_size)
@@ -25,9 +25,9 @@ def quantize_int8(weight: Tensor, group_size: int | None = None) -> QuantizedMat
 
 
 def quantize_fp8(weight: Tensor) -> QuantizedMatrix:
-    """e4m3 with a scale for each row: its largest magnitude / 448 (Micikevicius et al. 2022).
+    """Quantise to e4m3 (Micikevicius et al. 2022), with a scale per row: max magnitude / 448.
 
-    An element's error is at most a sixteenth of it, or half of 2^-9 scales where that is more.
+    An element's error is at most a sixteenth of its value, or 2^-10 scales if that is more.
     """
     scale = _magnitude(weight.float().abs().amax(dim=1, keepdim=True)) / 448
     quotients = (weight.float() / _divisor(scale)).nan_to_num_(0.0)
@@ -36,13 +36,13 @@ def quantize_fp8(weight: Tensor) -> QuantizedMatrix:
 
 
 def quantize_int4(weight: Tensor, group_size: int) -> QuantizedMatrix:
-    """Groups of `group_size` inputs; of smaller ones, if these do not divide the inputs.
+    """Quantise to 4 bits in groups of at most `group_size` inputs: see `group_size_for`.
 
-    The value of largest magnitude gets the code -8, of either sign: a scale may be negative. Of a
-    few such scales a group has the one with the least sum of squared errors. Scales are numbers of
-    float16, but for those that are too small or too large for it.
+    The value of largest magnitude gets the code -8, whatever its sign: a scale may be negative. Of
+    a few candidates, a group gets the scale with the smallest sum of squared errors. Scales are
+    rounded to float16, except those outside its range.
 
-    Raises `ValueError` if there is no group for so many inputs.
+    Raises `ValueError` if no group size divides the inputs.
     """
     return _in_pieces(weight, group_size_for(weight.shape[1], group_size), 4, _int4_of)
 
@@ -50,7 +50,7 @@ def quantize_int4(weight: Tensor, group_size: int) -> QuantizedMatrix:
 def _in_pieces(
     weight: Tensor, size: int, bits: int, quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> QuantizedMatrix:
-    """Some rows at a time: what is computed on the way stays in the processor's cache."""
+    """Quantise some rows at a time: the temporary tensors stay in the processor's cache."""
     outputs, inputs = weight.shape
     codes = torch.empty(outputs, inputs, dtype=torch.int8, device=weight.device)
     scale = torch.empty(outputs, inputs // size, device=weight.device)
@@ -64,7 +64,7 @@ def _in_pieces(
 
 
 def _int8_of(groups: Tensor) -> tuple[Tensor, Tensor]:
-    """float32 [rows, groups, size] -> codes, as floats, and scale [rows, groups, 1]."""
+    """Return the codes, as floats, and the scale [rows, groups, 1] of [rows, groups, size]."""
     scale = _magnitude(groups.abs().amax(dim=2, keepdim=True)) / 127
     return (groups / _divisor(scale)).round_().nan_to_num_(0.0), scale
 
@@ -82,29 +82,29 @@ def _int4_of(groups: Tensor) -> tuple[Tensor, Tensor]:
     return (groups / _divisor(scale)).round_().clamp_(-8, 7).nan_to_num_(0.0), scale
 
 
-def group_size_for(num_inputs: int, asked: int) -> int:
-    """The largest group of at most `asked` inputs that divides them."""
+def group_size_for(num_inputs: int, requested: int) -> int:
+    """Return the largest of `GROUP_SIZES`, at most `requested`, that divides the inputs."""
     for size in GROUP_SIZES:
-        if size <= asked and num_inputs % size == 0:
+        if size <= requested and num_inputs % size == 0:
             return size
     raise ValueError(
-        f"{num_inputs} inputs of a linear do not divide into groups of {GROUP_SIZES[-1]} to "
-        f"{asked}: quantization='int8' has one scale for all of them"
+        f"the {num_inputs} inputs of a linear cannot be divided into groups of {GROUP_SIZES[-1]} "
+        f"to {requested}: use quantization='int8', which has one scale for all of them"
     )
 
 
 def _magnitude(values: Tensor) -> Tensor:
-    """Infinity is as bad as NaN: neither has codes."""
+    """Replace infinity by NaN: neither has a code."""
     return values.masked_fill(~values.isfinite(), torch.nan)
 
 
 def _as_half(scale: Tensor) -> Tensor:
-    """The nearest of float16, where one is as near as a number of 11 bits can be."""
+    """Round to float16, except values outside the range of its normal numbers."""
     half = scale.half().float()
     is_near = (half.abs() >= torch.finfo(torch.float16).tiny) & half.isfinite() | (scale == 0)
     return torch.where(is_near, half, scale)
 
 
 def _divisor(scale: Tensor) -> Tensor:
-    """A group of zeros has a scale of zero, and codes of zero."""
+    """Return the scale with 1 in place of 0, so that a group of zeros gets codes of 0."""
     return scale.masked_fill(scale == 0, 1.0)

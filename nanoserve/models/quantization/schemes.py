@@ -1,4 +1,4 @@
-"""In how many bits the weights of an engine are kept, and what they become."""
+"""Quantisation schemes: the number of bits of an engine's weights, and their conversion."""
 
 from dataclasses import dataclass, replace
 
@@ -11,16 +11,16 @@ from nanoserve.config import EngineConfig
 from nanoserve.models.quantization.online import quantize_fp8, quantize_int4, quantize_int8
 from nanoserve.utils.checks import require
 
-_GROUP_SIZE = 32  # of int4, if none is asked for: with larger ones tiny-qwen3 forgets
+_GROUP_SIZE = 32  # default for int4: larger groups degrade tiny-qwen3
 
 
 @dataclass(frozen=True)
 class Scheme:
-    """What becomes of a linear's weight that is read from a checkpoint.
+    """Conversion of a linear's weight after it has been read from a checkpoint.
 
-    bits: 4 or 8, of what the option `quantization` asks for; None keeps what the checkpoint has,
-    and makes 8 bits of its values that are no integers times a scale (FP8, NF4).
-    is_fp8: they are to be floats of 8 bits.
+    bits: 4 or 8, from the option `quantization`; None keeps a checkpoint's integers, and quantises
+    its other codes (FP8, NF4) to 8 bits.
+    is_fp8: weights become 8-bit floats (e4m3).
     """
 
     bits: int | None
@@ -29,21 +29,25 @@ class Scheme:
 
     @property
     def most_bits(self) -> int:
-        """That a weight may take."""
+        """Largest number of bits of a weight."""
         return self.bits or 8
 
-    def in_words(self) -> str:
-        """How weights are rounded, as far as that is known before they are read."""
+    def description(self) -> str:
+        """Describe the rounding of weights, as far as it is known before they are read."""
         if self.bits is None:
-            return f"as stored, or int8 in groups of {_GROUP_SIZE} if that is no integers"
+            return f"as stored, or int8 in groups of {_GROUP_SIZE} if they are not integers"
         if self.is_fp8:
             return "e4m3 with a scale per output"
-        return in_words(self.bits, (self.group_size or _GROUP_SIZE) if self.bits == 4 else None)
+        group_size = (self.group_size or _GROUP_SIZE) if self.bits == 4 else None
+        return describe_integers(self.bits, group_size)
 
     def to_integers(
         self, weight: Tensor | QuantizedMatrix, is_quantized: bool
     ) -> Tensor | QuantizedMatrix:
-        """`is_quantized`: in the checkpoint, which has it in fewer bits than the others."""
+        """Quantise a weight; integers of the checkpoint are returned unchanged.
+
+        is_quantized: True if the checkpoint stores the weight in fewer bits.
+        """
         if isinstance(weight, QuantizedMatrix) or (self.bits is None and not is_quantized):
             return weight
         if self.is_fp8:
@@ -57,8 +61,8 @@ class Scheme:
 INT8, INT4, FP8 = Scheme(8), Scheme(4), Scheme(8, is_fp8=True)
 
 
-def in_words(bits: int, group_size: int | None, num_inputs: int | None = None) -> str:
-    """Integers of a weight: a group of all inputs, or None, is a scale for each output."""
+def describe_integers(bits: int, group_size: int | None, num_inputs: int | None = None) -> str:
+    """Describe integer weights; a group of all inputs, or None, means one scale per output."""
     is_row = group_size in (None, num_inputs)
     return f"int{bits} {'with a scale per output' if is_row else f'in groups of {group_size}'}"
 
@@ -68,31 +72,31 @@ def check_activations(config: EngineConfig, model_config: ModelConfig) -> None:
     is_quantized = config.quantization or model_config.quantization_config
     require(
         config.quantization_activations is None or bool(is_quantized),
-        f"quantization_activations={config.quantization_activations!r}, but the weights are plain, "
-        f"and activations are floats: leave it out, or give quantization='int8' or 'int4'",
+        f"quantization_activations={config.quantization_activations!r} needs quantised weights, "
+        f"but these are plain: omit it, or give quantization='int8' or 'int4'",
     )
 
 
 def scheme_of(config: EngineConfig, model_config: ModelConfig) -> Scheme | None:
-    """None if weights stay floats.
+    """Return the scheme, or None if weights stay floats.
 
-    Raises `ValueError` for an option that the checkpoint contradicts.
+    Raises `ValueError` if the option `quantization` contradicts the checkpoint.
     """
-    asked, stored = config.quantization, model_config.quantization_config
+    requested, stored = config.quantization, model_config.quantization_config
     if stored:
         method = stored.get("quant_method")
         require(
-            asked in (None, method),
-            f"quantization={asked!r}, but the checkpoint's weights are {method!r} already",
+            requested in (None, method),
+            f"quantization={requested!r} must be omitted or {method!r}, the checkpoint's format",
         )
         return Scheme(None)
     require(
-        asked in (None, *SCHEMES.names()),
-        f"quantization={asked!r} is a format that checkpoints have, and this one's weights are "
-        f"plain; what can be made of plain ones is {' or '.join(SCHEMES.names())}",
+        requested in (None, *SCHEMES.names()),
+        f"quantization={requested!r} is a checkpoint format, but this checkpoint's weights are "
+        f"plain: they can be quantised with {' or '.join(SCHEMES.names())}",
     )
-    if asked is None:
+    if requested is None:
         return None
-    scheme = SCHEMES.get(asked)
+    scheme = SCHEMES.get(requested)
     group_size = config.quantization_group_size
     return scheme if group_size is None else replace(scheme, group_size=group_size)

@@ -87,5 +87,5 @@ def test_a_file_of_another_shape_is_refused(head: HiddenHead, tmp_path, change, 
 def test_a_file_of_another_kind_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "head.safetensors"
     path.write_bytes(b"no weights")
-    with pytest.raises(ValueError, match="is damaged or no safetensors file"):
+    with pytest.raises(ValueError, match="is damaged or not a safetensors file"):
         read_head(path)
