@@ -1,7 +1,7 @@
-"""Count for Prometheus under vLLM's names, so that dashboards made for vLLM work.
+"""Prometheus metrics under vLLM's names, so that dashboards made for vLLM work.
 
-An observer of the steps and a listener of requests fill it, in the engine's thread. Nothing of it
-is in the loop, and it is loaded for a server only.
+They are collected by a step observer and request listener, in the engine's thread. The engine loop
+itself contains no metrics code, and only a server loads this module.
 """
 
 from bisect import bisect_left
@@ -32,7 +32,7 @@ from nanoserve.outputs import EngineStats, RequestOutput
 if TYPE_CHECKING:
     from nanoserve.engine.sequence import Sequence
 
-# Seconds and tokens; vLLM's buckets.
+# vLLM's buckets, in seconds or tokens.
 _FIRST_TOKEN = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5),
     *(10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -68,7 +68,7 @@ _TOKEN_HISTOGRAMS = (
 
 
 class Metrics(RequestListener):
-    """The metrics of one engine, which `registry` collects when it is read."""
+    """Metrics of one engine. `registry` collects them when it is read."""
 
     def __init__(self, engine: GuardedEngine, model_name: str, prefix: str = "vllm:") -> None:
         self._engine, self._prefix = engine, prefix
@@ -78,15 +78,16 @@ class Metrics(RequestListener):
         self._histograms |= {name: Histogram(bounds) for name in _TOKEN_HISTOGRAMS}
         self._num_prompt_tokens = self._num_generated = 0
         self._num_finished = dict.fromkeys(_REASONS, 0)
-        self._progress: dict[Sequence, tuple[int, float | None]] = {}  # tokens, time of the last
-        self._requests: dict[str, Request] = {}  # those that have not ended
+        # Output tokens so far, and the time of the last one.
+        self._progress: dict[Sequence, tuple[int, float | None]] = {}
+        self._requests: dict[str, Request] = {}  # unfinished requests
         self.registry = CollectorRegistry()
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
         GCCollector(registry=self.registry)
 
     def __call__(self, plan: Plan, batch: Batch, result: StepResult, times: StepTimes) -> None:
-        """Count a step that is over."""
+        """Count a finished step."""
         intervals: list[float] = []
         self._histograms["iteration_tokens_total"].observe(batch.header.num_tokens)
         for row in plan.sampled:
@@ -97,7 +98,7 @@ class Metrics(RequestListener):
             elif seq in self._progress:
                 num_before, before = self._progress[seq]
             else:
-                continue  # with a step ahead: it had ended before
+                continue  # with async scheduling: it had ended before this step's update
             num_tokens, now = seq.num_output_tokens, seq.last_token_time
             if num_tokens > num_before and before is not None:
                 intervals.append(now - before)
@@ -120,7 +121,7 @@ class Metrics(RequestListener):
                 self._num_finished[completion.finish_reason] += 1
         times = output.metrics
         if request is None or times.first_token_time is None:
-            return  # aborted before it had a token, or older than these metrics
+            return  # aborted before its first token, or started before these metrics
         params = request.params
         last = times.last_token_time or times.first_token_time
         values = {
@@ -140,25 +141,25 @@ class Metrics(RequestListener):
                 self._histograms[name].observe(value)
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics as they are now: prometheus-client calls this."""
+        """Yield the current metrics. Called by prometheus-client."""
         scheduler, stats = self._engine.scheduler, self._engine.stats
         num_blocks = scheduler.block_manager.num_blocks
         used = 1 - scheduler.block_manager.num_free_blocks / num_blocks
-        yield self._gauge("num_requests_running", "Sequences that run.", len(scheduler.running))
-        yield self._gauge("num_requests_waiting", "Sequences that wait.", len(scheduler.waiting))
-        yield self._gauge("kv_cache_usage_perc", "Used part of the KV pool; 1 is all of it.", used)
+        yield self._gauge("num_requests_running", "Running sequences.", len(scheduler.running))
+        yield self._gauge("num_requests_waiting", "Waiting sequences.", len(scheduler.waiting))
+        yield self._gauge("kv_cache_usage_perc", "Fraction of KV blocks in use, 0 to 1.", used)
         yield self._cache_config(num_blocks)
         for name, meaning, value in (
             ("num_preemptions", "Preemptions.", stats.num_preemptions),
             ("prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_cache_queries),
-            ("prefix_cache_hits", "Prompt tokens found.", stats.prefix_cache_hits),
-            ("prompt_tokens", "Prompt tokens, cached ones too.", self._num_prompt_tokens),
-            ("generation_tokens", "Tokens of output.", self._num_generated),
+            ("prefix_cache_hits", "Prompt tokens found in it.", stats.prefix_cache_hits),
+            ("prompt_tokens", "Prompt tokens, including cached ones.", self._num_prompt_tokens),
+            ("generation_tokens", "Output tokens.", self._num_generated),
         ):
             counter = self._counter(name, meaning)
             counter.add_metric([*self._labels.values()], value)
             yield counter
-        # A grammar's forced tokens are drafts, too, without the option.
+        # Jump-forward tokens of a grammar also count as drafts, even without the option.
         if self._engine.config.speculative_config is not None or stats.num_drafts:
             yield from self._speculation(stats)
         yield self._finished_by_reason()
@@ -169,15 +170,15 @@ class Metrics(RequestListener):
             yield family
 
     def _note_first_token(self, seq: "Sequence") -> None:
-        if seq.index == 0:  # its siblings have the same prompt, and the same clock
+        if seq.index == 0:  # the other completions share its prompt and its times
             self._num_prompt_tokens += seq.num_prompt_tokens
             seconds = seq.metrics.time_to_first_token
-            if seconds is not None:  # else its request has failed, and there is none
+            if seconds is not None:  # None if the request has failed
                 self._histograms["time_to_first_token_seconds"].observe(seconds)
 
     def _note_end(self, seq: "Sequence") -> None:
         del self._progress[seq]
-        if seq.finish_reason in ("stop", "length"):  # the others are counted by `on_finish`
+        if seq.finish_reason in ("stop", "length"):  # `on_finish` counts "abort" and "error"
             self._num_finished[seq.finish_reason] += 1
 
     def _gauge(self, name: str, meaning: str, value: float) -> Metric:
@@ -197,13 +198,14 @@ class Metrics(RequestListener):
     def _speculation(self, stats: EngineStats) -> Iterator[Metric]:
         for name, meaning, value in (
             ("num_drafts", "Rows with draft tokens.", stats.num_drafts),
-            ("num_draft_tokens", "Draft tokens that were computed.", stats.num_draft_tokens),
-            ("num_accepted_tokens", "Draft tokens that were accepted.", stats.num_accepted_tokens),
+            ("num_draft_tokens", "Draft tokens verified.", stats.num_draft_tokens),
+            ("num_accepted_tokens", "Draft tokens accepted.", stats.num_accepted_tokens),
         ):
             counter = self._counter(f"spec_decode_{name}", meaning)
             counter.add_metric([*self._labels.values()], value)
             yield counter
-        name, meaning = "spec_decode_num_accepted_tokens_per_pos", "Accepted ones, by position."
+        name = "spec_decode_num_accepted_tokens_per_pos"
+        meaning = "Draft tokens accepted, by position."
         counter = self._counter(name, meaning, "position")
         per_pos, options = stats.num_accepted_tokens_per_pos, self._engine.config.speculative_config
         num_missing = 0 if options is None else options.num_speculative_tokens - len(per_pos)
@@ -212,11 +214,11 @@ class Metrics(RequestListener):
         yield counter
         for extension in self._engine.extensions:
             if isinstance(extension, Speculation) and extension.goodput is not None:
-                meaning = "Tokens of steps with drafts, over those of plain steps in the same time."
+                meaning = "Tokens of steps with drafts, relative to plain steps in the same time."
                 yield self._gauge("spec_decode_gain", meaning, extension.goodput.gain)
 
     def _cache_config(self, num_blocks: int) -> Metric:
-        """Return a gauge that is always 1: its labels say what there is."""
+        """Return a gauge that is always 1, with the cache configuration in its labels."""
         config = self._engine.config
         about = {
             "block_size": config.block_size,
@@ -227,31 +229,31 @@ class Metrics(RequestListener):
         }
         labels = self._labels | {name: str(value) for name, value in about.items()}
         gauge = GaugeMetricFamily(
-            self._prefix + "cache_config_info", "The KV pool.", labels=[*labels]
+            self._prefix + "cache_config_info", "KV cache configuration.", labels=[*labels]
         )
         gauge.add_metric([*labels.values()], 1)
         return gauge
 
 
 def start_metrics(model_name: str, prefix: str, engine: GuardedEngine) -> None:
-    """Measure `engine` from now on."""
+    """Collect metrics of `engine` from now on."""
     metrics = Metrics(engine, model_name, prefix)
     engine.observers.append(metrics)
     engine.listeners.append(metrics)
 
 
 def metrics_of(engine: GuardedEngine) -> list[Metrics]:
-    """Return those that measure `engine`, in the order in which they were started."""
+    """Return the metrics of `engine`, in the order in which they were started."""
     return [observer for observer in engine.observers if isinstance(observer, Metrics)]
 
 
 def exposition(engine: GuardedEngine) -> bytes:
-    """Return what Prometheus reads, of the metrics that were started last."""
+    """Return the metrics that were started last, in Prometheus' text format."""
     return generate_latest(metrics_of(engine)[-1].registry)
 
 
 def _longest_completion(request: Request) -> int:
-    """Return the number of tokens of the longest one that came to its own end; 0 if none did."""
+    """Return the length in tokens of the longest completion that ended by itself; 0 without one."""
     ended = [seq for seq in request.sequences if seq.finish_reason in ("stop", "length")]
     return max((seq.num_output_tokens for seq in ended), default=0)
 
@@ -266,10 +268,10 @@ def _one_two_five(most: int) -> list[int]:
 
 
 class Histogram:
-    """Counts how many values fell at or below each of `bounds`, which ascend.
+    """Histogram with cumulative buckets: counts of values at or below each of `bounds`, ascending.
 
-    One thread fills it, another may read: it then sees all of a step or, at worst, its values
-    without their sum.
+    Another thread may read it while one fills it: at worst, it sees the counts of a step without
+    its sum.
     """
 
     def __init__(self, bounds: AbstractSequence[float]) -> None:
@@ -282,14 +284,14 @@ class Histogram:
         self._sum += value
 
     def observe_all(self, values: Iterable[float]) -> None:
-        """Many at once: 256 take about 10 us, one by one 150."""
+        """Observe many values at once: 256 of them take about 10 us, one by one about 150 us."""
         array = np.fromiter(values, dtype=np.float64)
         places = np.searchsorted(self._bounds, array)
         self._counts += np.bincount(places, minlength=len(self._counts))
         self._sum += float(array.sum())
 
     def read(self) -> tuple[list[tuple[str, float]], float]:
-        """The cumulative buckets by their upper bounds, and the sum: as prometheus-client wants
-        them."""
+        """Return the cumulative buckets with their upper bounds, and the sum of all values, in
+        prometheus-client's format."""
         names = [*map(str, map(float, self._bounds)), "+Inf"]
         return list(zip(names, accumulate(self._counts.tolist()), strict=True)), self._sum

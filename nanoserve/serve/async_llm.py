@@ -1,4 +1,4 @@
-"""`AsyncLLM`: one engine for all tasks of an event loop."""
+"""`AsyncLLM`: an engine shared by all tasks of an event loop."""
 
 import asyncio
 import atexit
@@ -43,23 +43,23 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MOST_CHECKED = 32  # grammars at a time: most wait for one of a `Checker`'s four processes
+_MOST_CHECKED = 32  # grammars checked at a time: most wait for one of a `Checker`'s four processes
 
 
 class AsyncLLM:
-    """A model that any number of tasks ask at once; `model` and `options` are those of `LLM`.
+    """Asynchronous engine for concurrent requests; `model` and `options` are those of `LLM`.
 
         async with AsyncLLM("tiny-qwen3") as llm:
             async for output in llm.generate("What is a KV cache?", SamplingParams(max_tokens=50)):
                 print(output.outputs[0].text)
 
-    One thread owns the engine and steps while there is work; with `engine_process=True` it does so
-    in another process, whose Python this one does not keep from its work. The event loop is woken
-    once a step, for all outputs together. Texts are tokenised in a thread of their own, one after
-    another. Tasks of one event loop at a time may use it.
+    One thread owns the engine and steps while there is work. With `engine_process=True` that thread
+    runs in another process, so that it does not compete for this process's interpreter lock (GIL).
+    The event loop is woken once per step, for all outputs together. Prompts are tokenised one at a
+    time, in a separate thread. Only tasks of one event loop at a time may use the object.
 
-    With `stream_interval`, an output comes only when its request has brought that many tokens more
-    than the last one told, and at its first token and its end: less work for each token.
+    stream_interval: number of new tokens between two outputs of a request. The first token and the
+    end of a request are always output at once. A larger interval costs less work per token.
     """
 
     def __init__(
@@ -74,21 +74,21 @@ class AsyncLLM:
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="nanoserve tokenizer")
         self._tokenizing_much = ThreadPoolExecutor(1, thread_name_prefix="nanoserve tokenizer 2")
         self._checking = ThreadPoolExecutor(_MOST_CHECKED, thread_name_prefix="nanoserve checks")
-        # By request. Who reads holds the reader; here it must not stay when it is dropped.
+        # By request id. Weak references: a reader that its task drops must be collected.
         self._readers: weakref.WeakValueDictionary[str, OutputReader] = (
             weakref.WeakValueDictionary()
         )
         self._num_preparing = 0
         self._is_paused = False
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._posted: deque[News | None] = deque()  # and not delivered yet
+        self._posted: deque[News | None] = deque()  # not delivered yet
         self._is_woken = False
-        self._calls: set[asyncio.Future[Any]] = set()  # that the engine's thread has not answered
-        post = partial(_post_to, weakref.ref(self))  # whoever posts must not keep this alive
+        self._calls: set[asyncio.Future[Any]] = set()  # calls in the engine without a result yet
+        post = partial(_post_to, weakref.ref(self))  # the engine's thread must not keep this alive
         self.owner = self._make_owner(model, engine_process, options, post)
         tokenizer = self.engine.tokenizer
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
-        # At exit it is waited for: torch must not be torn down under the engine.
+        # At exit, wait for the engine: torch must not be torn down while it runs.
         at_exit = partial(_shut_down, weakref.ref(self))
         atexit.register(at_exit)
         self._end = weakref.finalize(self, _end, self.owner, at_exit)
@@ -96,13 +96,16 @@ class AsyncLLM:
 
     @classmethod
     def from_engine_args(cls, engine_args: "EngineArgs") -> "AsyncLLM":
-        """As scripts for vLLM make one: of `nanoserve.AsyncEngineArgs`."""
+        """Create an engine from `nanoserve.AsyncEngineArgs`, as vLLM does."""
         return cls(engine_args.model, **engine_args.options())
 
     @property
     def engine(self) -> "GuardedEngine | EngineFront":
-        """To look at. What changes it goes through `call_in_engine`; of one in another process, its
-        front is here: `config`, `model_config`, `tokenizer`, `input_processor` and `clock`."""
+        """Engine, for reading only; use `call_in_engine` to change it.
+
+        For an engine in another process this is an `EngineFront`, which has only `config`,
+        `model_config`, `tokenizer`, `input_processor` and `clock`.
+        """
         return self.owner.engine
 
     @property
@@ -111,16 +114,16 @@ class AsyncLLM:
 
     @property
     def stall(self) -> str | None:
-        """Why the engine is taken for hung, although it has not failed; None if it is not.
+        """Reason why the engine is considered hung; None if it is not.
 
-        A step that has used no processor time for half a minute, or that takes five minutes, hangs.
-        Should it end after all, the engine goes on.
+        A step hangs if it has used no processor time for half a minute or takes five minutes. If it
+        ends after all, the engine continues.
         """
         return self.owner.stall
 
     @property
     def num_waiting(self) -> int:
-        """Sequences that wait although the next step would admit as many as there are slots for."""
+        """Number of waiting sequences beyond those that the next step has free slots for."""
         return max(0, self.owner.backlog + self._num_preparing)
 
     def generate(
@@ -130,12 +133,12 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield outputs as they come, of the kind that `sampling_params.output_kind` says.
+        """Yield the outputs of a request, of the kind `sampling_params.output_kind`.
 
-        Whoever reads slowly gets what several steps have brought in one output. An iterator that is
-        dropped, wherever it is, aborts its request. If the request ends with an error, that is
-        raised after its last output. Raises `ValueError` for what `LLM.generate` refuses and for a
-        `request_id` that is in use, and `EngineDeadError`; all when the first output is asked for.
+        If the caller reads slowly, the tokens of several steps are merged into one output. Dropping
+        the iterator aborts the request. If the request fails, its error is raised after its last
+        output. When the first output is requested, raises `ValueError` for what `LLM.generate`
+        rejects and for a `request_id` that is in use, and `EngineDeadError`.
         """
         request_id = self.new_request_id() if request_id is None else request_id
         process = self.engine.input_processor.process
@@ -150,7 +153,10 @@ class AsyncLLM:
         priority: int = 0,
         **chat_options: "Unpack[ChatOptions]",
     ) -> AsyncIterator[RequestOutput]:
-        """The same for a conversation; `chat_options` are as `LLM.chat` has them."""
+        """Yield the outputs for a conversation, like `generate`.
+
+        chat_options: see `LLM.chat`.
+        """
         request_id = self.new_request_id() if request_id is None else request_id
 
         def make() -> Request:
@@ -161,9 +167,9 @@ class AsyncLLM:
         return self._outputs_of(make, sampling_params)
 
     def abort(self, request_id: str | Iterable[str]) -> "Awaitable[None]":
-        """End requests; their readers get a last output. An id that is unknown is no error.
+        """Abort requests; their readers receive a last output. Unknown ids are ignored.
 
-        What is returned may be awaited, as vLLM's, and need not be.
+        The result may be awaited, as in vLLM, but need not be.
         """
         for each in [request_id] if isinstance(request_id, str) else request_id:
             self.owner.abort(each)
@@ -176,7 +182,7 @@ class AsyncLLM:
             raise EngineDeadError(self.stall)
 
     async def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; see `GuardedEngine.reset_prefix_cache`."""
+        """Evict all blocks of the prefix cache; see `GuardedEngine.reset_prefix_cache`."""
         await self.call_in_engine(_forget_prefixes)
         return True
 
@@ -187,24 +193,28 @@ class AsyncLLM:
         wait_for_inflight_requests: bool | None = None,
         clear_cache: bool = True,
     ) -> None:
-        """Take no step until `resume_generation`; requests that come meanwhile wait.
+        """Take no step until `resume_generation`; requests that arrive meanwhile wait.
 
-        mode: "abort" ends what runs, each with a last output; "keep" lets it go on afterwards,
-        where it was. `clear_cache`: after "abort", forget all cached prefixes, as when the weights
-        are about to change. vLLM's "wait" is refused: await what you have asked, then pause.
+        mode: "abort" ends running requests, each with a last output; "keep" continues them where
+        they were when generation resumes.
+        clear_cache: after "abort", evict all blocks of the prefix cache, as before a change of the
+        weights.
+
+        Raises `ValueError` for vLLM's `wait_for_inflight_requests`, which is not supported.
         """
         check_choice("mode", mode, ("abort", "keep"))
-        require(not wait_for_inflight_requests, "await what you have asked, and then pause")
+        unsupported = "wait_for_inflight_requests=True is not supported: await them, then pause"
+        require(not wait_for_inflight_requests, unsupported)
         if mode == "abort":
             for request_id in list(self._readers):
                 self.abort(request_id)
         self.owner.pause(True)
         self._is_paused = True
         clears = clear_cache and mode == "abort"
-        await self.call_in_engine(_forget_prefixes if clears else _do_nothing)  # when all is done
+        await self.call_in_engine(_forget_prefixes if clears else _do_nothing)  # after the commands
 
     async def resume_generation(self) -> None:
-        """Go on after a pause."""
+        """Resume stepping after `pause_generation`."""
         self.owner.pause(False)
         self._is_paused = False
 
@@ -212,17 +222,17 @@ class AsyncLLM:
         return self._is_paused
 
     async def get_tokenizer(self) -> "PreTrainedTokenizerBase":
-        """The checkpoint's tokenizer, as transformers has it. `ValueError` if there is none."""
+        """Return the checkpoint's tokenizer as a transformers object; `ValueError` without one."""
         return hugging_face_tokenizer(self.engine.tokenizer)
 
     def new_request_id(self) -> str:
-        """One that no other request of this object has."""
+        """Return a request id that no other request of this object has."""
         return next(self._request_ids)
 
     async def prepare(self, make: Callable[[], T], is_large: bool = False) -> T:
-        """Return what `make()` returns, called in the thread that tokenises.
+        """Call `make()` in the tokenising thread and return its result.
 
-        is_large: in the one for what takes long, so that short prompts do not wait behind it.
+        is_large: use a second thread for long work, so that short prompts do not wait behind it.
         """
         pool = self._tokenizing_much if is_large else self._tokenizing
         self._num_preparing += 1
@@ -232,10 +242,10 @@ class AsyncLLM:
             self._num_preparing -= 1
 
     async def check_guide(self, guide: "StructuredOutputsParams | None") -> None:
-        """Raise `ValueError` for what no output can be made to obey.
+        """Raise `ValueError` for a structured output constraint that cannot be compiled.
 
-        To find that out may take as long as a hundred texts take to tokenise, so it has threads of
-        its own, in which one slow grammar keeps no other waiting; afterwards it is known.
+        A check may take as long as tokenising a hundred texts, so checks have their own threads, in
+        which a slow grammar does not delay others. Results are cached.
         """
         if guide is not None:
             processor = self.engine.input_processor
@@ -243,7 +253,10 @@ class AsyncLLM:
             await loop.run_in_executor(self._checking, processor.check_guide, guide)
 
     def open(self, requests: list[Request]) -> OutputReader:
-        """Queue what `engine.input_processor` made; one task reads all that comes of it."""
+        """Queue requests made by `engine.input_processor`; return the reader of their outputs.
+
+        Raises `ValueError` for a `request_id` that is in use, and `EngineDeadError`.
+        """
         self._check_is_running()
         self._join_loop()
         for request in requests:
@@ -256,14 +269,14 @@ class AsyncLLM:
         return reader
 
     async def call_in_engine(self, function: Callable[[GuardedEngine], T]) -> T:
-        """What `function(engine)` returns, called between two steps by whoever owns the engine.
+        """Call `function(engine)` between two steps, in the engine's thread; return its result.
 
-        With `engine_process`, `function` and what it returns are pickled.
+        With `engine_process`, `function` and its result are pickled.
         """
-        return await self._told_by(partial(self.owner.call, function))
+        return await self._result_of(partial(self.owner.call, function))
 
-    async def _told_by(self, ask: Callable[[Done], None]) -> Any:
-        """What the `done` is told that `ask` is called with; or that error is raised."""
+    async def _result_of(self, start: Callable[[Done], None]) -> Any:
+        """Call `start(done)`; return the value that `done` receives later, or raise its error."""
         self._check_is_running()
         self._join_loop()
         loop = asyncio.get_running_loop()
@@ -274,27 +287,33 @@ class AsyncLLM:
                 result.set_result(value) if error is None else result.set_exception(error)
 
         def done(value: Any, error: Exception | None) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so no task waits
                 loop.call_soon_threadsafe(settle, value, error)
 
         self._calls.add(result)
         try:
-            ask(done)
+            start(done)
             return await result
         finally:
             self._calls.discard(result)
 
     def call_soon(self, function: Callable[[GuardedEngine], Any]) -> None:
-        """The same for whoever does not wait for it: before any request that is opened later."""
+        """Call `function(engine)` like `call_in_engine`, but without waiting for its result.
+
+        It is called before any request that is opened later is processed. An error is logged.
+        """
 
         def done(_: Any, error: Exception | None) -> None:
             if error is not None:
-                logger.error("what was to be done in the engine has failed", exc_info=error)
+                logger.error("a function called in the engine has failed", exc_info=error)
 
         self.owner.call(function, done)
 
     def shutdown(self) -> None:
-        """Abort every request, release weights and KV cache. Waits for a step's end; idempotent."""
+        """Abort all requests and release weights and KV cache. Waits for a running step.
+
+        Idempotent.
+        """
         self._end()
         self.owner.join()
         self._tokenizing.shutdown()
@@ -314,7 +333,7 @@ class AsyncLLM:
         options: dict[str, Any],
         post: Callable[[News | None], None],
     ) -> EngineOwner:
-        """Who steps, and calls `post` with what has come of it."""
+        """Return the owner of the engine, which steps it and calls `post` with the updates."""
         if not engine_process:
             return EngineThread(LLM(model, **options), post)
         return EngineProcess(model, options, post)
@@ -340,7 +359,10 @@ class AsyncLLM:
             raise EngineDeadError from self.owner.error
 
     def _join_loop(self) -> None:
-        """From here on, outputs go to the event loop that runs."""
+        """Deliver outputs to the running event loop from now on.
+
+        Raises `RuntimeError` while tasks of another loop still read outputs.
+        """
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             if self._readers or self._calls:
@@ -348,19 +370,19 @@ class AsyncLLM:
             self._loop, self._is_woken = loop, False
 
     def _post(self, news: News | None) -> None:
-        """In another thread: a step has brought these, or None: there will be no more."""
+        """Receive the updates of a step, in the owner's thread; None is the end of all updates."""
         self._posted.append(news)
         if self._loop is None or self._is_woken:
             return
-        self._is_woken = True  # a loop that is late is woken once, and finds several steps
+        self._is_woken = True  # a busy loop is woken once, and then finds updates of several steps
         try:
             self._loop.call_soon_threadsafe(self._deliver)
-        except RuntimeError:  # it is closed: nobody reads any more
+        except RuntimeError:  # the loop is closed, so no task reads
             self._posted.clear()
 
     def _deliver(self) -> None:
-        """In the event loop: each output goes to whoever reads it, if anybody still does."""
-        self._is_woken = False  # first: what is posted from here on may be overlooked below
+        """Pass posted updates to their readers, in the event loop; without a reader, drop them."""
+        self._is_woken = False  # first: the loop below may miss updates that are posted from now on
         while self._posted:
             news = self._posted.popleft()
             if news is None:
@@ -376,7 +398,7 @@ class AsyncLLM:
                     reader.take(output)
 
     def _note_end(self) -> None:
-        """The engine has ended: whoever waits for it must not do so for ever."""
+        """Wake all readers and fail all calls, because the engine has ended."""
         for reader in list(self._readers.values()):
             reader.wake()
         for call in [call for call in self._calls if not call.done()]:
@@ -384,7 +406,7 @@ class AsyncLLM:
 
 
 class _Done:
-    """Awaited, it is over."""
+    """Awaitable that is already done."""
 
     def __await__(self) -> Generator[Any, None, None]:
         return
@@ -396,7 +418,7 @@ def _forget_prefixes(engine: GuardedEngine) -> None:
 
 
 def _do_nothing(engine: GuardedEngine) -> None:
-    """Answered when everything ordered before has been done."""
+    """Do nothing; its call returns once all earlier commands have been executed."""
 
 
 def _shut_down(llm: "weakref.ref[AsyncLLM]") -> None:
@@ -406,7 +428,7 @@ def _shut_down(llm: "weakref.ref[AsyncLLM]") -> None:
 
 
 def _end(owner: EngineOwner, at_exit: Callable[[], None]) -> None:
-    """What is left to do for an `AsyncLLM` that nobody has any more."""
+    """Stop the engine of an `AsyncLLM` that was shut down or collected."""
     owner.stop()
     atexit.unregister(at_exit)
 

@@ -1,13 +1,14 @@
-"""An engine in a process of its own: whoever serves it does not share its interpreter.
+"""Engine in a separate process, which does not share the server's interpreter lock (GIL).
 
-Python computes in one thread of a process at a time. Where a step of the engine takes milliseconds,
-the texts and events of 256 streams would take as long again. Here they are made beside it.
+Python executes one thread of a process at a time. Where a step of the engine takes milliseconds,
+converting the tokens of 256 streams to text and events takes about as long again. With two
+processes, both run in parallel.
 
-Two pipes carry pickles between the two processes, which trust each other: orders one way, news the
-other. Among the news are beats: a process that is silent, as one that was stopped is, is killed,
-and each of its clients told. It is started as `python -m nanoserve.serve.engine_process`, so that
-a plain script needs no `if __name__ == "__main__"`, and ends with whoever has started it, however
-that ends.
+Two pipes carry pickles between the two processes, which trust each other: commands in one
+direction, updates in the other. The updates include heartbeats: an engine process that sends none,
+for example because it was stopped by a signal, is killed, and its clients receive an error. The
+process is started as `python -m nanoserve.serve.engine_process`, so that a plain script needs no
+`if __name__ == "__main__"`. It ends when its parent process ends, for whatever reason.
 """
 
 import contextlib
@@ -45,13 +46,13 @@ from nanoserve.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_IMPORT_TIMEOUT = 120.0  # seconds of silence before the first beat, as from a slow disk
-_END_TIMEOUT = 10.0  # seconds that Python may take to end, when nothing more comes of it
-_ORPHAN_TIMEOUT = 10.0  # seconds that a step may still take when nobody waits for it
+_IMPORT_TIMEOUT = 120.0  # seconds of silence before the first heartbeat: imports from a slow disk
+_END_TIMEOUT = 10.0  # seconds that the interpreter may take to exit after its last message
+_ORPHAN_TIMEOUT = 10.0  # seconds that a step may still take after the parent process has ended
 
 
 class EngineFront:
-    """What is known here of an engine elsewhere: enough to make requests for it."""
+    """Local stand-in for an engine in another process, sufficient to create requests for it."""
 
     def __init__(
         self,
@@ -61,7 +62,7 @@ class EngineFront:
         max_model_len: int,
     ) -> None:
         self.config, self.model_config, self.tokenizer = config, model_config, tokenizer
-        # Both processes read the same clock, so that times can be compared.
+        # Both processes read the same clock, so their times are comparable.
         self.clock = time.perf_counter
         self.input_processor = InputProcessor(
             config, model_config, tokenizer, max_model_len, self.clock
@@ -69,7 +70,7 @@ class EngineFront:
 
 
 class EngineProcess:
-    """What `EngineThread` is, of an engine in a process of its own.
+    """Owner of an engine in another process, with the interface of `EngineThread`.
 
     Raises what `LLM(model, **options)` raises.
     """
@@ -80,14 +81,14 @@ class EngineProcess:
         self.error: BaseException | None = None
         self.is_running = True
         self._post = post
-        self.stall: str | None = None  # why it is taken for hung, though it lives
+        self.stall: str | None = None  # reason why the live process is considered hung
         self._backlog = self._num_sent = self._num_received = 0
-        self._num_heard = 0  # messages, beats among them
+        self._num_messages = 0  # received, including heartbeats
         self._timeout = float(EngineConfig.worker_timeout_seconds)
         self._is_over = threading.Event()
         self._calls: dict[int, Done] = {}
         self._call_numbers = count()
-        # A finalizer may give an order at any moment, in the middle of another one included.
+        # A finalizer may send a command at any moment, even while another one is being sent.
         self._orders: SimpleQueue[bytes | None] = SimpleQueue()
         theirs, orders = Pipe(duplex=False)
         self._news, ours = Pipe(duplex=False)
@@ -100,7 +101,7 @@ class EngineProcess:
         self._start("nanoserve watch", self._watch)
         self._send("load", model, options, logging.getLogger().getEffectiveLevel())
         try:
-            self.engine = EngineFront(*self._first_words())
+            self.engine = EngineFront(*self._receive_front())
             self._timeout = float(self.engine.config.worker_timeout_seconds)
         except BaseException:
             self._is_over.set()
@@ -112,7 +113,7 @@ class EngineProcess:
 
     @property
     def backlog(self) -> int:
-        """As the engine has told last, and what was sent since."""
+        """Backlog that the engine last reported, plus the sequences sent since."""
         return self._backlog + self._num_sent - self._num_received
 
     def add(self, request: Request, is_followed: bool) -> None:
@@ -126,7 +127,8 @@ class EngineProcess:
         self._send("pause", is_paused)
 
     def call(self, function: Callable[[GuardedEngine], Any], done: Done) -> None:
-        number, function = next(self._call_numbers), pickle.dumps(function)  # or raise
+        # Pickle first: if that raises, no call is registered.
+        number, function = next(self._call_numbers), pickle.dumps(function)
         self._calls[number] = done
         self._send("call", number, function)
 
@@ -134,13 +136,13 @@ class EngineProcess:
         self._send("stop")
 
     def join(self) -> None:
-        """Wait for the end of the process; one that hangs in a step is killed."""
+        """Wait until the process has ended; kill it if it hangs in a step."""
         while self._wait(BEAT) is None:
             if self.stall is not None:
                 self._process.kill()
 
     def _wait(self, timeout: float) -> int | None:
-        """Its exit status; None if it still runs after `timeout` seconds."""
+        """Return the exit status of the process; None if it still runs after `timeout` seconds."""
         try:
             return self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -153,78 +155,79 @@ class EngineProcess:
         threading.Thread(target=work, args=arguments, name=name, daemon=True).start()
 
     def _write(self, pipe: Connection) -> None:
-        """Carry orders to the pipe, until there are no more."""
+        """Write queued commands to the pipe until the queue ends."""
         with pipe:
             while (content := self._orders.get()) is not None:
-                with contextlib.suppress(OSError):  # it has ended, which `_listen` is told, too
+                with contextlib.suppress(OSError):  # it has ended, which `_listen` notices as well
                     pipe.send_bytes(content)
 
     def _receive(self) -> Any:
-        """The next message that is no beat. Raises `EOFError` when there will be none."""
+        """Return the next message that is not a heartbeat; raise `EOFError` at the end."""
         while True:
-            kind, *told = pickle.loads(self._news.recv_bytes())
-            self._num_heard += 1
+            kind, *content = pickle.loads(self._news.recv_bytes())
+            self._num_messages += 1
             if kind != "beat":
-                return kind, *told
-            (self.stall,) = told
+                return kind, *content
+            (self.stall,) = content
 
-    def _first_words(self) -> Any:
+    def _receive_front(self) -> Any:
+        """Return the arguments of `EngineFront`, or raise what loading the engine has raised."""
         try:
-            kind, told = self._receive()
+            kind, content = self._receive()
         except EOFError:
             status = self._process.wait()
             died = RuntimeError(f"the engine's process has ended with status {status}")
             raise self.error or died from None
         if kind == "failed":
-            raise told
-        return pickle.loads(told)
+            raise content
+        return pickle.loads(content)
 
     def _watch(self) -> None:
-        """Kill a process that shows no sign of life; its pipe then ends, which `_listen` notes.
+        """Kill the process if it shows no sign of life; `_listen` then finds the end of its pipe.
 
-        One that computes and does not beat, as in compiled code that holds Python's lock, lives.
-        After a while it is taken for hung.
+        A process that uses processor time without sending heartbeats, for example in compiled code
+        that holds the GIL, is not killed, but is considered hung after a while.
         """
-        pulse, num_heard, unheard = Pulse(self._process.pid), 0, 0.0
+        pulse, num_messages, silence = Pulse(self._process.pid), 0, 0.0
         looked = time.monotonic()
         while not self._is_over.wait(BEAT):
             now = time.monotonic()
             elapsed, looked = now - looked, now
-            is_heard, num_heard = num_heard != self._num_heard, self._num_heard
-            pulse.look(elapsed, is_heard)
-            unheard = 0.0 if is_heard else unheard + min(elapsed, 2 * BEAT)
-            if num_heard and unheard >= WORK_LIMIT:
-                self.stall = f"the engine's process has not been heard for {unheard:.0f} seconds"
-            # Two beats pass before silence is one: it is found within the time that was given.
-            if pulse.silence >= (self._timeout - 2 * BEAT if num_heard else _IMPORT_TIMEOUT):
+            is_alive, num_messages = num_messages != self._num_messages, self._num_messages
+            pulse.look(elapsed, is_alive)
+            silence = 0.0 if is_alive else silence + min(elapsed, 2 * BEAT)
+            if num_messages and silence >= WORK_LIMIT:
+                self.stall = f"the engine's process has sent nothing for {silence:.0f} seconds"
+            # Silence is noticed up to two heartbeats late: subtract them to keep the timeout.
+            if pulse.silence >= (self._timeout - 2 * BEAT if num_messages else _IMPORT_TIMEOUT):
                 self.error = RuntimeError(
                     f"the engine's process {pulse.pid} has shown no sign of life for "
-                    f"{pulse.silence:.0f} seconds, as if it were stopped, and is killed"
+                    f"{pulse.silence:.0f} seconds and was killed"
                 )
                 self._process.kill()
                 return
 
     def _listen(self) -> None:
-        """Pass on what comes, until nothing comes any more."""
+        """Pass on the messages of the process until its pipe ends."""
         try:
             while True:
-                kind, *told = self._receive()
+                kind, *content = self._receive()
                 if kind == "news":
-                    tokens, outputs, self._backlog, self._num_received = told
+                    tokens, outputs, self._backlog, self._num_received = content
                     self._post(News([NewTokens(*new) for new in tokens], outputs))
                 elif kind == "result":
-                    number, value, error = told
+                    number, value, error = content
                     self._calls.pop(number)(value, error)
                 else:
-                    (self.error,) = told
+                    (self.error,) = content
         except (EOFError, OSError):
             pass  # it has ended
-        except Exception as error:  # an answer that cannot be read, say
+        except Exception as error:  # for example a result that cannot be unpickled
             self.error = error
         finally:
             self._is_over.set()
-            self._orders.put(None)  # it closes the pipe, the last thing that the process waits for
-            status = self._wait(1.0)  # of one that was killed it is there at once
+            self._orders.put(None)  # this closes the pipe, for which the process waits last
+            status = self._wait(1.0)  # the status of a killed process is available at once
             if status and self.error is None:
                 self.error = RuntimeError(f"the engine's process has ended with status {status}")
             self.is_running = False
@@ -235,9 +238,10 @@ class EngineProcess:
 
 
 class _Sender:
-    """Sends what a thread of its own finds; the engine never waits for a pipe that is full.
+    """Output queue of the engine process and the thread that sends it.
 
-    Until that is sent, further tokens of a sequence join those that wait.
+    The engine's thread never waits for a full pipe: until a message is sent, further tokens of a
+    sequence are merged with those in the queue.
     """
 
     def __init__(self, news: Connection) -> None:
@@ -253,12 +257,12 @@ class _Sender:
         self._thread.start()
 
     def start_engine(self, llm: LLM) -> EngineThread:
-        """Run an engine in a thread of its own, whose news are sent from now on."""
+        """Run an engine in a new thread, and send its updates from now on."""
         self._engine_thread = EngineThread(llm, self.post)
         return self._engine_thread
 
     def count_received(self, num_sequences: int) -> None:
-        """Add to the number of sequences of which the other process learns that they are here."""
+        """Add to the number of received sequences that is reported to the parent process."""
         self._num_received += num_sequences
 
     def post(self, news: News | None) -> None:
@@ -276,14 +280,14 @@ class _Sender:
                 self._outputs += news.outputs
             self._lock.notify()
 
-    def tell(self, *told: Any) -> None:
-        """Something that is no news of requests."""
+    def send(self, *message: Any) -> None:
+        """Queue a message other than updates of requests."""
         with self._lock:
-            self._others.append(told)
+            self._others.append(message)
             self._lock.notify()
 
     def beat(self) -> None:
-        """Send a sign of life. While the pipe is full, one is enough. `OSError` after the end."""
+        """Queue a heartbeat, at most one at a time. Raises `OSError` after the end."""
         with self._lock:
             if self._is_over:
                 raise OSError("nothing more is sent")
@@ -291,7 +295,7 @@ class _Sender:
             self._lock.notify()
 
     def end(self) -> None:
-        """Send what there is, and then close the pipe."""
+        """Send the queued messages, and then close the pipe."""
         with self._lock:
             self._is_over = True
             self._lock.notify()
@@ -303,9 +307,9 @@ class _Sender:
         try:
             self._send_all()
         except OSError:
-            pass  # nobody is there any more
+            pass  # the parent process has ended
         finally:
-            self._pipe.close()  # else an error here would leave the others waiting
+            self._pipe.close()  # also after an error, so that the parent does not wait for ever
 
     def _send_all(self) -> None:
         is_over = False
@@ -322,28 +326,31 @@ class _Sender:
                 outputs, self._outputs = self._outputs, []
                 others, self._others = self._others, []
                 is_over = self._is_over
-            for told in others:
-                self._pipe.send_bytes(pickled(told))
+            for message in others:
+                self._pipe.send_bytes(pickled(message))
             for some_tokens, some_outputs in _parts(tokens, outputs):
                 load = self._engine_thread.backlog, self._num_received
                 self._pipe.send_bytes(pickled(("news", some_tokens, some_outputs, *load)))
 
 
 def _parts(tokens: list[Any], outputs: list[Any]) -> list[tuple[list[Any], list[Any]]]:
-    """Split news into messages. An output with log-probabilities is thousands of objects, and
-    whoever unpickles it holds its interpreter's lock until all of the message is there."""
+    """Split updates into messages.
+
+    An output with prompt log-probabilities consists of thousands of objects, and unpickling a
+    message holds the receiver's interpreter lock (GIL) until it is complete.
+    """
     large = [output for output in outputs if output.prompt_logprobs]
     small = [output for output in outputs if not output.prompt_logprobs]
     parts = [(tokens, small)] if tokens or small else []
     return parts + [([], [output]) for output in large]
 
 
-def pickled(told: tuple[Any, ...]) -> bytes:
-    """Errors may hold what cannot be pickled: then it is their text that counts."""
+def pickled(message: tuple[Any, ...]) -> bytes:
+    """Pickle a message; replace errors that cannot be pickled by their text."""
     try:
-        return pickle.dumps(told)
+        return pickle.dumps(message)
     except Exception:
-        return pickle.dumps(tuple(map(_without_objects, told)))
+        return pickle.dumps(tuple(map(_without_objects, message)))
 
 
 def _without_objects(value: Any) -> Any:
@@ -360,8 +367,9 @@ def _without_objects(value: Any) -> Any:
 
 
 def _main(orders: Connection, news: Connection) -> None:
-    """The process: load, obey, end."""
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):  # which a terminal, or a supervisor, sends to all
+    """Run the engine process: load the model, execute commands, exit."""
+    # Terminals and supervisors send these to all processes of a group; the parent handles them.
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
     sender = _Sender(news)
@@ -379,44 +387,47 @@ def _serve(orders: Connection, sender: _Sender) -> None:
     try:
         llm = LLM(model, **options)
     except Exception as error:
-        sender.tell("failed", error)
+        sender.send("failed", error)
         return
     gc.collect()
-    gc.freeze()  # what is loaded stays; to look through all of it again would take 200 ms
+    gc.freeze()  # loaded objects stay alive; each full collection would scan them for 200 ms
     engine = llm.engine
-    told = (engine.config, engine.model_config, engine.tokenizer)
-    sender.tell("ready", pickle.dumps((*told, engine.input_processor.max_model_len)))
+    front = (engine.config, engine.model_config, engine.tokenizer)
+    sender.send("ready", pickle.dumps((*front, engine.input_processor.max_model_len)))
     thread = sender.start_engine(llm)
     timeout = None
     try:
-        _obey(orders, thread, sender)
+        _execute(orders, thread, sender)
     except EOFError:
-        timeout = _ORPHAN_TIMEOUT  # whoever gave the orders has ended
+        timeout = _ORPHAN_TIMEOUT  # the parent process has ended
     finally:
         thread.stop()
         if not thread.join(timeout):
-            os._exit(1)  # nothing else ends a step that hangs
+            os._exit(1)  # the only way to end a step that hangs
 
 
-def _obey(orders: Connection, thread: EngineThread, sender: _Sender) -> None:
+def _execute(orders: Connection, thread: EngineThread, sender: _Sender) -> None:
     while True:
-        name, *told = pickle.loads(orders.recv_bytes())
+        name, *arguments = pickle.loads(orders.recv_bytes())
         if name == "add":
-            sender.count_received(len(told[0].sequences))
-            thread.add(*told)
+            sender.count_received(len(arguments[0].sequences))
+            thread.add(*arguments)
         elif name == "abort":
-            thread.abort(*told)
+            thread.abort(*arguments)
         elif name == "pause":
-            thread.pause(*told)
+            thread.pause(*arguments)
         elif name == "call":
-            number, function = told
-            thread.call(partial(_call, function), partial(sender.tell, "result", number))
+            number, function = arguments
+            thread.call(partial(_call, function), partial(sender.send, "result", number))
         else:
             return
 
 
 def _call(function: bytes, engine: GuardedEngine) -> Any:
-    """Unpickled only here, so that one that cannot be is an error like others."""
+    """Unpickle and call a function of the engine.
+
+    It is unpickled here so that a failure of that is reported like any other error of the call.
+    """
     return pickle.loads(function)(engine)
 
 

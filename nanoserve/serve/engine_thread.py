@@ -1,4 +1,4 @@
-"""The thread that owns an engine: it takes orders, steps, and posts what has come of it."""
+"""Thread that owns an engine: executes commands, steps, and posts new tokens and outputs."""
 
 import atexit
 import logging
@@ -20,34 +20,35 @@ from nanoserve.serve.token_stream import NewTokens, TokenFeed
 
 logger = logging.getLogger(__name__)
 
-_NUM_TRIES = 2  # of a step, before the requests in it are given up
-_MOST_FAILURES = 6  # one after another, before the engine is
+_NUM_TRIES = 2  # attempts at a step, before the requests in it are aborted
+_MOST_FAILURES = 6  # consecutive failed steps, before the engine is stopped
 
-# Orders that are obeyed between two steps, where there is work: who orders without end must not
-# keep all others from their tokens. A call may take milliseconds; another order takes microseconds.
+# Limits on the commands executed between two steps while there is work: a client that sends
+# commands without end must not starve the others. A call may take milliseconds, any other command
+# microseconds.
 _MOST_ORDERS = 1024
 _MOST_CALLS = 1
 
-Done = Callable[[Any, Exception | None], None]  # is told what a call has returned, or raised
+Done = Callable[[Any, Exception | None], None]  # receives the result of a call, or its error
 
 
 class News(NamedTuple):
-    """What a step has brought: tokens of requests that are followed, and outputs."""
+    """Updates of a step: new tokens of followed requests (see `TokenFeed`), and outputs."""
 
     tokens: list[NewTokens]
     outputs: list[RequestOutput]
 
 
 class EngineThread:
-    """Nobody else touches the engine while this thread runs; what they order is done in order,
-    between two steps.
+    """Owner of an engine in this process: a thread that has exclusive access to it.
 
-    `post` gets the news of a step, all at once, and is called once more, with None, when the thread
-    has ended. A step that raises has not happened, so it is tried again; if it raises once more,
-    the requests in it end with that error, and the others go on. If those fare no better, and their
-    successors neither, `error` says what the engine has died of. An executor that is dead is the
-    end at once, also between two steps: another thread looks after it, and at how long a step or a
-    call takes.
+    Commands from other threads are executed in order, between two steps.
+
+    `post` is called once per step with its updates, and with None when the thread has ended. A step
+    that raises leaves the engine unchanged, so it is repeated; if it raises again, the requests in
+    it end with that error and the other requests continue. After six consecutive failed steps the
+    engine is stopped, and `error` is the cause. A dead executor stops the engine at once, even
+    between two steps: a second thread monitors the executor and the duration of steps and calls.
     """
 
     def __init__(self, llm: LLM, post: Callable[[News | None], None]) -> None:
@@ -62,7 +63,7 @@ class EngineThread:
         self._num_failures = 0
         self._is_paused = False
         self._work, self._has_ended = WorkWatch(), threading.Event()
-        # A daemon, so that a program that forgets to shut down can still end.
+        # A daemon, so that a program that does not call `shutdown` can still exit.
         self._thread = threading.Thread(target=self._run, name="nanoserve engine", daemon=True)
         self._thread.start()
         self._watcher = threading.Thread(target=self._watch, name="nanoserve watch", daemon=True)
@@ -70,43 +71,43 @@ class EngineThread:
 
     @property
     def stall(self) -> str | None:
-        """Why the step or the call under way is taken for hung; None if it is not."""
+        """Reason why the current step or call is considered hung; None if it is not."""
         return self._work.stall
 
     @property
     def backlog(self) -> int:
-        """Sequences that wait, less those for whom the next step has a slot; below 0 is room."""
+        """Number of waiting sequences minus free slots of the next step; below 0: slots remain."""
         scheduler = self.engine.scheduler
         num_slots = scheduler.max_num_seqs - len(scheduler.running)
         return len(scheduler.waiting) + self._orders.qsize() - num_slots
 
     def add(self, request: Request, is_followed: bool) -> None:
-        """Queue a request; where it is followed, its tokens are posted as they come."""
+        """Queue a request; if it is followed, its new tokens are posted after each step."""
         self._orders.put(partial(self._add, request, is_followed))
 
     def abort(self, request_id: str) -> None:
-        """End a request; its last output is posted. An id that is unknown is no error."""
+        """Abort a request; its last output is posted. An unknown id is ignored."""
         self._orders.put(partial(self._abort, request_id))
 
     def pause(self, is_paused: bool) -> None:
-        """Take no step from here on, or go on. Requests keep what they have, and new ones wait."""
+        """Stop or resume stepping. During a pause, requests keep their state and new ones wait."""
         self._orders.put(partial(self._pause, is_paused))
 
     def call(self, function: Callable[[GuardedEngine], Any], done: Done) -> None:
-        """Call `function(engine)`, and `done` with what it has returned, or raised."""
+        """Call `function(engine)`, and then `done` with its result or its error."""
         self._orders.put(partial(self._call, function, done))
 
     def stop(self) -> None:
-        """Obey what was ordered before, abort what is left, and close the engine."""
-        # Nobody may wait for that, as if the collector stops it; but a program that ends must not
-        # tear torch down under it.
+        """Execute earlier commands, abort the remaining requests, and close the engine."""
+        # The caller may be the garbage collector, which does not wait; but the interpreter must not
+        # tear torch down while this thread runs.
         atexit.register(self.join)
         self._orders.put(None)
 
     def join(self, timeout: float | None = None) -> bool:
-        """Wait for the thread's end, at most `timeout` seconds, and not for a step that hangs.
+        """Wait for the thread to end, at most `timeout` seconds; do not wait for a hung step.
 
-        Returns whether it has ended.
+        Returns True if it has ended.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while self._thread.is_alive() and self.stall is None:
@@ -147,10 +148,10 @@ class EngineThread:
                 self._step()
         except BaseException as error:
             self.error = error
-            logger.critical("the engine has died", exc_info=error)
+            logger.critical("the engine has failed and is stopped", exc_info=error)
         finally:
             self.is_running = False
-            if self.error is not None:  # nobody should wait for what is left of the executor
+            if self.error is not None:  # readers must not wait until a broken executor is closed
                 self._post(None)
             try:
                 with self._work.work():
@@ -162,25 +163,25 @@ class EngineThread:
                 atexit.unregister(self.join)
 
     def _watch(self) -> None:
-        """In another thread: notice a step that hangs, and an executor that dies while idle."""
-        looked, is_told = time.monotonic(), False
+        """Detect a step that hangs and an executor that dies while idle, in a separate thread."""
+        looked, is_reported = time.monotonic(), False
         while not self._has_ended.wait(BEAT):
             now = time.monotonic()
             self._work.look(now - looked)
             looked = now
-            # Only executors of several processes have it.
+            # Only executors with several processes have this attribute.
             failure = getattr(self.engine.executor, "failure", None)
-            if failure is not None and not is_told:
+            if failure is not None and not is_reported:
                 self._orders.put(partial(self._die, failure))
-                is_told = True
+                is_reported = True
 
     def _die(self, failure: str) -> None:
         raise ExecutorDeadError(failure)
 
     def _take_orders(self) -> bool:
-        """Obey what there is, within bounds; without other work, wait for some.
+        """Execute queued commands, within limits; if there is no other work, wait for one.
 
-        False: it is time to stop.
+        Returns False if the thread is to stop.
         """
         num_orders = num_calls = 0
         while not (is_busy := self._has_work()) or not self._orders.empty():
@@ -192,7 +193,7 @@ class EngineThread:
             num_orders += 1
             num_calls += order.func == self._call
             order()
-            del order  # else the last one would be kept alive until the next one comes
+            del order  # otherwise its objects stay alive until the next command arrives
         return is_busy
 
     def _has_work(self) -> bool:
@@ -208,7 +209,7 @@ class EngineThread:
             self._num_failures += 1
             if self._num_failures == _MOST_FAILURES:
                 raise
-            logger.exception("a step has failed, the %d. in a row", self._num_failures)
+            logger.exception("a step has failed (consecutive failures: %d)", self._num_failures)
             was_last = self._num_failures % _NUM_TRIES == 0
             outputs = self._give_up(error) if was_last else []
         else:
@@ -216,7 +217,7 @@ class EngineThread:
         self._hand_out(outputs)
 
     def _give_up(self, error: Exception) -> list[RequestOutput]:
-        """End the requests whose step has raised `error`."""
+        """Abort the requests of the step that raised `error`; return their last outputs."""
         aborted = map(self.engine.abort_request, getattr(error, "request_ids", ()))
         return [replace(output, error=error) for output in aborted if output is not None]
 

@@ -1,4 +1,4 @@
-"""What one task reads of what an engine puts out."""
+"""Reader of the outputs of some requests, for one task."""
 
 import asyncio
 from typing import TYPE_CHECKING, Union
@@ -18,20 +18,20 @@ EngineOwner = Union[EngineThread, "EngineProcess"]
 
 
 class EngineDeadError(RuntimeError):
-    """The engine has failed for good, or was shut down. What it has died of is the cause."""
+    """The engine has failed or was shut down; the exception's cause is its error, if any."""
 
-    def __init__(self, told: str = "the engine is not running") -> None:
-        super().__init__(told)
+    def __init__(self, message: str = "the engine is not running") -> None:
+        super().__init__(message)
 
 
 class OutputReader:
-    """What is new of some requests, for the one task that reads it.
+    """Unread outputs of some requests, for the one task that reads them.
 
-    However late that reads, at most one output of each request waits for it. A reader that is
-    closed or dropped aborts those of its requests that have not ended.
+    A task that reads late finds at most one output per request, into which later ones were merged.
+    A reader that is closed or dropped aborts its unfinished requests.
 
-    Whoever reads is woken when one of the requests has brought its first token, `stream_interval`
-    more than were read of it, or its end.
+    The task is woken when a request has its first token, `stream_interval` tokens more than were
+    read of it, or its end.
     """
 
     def __init__(
@@ -52,21 +52,24 @@ class OutputReader:
         self._unread: dict[str, RequestOutput | FollowedRequest] = {}
         self._interval = stream_interval
         self._num_tokens = dict.fromkeys(self._are_deltas, 0)
-        self._num_due = dict.fromkeys(self._are_deltas, 1)  # tokens at which it is to be read
+        self._num_due = dict.fromkeys(self._are_deltas, 1)  # token count at which to wake the task
         self._is_due = False
         self._waiter: asyncio.Future[None] | None = None
 
     def follows(self, request: Request) -> bool:
-        """Whether tokens are enough, of which outputs are made here."""
+        """Return True if this reader makes the outputs of `request`, from its tokens alone."""
         return request.request_id in self._followed
 
     @property
     def is_over(self) -> bool:
-        """Whether every request has ended, and all that came of them was read."""
+        """True when every request has ended and all outputs were read."""
         return not self._unread and not self._are_deltas
 
     async def read(self) -> list[RequestOutput]:
-        """Wait for something new: an output of each request that has one. `wake` ends the wait."""
+        """Wait until an output is due, or for `wake`; return one output per request with updates.
+
+        Raises `EngineDeadError` if the engine has ended and nothing is unread.
+        """
         if not self._is_due and self._are_deltas:
             if self._owner.is_running:
                 self._waiter = asyncio.get_running_loop().create_future()
@@ -82,20 +85,20 @@ class OutputReader:
         ]
 
     def _output_of(self, request_id: str, followed: FollowedRequest) -> RequestOutput:
-        """Return the news of a request whose text is made here; an error of it ends the request."""
+        """Return the output of a followed request; if making its text fails, abort the request."""
         output = followed.output()
         if followed.error is not None and self._are_deltas.pop(request_id, None) is not None:
             self._owner.abort(request_id)
         return output
 
     def take(self, output: RequestOutput) -> None:
-        """Keep an output until it is read."""
+        """Store an output until it is read."""
         request_id = output.request_id
         followed, earlier = self._followed.get(request_id), self._unread.get(request_id)
         num_tokens = sum(len(completion.token_ids) for completion in output.outputs)
         if followed is not None:
             if followed.error is not None:
-                return  # it has ended here before
+                return  # making its text failed, so it has ended here already
             followed.end(output)
         elif self._are_deltas.get(request_id):
             num_tokens += self._num_tokens[request_id]
@@ -107,29 +110,29 @@ class OutputReader:
         self._note(request_id, num_tokens, output.finished)
 
     def take_tokens(self, new: NewTokens) -> None:
-        """Keep tokens until they are read, and become text only then."""
+        """Store tokens until they are read; they are converted to text only then."""
         followed = self._followed[new.request_id]
         if followed.error is not None:
-            return  # it has ended here before
+            return  # making its text failed, so it has ended here already
         followed.add(new)
         self._unread[new.request_id] = followed
         num_tokens = self._num_tokens[new.request_id] + len(new.token_ids)
         self._note(new.request_id, num_tokens, new.finish_reason is not None)
 
     def _note(self, request_id: str, num_tokens: int, is_over: bool) -> None:
-        """A request has that many tokens by now."""
+        """Record the token count of a request, and wake the task if an output is due."""
         self._num_tokens[request_id] = num_tokens
         if is_over or num_tokens >= self._num_due[request_id]:
             self._is_due = True
             self.wake()
 
     def wake(self) -> None:
-        """End the wait of whoever reads."""
+        """End the wait of the reading task."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
     def close(self) -> None:
-        """Idempotent, and what the garbage collector does."""
+        """Abort the unfinished requests. Idempotent; also called by the garbage collector."""
         while self._are_deltas:
             request_id, _ = self._are_deltas.popitem()
             self._owner.abort(request_id)

@@ -1,9 +1,8 @@
-"""Streams of text, made where they are read and not where the engine steps.
+"""Detokenisation of streams in the reading task, instead of in the engine's thread.
 
-For the engine, a request that streams is one of those that want nothing before their end: it
-decodes no token of it and makes no output. An observer of the steps picks up the new tokens, which
-takes less than a microsecond for each, and whoever reads makes text of them: once for all that has
-come since.
+For a *followed* request, the engine itself produces no output before the end and converts no token
+to text. A step observer collects the new tokens, at less than a microsecond each, and the task that
+reads the stream converts to text all tokens that have arrived since its last read.
 """
 
 import logging
@@ -25,18 +24,20 @@ logger = logging.getLogger(__name__)
 
 
 class NewTokens(NamedTuple):
-    """What a step has brought to one sequence."""
+    """New tokens of one sequence, and its finish reason if it has ended."""
 
     request_id: str
-    index: int  # which completion of its prompt
+    index: int  # of the completion within its request
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: int | str | None
 
 
 def can_follow(request: Request) -> bool:
-    """Whether tokens are enough to make its outputs of: stop strings and log-probabilities are
-    found where the engine is."""
+    """Return True if the outputs of `request` can be made from its tokens alone.
+
+    Stop strings and log-probabilities need the engine.
+    """
     params = request.params
     is_delta = params.output_kind is RequestOutputKind.DELTA
     has_logprobs = params.logprobs is not None or params.prompt_logprobs is not None
@@ -44,10 +45,10 @@ def can_follow(request: Request) -> bool:
 
 
 class TokenFeed(RequestListener):
-    """Collects, in the engine's thread, the new tokens of the requests that are followed.
+    """Step observer and request listener that collects the new tokens of followed requests.
 
-    It is an observer of the steps, too. The last output of a request has all of its tokens, so it
-    does not matter which of the two is called first when it ends.
+    It runs in the engine's thread. The last output of a request contains all of its tokens, so it
+    does not matter whether the observer or the listener is called first when a request ends.
     """
 
     def __init__(self) -> None:
@@ -56,13 +57,13 @@ class TokenFeed(RequestListener):
         self._new: list[NewTokens] = []
 
     def follow(self, request: Request) -> None:
-        """From its first token on. It is not queued yet."""
+        """Collect the tokens of a request, which must not be queued yet."""
         request.params.output_kind = RequestOutputKind.FINAL_ONLY
         self._sequences[request.request_id] = request.sequences
         self._num_sent.update(dict.fromkeys(request.sequences, 0))
 
     def __call__(self, plan: Plan, batch: Batch, result: StepResult, times: StepTimes) -> None:
-        """A step is over."""
+        """Collect the new tokens of a finished step."""
         for row in plan.sampled:
             seq = row.seq
             num_sent = self._num_sent.get(seq)
@@ -80,29 +81,29 @@ class TokenFeed(RequestListener):
             self._num_sent.pop(seq, None)
 
     def take(self) -> list[NewTokens]:
-        """What is new since the last time."""
+        """Return the tokens collected since the last call."""
         new, self._new = self._new, []
         return new
 
 
 @dataclass
 class _Completion:
-    seq: Sequence  # a likeness of the engine's, which only its own thread may look at
-    num_told: int = 0  # tokens
-    is_told: bool = False  # its end, too
+    seq: Sequence  # a local copy: only the engine's thread may access the original
+    num_read: int = 0  # tokens in the outputs so far
+    is_end_read: bool = False  # True once an output contained its finish reason
 
 
 class FollowedRequest:
-    """A request's tokens, and the text that they become, where they are read.
+    """Tokens and text of a followed request, in the task that reads them.
 
-    What its text raises is its `error`: it has ended with that, and nothing more is made of it.
+    If detokenisation raises, the request ends with that error in `error`.
     """
 
     def __init__(self, request: Request, detokenizer: Detokenizer) -> None:
         self.error: Exception | None = None
         self._request, self._detokenizer = request, detokenizer
         params = replace(request.params, output_kind=RequestOutputKind.DELTA)
-        # Of the prompt, only the end matters to the text of the output.
+        # Only the end of the prompt affects the text of the output.
         context = detokenizer.context(request.prompt_token_ids, params)
         self._completions = [
             _Completion(Sequence(request.request_id, [*context], params, 2**31, index=index))
@@ -117,7 +118,7 @@ class FollowedRequest:
             _end(seq, new.finish_reason, new.stop_reason)
 
     def end(self, output: RequestOutput) -> None:
-        """The engine's last output of it, which has everything once more."""
+        """Add the engine's last output of the request, which contains all of its tokens."""
         self._last = output
         for completion in output.outputs:
             seq = self._completions[completion.index].seq
@@ -125,19 +126,19 @@ class FollowedRequest:
             _end(seq, completion.finish_reason, completion.stop_reason)
 
     def output(self) -> RequestOutput:
-        """All that is new since the last time."""
+        """Return an output with all that is new since the last call."""
         request, last, outputs = self._request, self._last, []
         for completion in self._completions:
-            seq, num_told = completion.seq, completion.num_told
-            if completion.is_told or (seq.num_output_tokens == num_told and not seq.finished):
+            seq, num_read = completion.seq, completion.num_read
+            if completion.is_end_read or (seq.num_output_tokens == num_read and not seq.finished):
                 continue
-            completion.num_told, completion.is_told = seq.num_output_tokens, seq.finished
+            completion.num_read, completion.is_end_read = seq.num_output_tokens, seq.finished
             text = self._text(seq)
             outputs.append(
                 CompletionOutput(
                     seq.index,
                     text,
-                    seq.token_ids[seq.num_prompt_tokens + num_told :],
+                    seq.token_ids[seq.num_prompt_tokens + num_read :],
                     seq.finish_reason,
                     seq.stop_reason,
                 )
@@ -150,19 +151,19 @@ class FollowedRequest:
             request.prompt_token_ids,
             outputs,
             last is not None or self.error is not None,
-            # In another process than the engine's, these stand still until it sends its own.
+            # With an engine process, the local metrics are not updated before the last output.
             request.sequences[0].metrics if last is None else last.metrics,
             error=self.error if last is None else last.error or self.error,
         )
 
     def forget(self) -> None:
-        """Nobody reads it to its end: the detokenizer need not remember where it was."""
+        """Release the detokenizer state of a request that will not be read to its end."""
         for completion in self._completions:
             del completion.seq.token_ids[completion.seq.num_prompt_tokens :]
             self._detokenizer.restart(completion.seq)
 
     def _text(self, seq: Sequence) -> str:
-        """The new text of `seq`, unless there is none to be had any more."""
+        """Return the new text of `seq`; "" if detokenisation has failed."""
         if self.error is None:
             try:
                 self._detokenizer.advance(seq)
@@ -173,12 +174,12 @@ class FollowedRequest:
         return ""
 
     def _failed(self, outputs: list[CompletionOutput]) -> list[CompletionOutput]:
-        """The last outputs of a request whose text has raised: of all that had not ended before."""
+        """Return the last outputs after failed detokenisation, for all unfinished completions."""
         new = {output.index: output for output in outputs}
         for completion in self._completions:
-            if completion.seq.index in new or not completion.is_told:
+            if completion.seq.index in new or not completion.is_end_read:
                 _end(completion.seq, "error", None)
-                completion.is_told = True
+                completion.is_end_read = True
                 output = new.get(completion.seq.index) or CompletionOutput(
                     completion.seq.index, "", [], None, None
                 )

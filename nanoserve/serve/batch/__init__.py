@@ -1,1 +1,1 @@
-"""A file of requests in, a file of answers out: OpenAI's batch format, without a server."""
+"""Batch jobs: answer a file of requests in OpenAI's batch format, without a server."""

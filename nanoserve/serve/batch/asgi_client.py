@@ -1,4 +1,4 @@
-"""A request to an application in this process: ASGI without a server, and without HTTP."""
+"""Client for an ASGI application in this process, without a server and without HTTP."""
 
 import asyncio
 import logging
@@ -11,9 +11,9 @@ logger = logging.getLogger(__name__)
 
 
 async def post(app: "ASGIApp", path: str, content: bytes) -> tuple[int, bytes]:
-    """Send JSON, and wait for all of the answer: its status and its body.
+    """Post a JSON body; return the status and the body of the complete response.
 
-    Cancelling it is as if a client went away.
+    Cancelling it has the effect of a disconnecting client.
     """
     scope: Scope = {
         "type": "http",
@@ -32,7 +32,7 @@ async def post(app: "ASGIApp", path: str, content: bytes) -> tuple[int, bytes]:
 
     async def receive() -> "Message":
         if not requests:
-            await asyncio.get_running_loop().create_future()  # this client never goes away
+            await asyncio.get_running_loop().create_future()  # this client never disconnects
         return requests.pop()
 
     async def send(message: Any) -> None:
@@ -47,5 +47,5 @@ async def post(app: "ASGIApp", path: str, content: bytes) -> tuple[int, bytes]:
     except Exception as error:
         if not status:
             raise
-        logger.error("%s has failed", path, exc_info=error)  # after its answer, a 500, was sent
+        logger.error("%s has failed", path, exc_info=error)  # after a response with status 500
     return status, b"".join(pieces)

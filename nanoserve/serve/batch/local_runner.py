@@ -1,4 +1,4 @@
-"""Answer with one engine: as many lines at a time as keep it busy, and no more."""
+"""Batch job with one engine: sends only as many concurrent lines as keep it busy."""
 
 import asyncio
 import signal
@@ -8,7 +8,7 @@ from nanoserve.serve.batch.request_executor import Answered, Answerer
 from nanoserve.serve.batch.requests import BatchLine
 from nanoserve.serve.batch.restarts import RestartingAnswerer
 
-_LINES_PER_SLOT = 2  # under way: those that run, and as many that wait for their turn
+_LINES_PER_SLOT = 2  # concurrent lines: one that runs and one that waits, per slot
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -18,10 +18,11 @@ async def answer_here(
     take: Callable[[Answered], None],
     grace_period: float,
 ) -> int:
-    """Take a line when another one has its answer. Returns the signal that ended it early, or 0.
+    """Answer lines, a new one whenever another has been answered, and pass each answer to `take`.
 
-    After the first signal no line is begun, and what runs may end within `grace_period` seconds;
-    a second one does not wait. What is aborted is as if it had not begun.
+    Returns the signal that ended the job early, or 0. After the first signal no line is started,
+    and running ones have `grace_period` seconds to finish; a second signal aborts them at once.
+    Aborted lines get no answer, so that the next run answers them.
     """
     loop, stopped_by = asyncio.get_running_loop(), 0
 

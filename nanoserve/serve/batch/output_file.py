@@ -1,7 +1,8 @@
-"""The output: a line for each answer, written at once, so that whoever is killed leaves them.
+"""Output file of a batch job: one line per answer, written at once, so that none is lost when a
+run is killed.
 
-A line is whole when it ends with a line break. What was being written when a run was killed does
-not, and is cut off by the next one.
+A line is complete if it ends with a line break. An incomplete line of a killed run is truncated by
+the next run.
 """
 
 import contextlib
@@ -14,26 +15,27 @@ from typing import Any, NamedTuple
 from nanoserve.serve.batch.requests import key_of, key_of_answer
 from nanoserve.utils.checks import is_text, json_object, require
 
-_BEGINNING = b'{"id": "batch_req_'  # of every line; see `Answerer`
+_BEGINNING = b'{"id": "batch_req_'  # prefix of every line; see `Answerer`
 
 
 class Earlier(NamedTuple):
-    """What runs before this one have answered."""
+    """Answers of earlier runs."""
 
-    answers: dict[int, int]  # the key of each custom_id, and of its answer's id
+    answers: dict[int, int]  # from the key of each custom_id to the key of its answer's id
     num_refused: int  # answers that are errors
 
 
 class AnswersFile:
-    """Made if it is not there; nobody else writes to it meanwhile.
+    """Output file, created if it does not exist, and locked against other runs.
 
     Raises `OSError` if it cannot be written, and `ValueError` if another run writes to it.
     """
 
     def __init__(self, path: Path) -> None:
-        require(path.is_file() or not path.exists(), f"{path} is not a file that can be continued")
+        is_valid = path.is_file() or not path.exists()
+        require(is_valid, f"{path} exists, but is not a regular file: name another file")
         self.path = path
-        self._file = io.FileIO(path, "a+")  # unbuffered: nothing is left to be written at the end
+        self._file = io.FileIO(path, "a+")  # unbuffered, so that every answer is written at once
         try:
             self._lock()
         except BaseException:
@@ -42,7 +44,7 @@ class AnswersFile:
         self._size = os.fstat(self._file.fileno()).st_size
 
     def earlier(self) -> Earlier:
-        """Read all that is there. `ValueError` for a line that is no answer of a batch job."""
+        """Read all answers in the file. Raises `ValueError` for a line that is not an answer."""
         answers: dict[int, int] = {}
         num_refused = 0
         for where, fields in self._lines():
@@ -50,7 +52,7 @@ class AnswersFile:
             is_ours = is_text(custom_id) and is_text(answer_id)
             require(is_ours, f"{where} is not an answer of a batch job: name another file")
             key = key_of(custom_id)
-            require(key not in answers, f"{where} answers custom_id={custom_id!r} once more")
+            require(key not in answers, f"{where} answers custom_id={custom_id!r} a second time")
             try:
                 answers[key] = key_of_answer(answer_id)
             except ValueError as error:
@@ -59,15 +61,15 @@ class AnswersFile:
         return Earlier(answers, num_refused)
 
     def custom_id_of(self, key: int) -> str:
-        """Which one it is that `key` stands for."""
+        """Return the custom_id with the given key."""
         return next(f["custom_id"] for _, f in self._lines() if key_of(f["custom_id"]) == key)
 
     def cut_torn_line(self) -> None:
-        """Only after everything else was checked: until then nothing has changed."""
+        """Truncate an incomplete last line. Call it after all checks: it is the first change."""
         os.ftruncate(self._file.fileno(), self._size)
 
     def append(self, line: bytes) -> None:
-        """Write a line, all of it or nothing. Raises `OSError`: the disk may be full."""
+        """Write a line completely or not at all. Raises `OSError`, for example on a full disk."""
         left = memoryview(line)
         try:
             while left:
@@ -82,18 +84,21 @@ class AnswersFile:
         self._file.close()
 
     def _lock(self) -> None:
-        """It ends with the process, however that ends."""
+        """Lock the file. The system releases the lock when the process ends, for any reason."""
         with contextlib.suppress(ImportError):  # Windows has no such module
             import fcntl
 
             try:
                 fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                told = f"{self.path}: another run writes to it; wait for its end, or end it"
-                raise ValueError(told) from None
+                message = f"{self.path}: another run writes to it; wait for its end, or stop it"
+                raise ValueError(message) from None
 
     def _lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Where each whole line is, for a message, and what it says; `_size` is theirs after it."""
+        """Yield each complete line: its location, for messages, and its fields.
+
+        Afterwards `_size` is the number of bytes of all complete lines.
+        """
         size = 0
         with self.path.open("rb") as file:
             for number, content in enumerate(file, 1):

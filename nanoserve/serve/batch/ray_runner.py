@@ -1,7 +1,7 @@
-"""Answer with several engines: Ray Data maps the input over actors that hold one each.
+"""Batch job with several engines: Ray Data maps the input over actors with one engine each.
 
-What travels is where lines are and what is answered to them. Each replica reads the input itself, a
-chunk of lines at a time, so wherever it runs, the file must be there.
+Only the positions of lines and their answers are sent between processes. Each replica reads the
+input itself, a chunk of lines at a time, so the file must exist on every machine.
 """
 
 import asyncio
@@ -27,17 +27,17 @@ from nanoserve.serve.batch.restarts import RestartingAnswerer
 from nanoserve.serve.response_stream import EngineDeadError
 from nanoserve.utils.checks import require
 
-_LEAST_LINES, _MOST_LINES = 8, 1024  # of a chunk: a task of Ray costs some 10 ms
-_CHUNKS_PER_REPLICA = 8  # at least, so that all end at about the same time
-_LINES_PER_SLOT = 2  # under way in a replica, as in `here`
-_MOST_CHUNKS = 32  # under way in a replica, each in a thread
+_LEAST_LINES, _MOST_LINES = 8, 1024  # per chunk: a Ray task costs about 10 ms
+_CHUNKS_PER_REPLICA = 8  # at least, so that all replicas finish at about the same time
+_LINES_PER_SLOT = 2  # concurrent lines of a replica, as in `here`
+_MOST_CHUNKS = 32  # concurrent chunks of a replica, each in a thread
 
 
 class Replica:
-    """What an actor of Ray Data holds. Its chunks overlap: the engine has always enough to do.
+    """State of a Ray Data actor: an engine. Chunks overlap, so that the engine is always busy.
 
-    That there can be no such engine, or no more, is an outcome too, of line 0: Ray would tell it on
-    a hundred lines, or try again.
+    A failure of the engine is returned as the result of line 0: if it were raised, Ray would print
+    a hundred lines or retry.
     """
 
     def __init__(self, path: Path, num_bytes: int, salt: str, answerer: dict[str, Any]) -> None:
@@ -45,7 +45,7 @@ class Replica:
         self._running: set[asyncio.Task[Answered]] = set()
         try:
             is_there = path.is_file() and path.stat().st_size == num_bytes
-            require(is_there, f"{path}, as it is where the job began, must be on every machine")
+            require(is_there, f"{path} must exist on every machine, with the same content")
             self._answerer = RestartingAnswerer(partial(Answerer, **answerer))
         except (ValueError, OSError) as error:
             self._failure = str(error)
@@ -56,19 +56,19 @@ class Replica:
             done = await self._answers(json.loads(places))
         except (ValueError, OSError, EngineDeadError) as error:
             done = [Answered(0, b"", str(error))]
-        # As texts: numpy would take zeros at the end of bytes for padding.
+        # Strings, because numpy strips zeros at the end of bytes as padding.
         contents = [answered.content.decode() for answered in done]
         yield {
             "number": np.array([answered.number for answered in done]),
             "content": np.array(contents, dtype=object),
-            "told": np.array([answered.told for answered in done], dtype=object),
+            "error": np.array([answered.error for answered in done], dtype=object),
         }
 
     async def _answers(self, places: list[tuple[int, int]]) -> list[Answered]:
         require(not self._failure, self._failure)
         lines = Todo(places).lines(self._path, self._salt)
         tasks = [asyncio.ensure_future(self._answerer.answer(line)) for line in lines]
-        self._running.update(tasks)  # nobody else holds them: Ray does not, nor the event loop
+        self._running.update(tasks)  # neither Ray nor the event loop keeps references to them
         try:
             return await asyncio.gather(*tasks)
         finally:
@@ -86,20 +86,23 @@ def answer_on_ray(
     replicas: int,
     address: str | None,
 ) -> int:
-    """`answerer` are the arguments of `Answerer`. Returns the signal that ended it early, or 0.
+    """Answer the lines in `todo` on replicas, and pass each answer to `take`.
 
-    Without an address Ray runs on this machine, for as long as this process. A signal drops what
-    was not written yet. Raises `ValueError` if there is no room for the replicas, and
-    `RuntimeError` for what has ended one of them.
+    answerer: arguments of `Answerer`. address: of a Ray cluster; None starts Ray on this machine,
+    for as long as this process runs. salt: see `parse`.
+
+    Returns the signal that ended the job early, or 0. A signal drops the answers that were not
+    written yet. Raises `ValueError` if Ray lacks resources for the replicas, and `RuntimeError` if
+    a replica fails.
     """
     options = answerer["options"]
     for name in ("trace", "kv_events_config"):
-        require(name not in options, f"{name} is for one engine: leave it out, or --replicas")
+        require(name not in options, f"{name} needs a single engine: leave it or --replicas out")
     config = engine_config(answerer["model"], options)
     backend = config.distributed_executor_backend
-    told = f"distributed_executor_backend={backend!r}: Ray places replicas, not their ranks, too"
-    require(backend in (None, "mp"), told)
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # or it reports home
+    message = f"distributed_executor_backend={backend!r} must be 'mp' with --replicas, whose ranks "
+    require(backend in (None, "mp"), f"{message}run on one machine each")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # otherwise Ray sends usage statistics
     import ray
     from ray.data import DataContext
 
@@ -135,7 +138,7 @@ def answer_on_ray(
 
 
 def _chunks(todo: Todo, max_num_seqs: int, replicas: int) -> list[list[tuple[int, int]]]:
-    """The places of the lines, so many together as Ray hands to a replica at a time."""
+    """Split the positions of the lines into chunks, each of which is sent to a replica at once."""
     fair = len(todo) // (replicas * _CHUNKS_PER_REPLICA)
     size = max(1, min(fair, max(_LEAST_LINES, max_num_seqs // 2), _MOST_LINES))
     return [todo.places(start, start + size) for start in range(0, len(todo), size)]
@@ -144,20 +147,25 @@ def _chunks(todo: Todo, max_num_seqs: int, replicas: int) -> list[list[tuple[int
 def _resources(
     config: EngineConfig, num_cpus: int, replicas: int, there: dict[str, float]
 ) -> dict[str, int]:
-    """What a replica takes. Ray would wait for ever for what nobody has."""
+    """Return the Ray resources of a replica.
+
+    Raises `ValueError` if Ray has too few for all replicas: it would wait for them for ever.
+    """
     needs = {"num_cpus": num_cpus, "num_gpus": 0}
     if config.device == "cuda" or (config.device == "auto" and there.get("GPU")):
         needs["num_gpus"] = config.tensor_parallel_size * config.pipeline_parallel_size
     for name, each in (("CPU", needs["num_cpus"]), ("GPU", needs["num_gpus"])):
         has = there.get(name, 0)
-        told = f"replicas={replicas} take {each} {name} each, and Ray has {has:g}"
-        require(replicas * each <= has, told)
+        message = f"replicas={replicas} need {each} {name}s each, and Ray has {has:g}: use fewer"
+        require(replicas * each <= has, message)
     return needs
 
 
 def _pool(replicas: int, at_once: int) -> dict[str, Any]:
-    """So many actors, and chunks in each; to run them together had another name in
-    older versions of Ray."""
+    """Return the arguments for a pool of `replicas` actors with `at_once` concurrent chunks each.
+
+    The option for concurrent chunks has another name in older versions of Ray.
+    """
     from ray.data import ActorPoolStrategy
 
     pool, others = {"size": replicas, "max_tasks_in_flight_per_actor": at_once}, {}
@@ -170,7 +178,10 @@ def _pool(replicas: int, at_once: int) -> dict[str, Any]:
 
 
 def _take_all(batches: Iterable[dict[str, Any]], take: Callable[[Answered], None]) -> int:
-    """A signal ends the wait for a batch, and waits for the end of one that is being written."""
+    """Pass the answers of all batches to `take`; return the signal that ended it early, or 0.
+
+    A signal interrupts the wait for a batch, but not the writing of one.
+    """
     stopped_by, is_writing = 0, False
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -184,9 +195,9 @@ def _take_all(batches: Iterable[dict[str, Any]], take: Callable[[Answered], None
         for batch in batches:
             is_writing = True
             columns = (batch[name] for name in Answered._fields)
-            for number, content, told in zip(*columns, strict=True):
-                require(number > 0, f"a replica has failed: {told}")
-                take(Answered(int(number), content.encode(), told))
+            for number, content, error in zip(*columns, strict=True):
+                require(number > 0, f"a replica has failed: {error}")
+                take(Answered(int(number), content.encode(), error))
             is_writing = False
             if stopped_by:
                 break

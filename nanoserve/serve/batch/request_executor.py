@@ -1,4 +1,4 @@
-"""An engine that answers lines, word for word as a server would: it is the server, without HTTP."""
+"""Answering of lines by the server's own application, in this process and without HTTP."""
 
 import hashlib
 import json
@@ -18,18 +18,20 @@ _URLS = ("/v1/chat/completions", "/v1/completions")
 
 
 class Answered(NamedTuple):
-    """What came of a line: a line to write, or b"" if the next run is to try it again."""
+    """Result of a line: `content` is the line to write, or b"" if the next run is to retry it."""
 
     number: int
     content: bytes
-    told: str  # what is wrong; "" if nothing
+    error: str  # error message; "" if there is none
 
 
 class Answerer:
-    """`settings` are `ServerSettings`, `options` those of `LLM`; raises what they raise.
+    """Engine that answers lines exactly as a server would.
 
-    A request that brings no seed gets one that its `custom_id` and the engine's seed decide. So its
-    answer does not depend on what runs beside it, on which replica, or after how many kills.
+    settings: fields of `ServerSettings`. options: those of `LLM`. Raises what they raise.
+
+    A request without a seed gets one that is derived from its `custom_id` and the engine's seed.
+    Its answer therefore does not depend on concurrent requests, on the replica, or on restarts.
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class Answerer:
         self._seed = self.llm.engine.config.seed
 
     async def answer(self, line: BatchLine) -> Answered:
-        """Raises `EngineDeadError` if there is nobody left to answer anything."""
+        """Answer a line. Raises `EngineDeadError` if the engine has ended."""
         try:
             status, body = await post(self._app, *self._request(line))
         except ApiError as error:
@@ -56,30 +58,33 @@ class Answerer:
         if status == 200:
             return Answered(line.number, _written(line, status, body, "null"), "")
         error = json.loads(body)["error"]
-        told = f"custom_id={line.custom_id!r:.200}: {error['message']}"
+        message = f"custom_id={line.custom_id!r:.200}: {error['message']}"
         if status >= 500:  # not the line's fault
             if error["code"] == "engine_dead" or not self.llm.is_running:
                 raise EngineDeadError from self.llm.owner.error
-            return Answered(line.number, b"", told)
+            return Answered(line.number, b"", message)
         named = {"code": error["code"] or error["type"], "message": error["message"]}
-        return Answered(line.number, _written(line, status, body, json.dumps(named)), told)
+        return Answered(line.number, _written(line, status, body, json.dumps(named)), message)
 
     def close(self) -> None:
-        """Abort what runs, and release everything."""
+        """Abort running requests, and release the engine."""
         self.llm.shutdown()
 
     def _request(self, line: BatchLine) -> tuple[str, bytes]:
-        """Where to send what. `ApiError` for what no server is asked."""
+        """Return the path and the body of the request in a line.
+
+        Raises `ApiError` for an unsupported method, URL or body.
+        """
         method, url = line.fields.get("method"), line.fields.get("url")
         body = line.fields.get("body")
         if method != "POST":
             raise ApiError(400, f"method={shown(method)} must be 'POST'", "method")
         if url not in _URLS:
-            raise ApiError(400, f"url={shown(url)} is not one of {', '.join(_URLS)}", "url")
+            raise ApiError(400, f"url={shown(url)} must be one of {', '.join(_URLS)}", "url")
         if not isinstance(body, dict):
             raise ApiError(400, f"body={shown(body)} must be an object", "body")
         if body.get("stream"):
-            raise ApiError(400, "stream: a batch's answers come in one piece", "stream")
+            raise ApiError(400, "stream=true is not supported in a batch", "stream")
         if body.get("seed") in (None, -1) and not _has_several_prompts(body):
             body = body | {"seed": self._seed_of(line.custom_id)}
         return url, json.dumps(body).encode()
@@ -90,7 +95,7 @@ class Answerer:
 
 
 def error_answer(line: BatchLine, message: str) -> Answered:
-    """Make the answer to a line that no engine can answer."""
+    """Return the answer to a line that no engine can answer."""
     error = ApiError(500, message, code="engine_ended")
     named = json.dumps({"code": "engine_ended", "message": message})
     content = _written(line, 500, error.response().body, named)
@@ -98,13 +103,13 @@ def error_answer(line: BatchLine, message: str) -> Answered:
 
 
 def _has_several_prompts(body: dict[str, Any]) -> bool:
-    """With one seed for all of them, equal prompts would get equal answers."""
+    """Return True for a list of prompts, of which equal ones must not share one seed."""
     prompt = body.get("prompt")
     return isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
 
 
 def _written(line: BatchLine, status: int, body: bytes, error: str) -> bytes:
-    """The line of the output. What a server answers is JSON without line breaks: it stays as is."""
+    """Return a line of the output. The server's body is JSON without line breaks, kept as it is."""
     head = f'{{"id": "{line.answer_id}", "custom_id": {json.dumps(line.custom_id)}, '
     response = f'"response": {{"status_code": {status}, "request_id": "{uuid4().hex}", "body": '
     return f"{head}{response}".encode() + body + f'}}, "error": {error}}}\n'.encode()

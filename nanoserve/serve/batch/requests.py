@@ -1,8 +1,8 @@
-"""The input: each line is a request in OpenAI's batch format, with a name of its own.
+"""Input file of a batch job: each line is a request in OpenAI's batch format with a unique id.
 
     {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "..."}}
 
-A file may have a million lines, so nothing here keeps one.
+A file may have a million lines, so nothing here keeps lines in memory.
 """
 
 import codecs
@@ -14,20 +14,20 @@ from typing import Any, BinaryIO, NamedTuple
 
 from nanoserve.utils.checks import is_text, json_object, require, shown
 
-MOST_BYTES = 16 * 2**20  # of a line; a server takes bodies of 8 MiB
+MOST_BYTES = 16 * 2**20  # of a line; a server accepts bodies of 8 MiB
 
 
 class BatchLine(NamedTuple):
-    """A line that can be answered, if only with an error: it has a `custom_id`."""
+    """Line with a `custom_id`, which can be answered, at least with an error."""
 
-    number: int  # from 1, as editors count
+    number: int  # from 1, as in editors
     custom_id: str
     fields: dict[str, Any]
     answer_id: str  # the `id` of its answer
 
 
 class Todo:
-    """Where lines are that have no answer yet: 16 bytes for each."""
+    """Positions of the lines that have no answer yet, at 16 bytes per line."""
 
     def __init__(self, places: Iterable[tuple[int, int]] = ()) -> None:
         self._numbers, self._offsets = array("Q"), array("Q")  # offsets in bytes
@@ -42,11 +42,11 @@ class Todo:
         return len(self._numbers)
 
     def places(self, start: int = 0, stop: int | None = None) -> list[tuple[int, int]]:
-        """Numbers and offsets of some of them, in order."""
+        """Return the (number, offset in bytes) of some of the lines, in order."""
         return list(zip(self._numbers[start:stop], self._offsets[start:stop], strict=True))
 
     def lines(self, path: Path, salt: str) -> Iterator[BatchLine]:
-        """Read them, one at a time. `ValueError` if the file has changed meanwhile."""
+        """Read the lines one at a time. Raises `ValueError` if the file has changed meanwhile."""
         with path.open("rb") as file:
             for number, offset in zip(self._numbers, self._offsets, strict=True):
                 file.seek(offset)
@@ -54,7 +54,7 @@ class Todo:
 
 
 def read_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
-    """Where each line begins, in bytes, and the line; of one that is too long, its beginning."""
+    """Yield the offset of each line in bytes and the line, truncated if it is too long."""
     start = 0
     while content := file.readline(MOST_BYTES + 1):
         end = start + len(content)
@@ -68,12 +68,12 @@ def read_lines(file: BinaryIO) -> Iterator[tuple[int, bytes]]:
 
 
 def parse(number: int, content: bytes, salt: str) -> BatchLine:
-    """A line as it is asked for. `ValueError` for one that nothing could be answered to.
+    """Parse a line. Raises `ValueError` for a line that cannot be answered.
 
-    The `id` of its answer is a digest of the line, so an answer shows which line it answers.
-    `salt` stands for what else the answer depends on.
+    The `id` of its answer is a digest of the line, so that an answer identifies its line. `salt`
+    represents everything else on which the answer depends.
     """
-    require(len(content) <= MOST_BYTES, f"the line is longer than {MOST_BYTES} bytes")
+    require(len(content) <= MOST_BYTES, f"the line must have at most {MOST_BYTES} bytes")
     if number == 1:
         content = content.removeprefix(codecs.BOM_UTF8)
     fields = json_object(content, "the line")
@@ -84,16 +84,17 @@ def parse(number: int, content: bytes, salt: str) -> BatchLine:
 
 
 def key_of(custom_id: str) -> int:
-    """64 bits that stand for a `custom_id`, of which there may be a million in memory."""
-    text = custom_id.encode("utf-8", "surrogatepass")  # JSON can write half a pair
+    """Return a 64-bit hash of a `custom_id`: a million of them must fit in memory."""
+    text = custom_id.encode("utf-8", "surrogatepass")  # JSON can contain unpaired surrogates
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def key_of_answer(answer_id: str) -> int:
-    """The same for the `id` of an answer. `ValueError` if it is no such `id`."""
+    """Return 64 bits of the digest in the `id` of an answer; `ValueError` for any other `id`."""
     prefix, digest = answer_id[:10], answer_id[10:]
     require(
-        prefix == "batch_req_" and len(digest) == 32, f"id={shown(answer_id)} is not of a batch"
+        prefix == "batch_req_" and len(digest) == 32,
+        f"id={shown(answer_id)} must be batch_req_ and 32 hexadecimal digits",
     )
     return int(digest[:16], 16)
 

@@ -1,8 +1,8 @@
-"""Answer lines with a new engine whenever one has ended, and find the line that it ends of.
+"""Restart of the engine after a crash, and bisection to find the line that crashes it.
 
-Requests run side by side, so it may have been any of those under way. They are answered once more,
-all of them together; if the engine ends again, each half by itself, and so on. What ends an engine
-when it is alone gets an error for an answer, and the others go on without it.
+Requests run concurrently, so any of those under way may have caused the crash. They are answered
+again, all together; if the engine crashes again, each half separately, and so on. A line that
+crashes an engine when it runs alone is answered with an error, and the other lines continue.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A new engine answers this first. One that ends even of this is itself at fault, and no line is.
+# First request to a new engine. If it crashes the engine, no line of the input is the cause.
 _SMALLEST = BatchLine(
     0,
     "smallest",
@@ -34,22 +34,22 @@ _SMALLEST = BatchLine(
 
 
 class RestartingAnswerer:
-    """An `Answerer` that starts another engine when one has ended.
+    """Answerer that starts a new engine when the current one has ended.
 
-    All methods belong to one event loop. Raises what `make_answerer` raises.
+    All methods must be called in the same event loop. Raises what `make_answerer` raises.
     """
 
     def __init__(self, make_answerer: Callable[[], Answerer]) -> None:
         self._make = make_answerer
         self._answerer = make_answerer()
         self._changed = asyncio.Condition()
-        self._running: set[int] = set()  # lines that the engine has
-        self._suspects: set[int] = set()  # lines that it had when it ended
+        self._running: set[int] = set()  # lines that are being answered
+        self._suspects: set[int] = set()  # lines under way when the engine ended
         self._group: set[int] | None = None  # lines that may run now; None: all
-        self._is_single = False  # whether the group was made of one line
-        self._groups: deque[list[int]] = deque()  # that come next
+        self._is_single = False  # True if the group consists of one line
+        self._groups: deque[list[int]] = deque()  # groups that run next
         self._is_restarting = False
-        self._failure: Exception | None = None  # why there is no engine any more
+        self._failure: Exception | None = None  # reason why no engine could be started
         self._restart: asyncio.Task[None] | None = None
 
     @property
@@ -59,7 +59,8 @@ class RestartingAnswerer:
     async def answer(self, line: BatchLine) -> Answered:
         """Answer a line; see `Answerer.answer`.
 
-        Raises `EngineDeadError` if engines end without a line, and what starting one raises.
+        Raises `EngineDeadError` if a new engine crashes before its first line, and the errors of
+        starting one.
         """
         number = line.number
         while True:
@@ -76,8 +77,8 @@ class RestartingAnswerer:
                     self._suspects.add(number)
                 self._leave(number, error)
                 if is_to_blame:
-                    told = f"the engine ends when it answers this line, also by itself: {error}"
-                    return error_answer(line, told)
+                    message = f"the engine crashes on this line, even when it runs alone: {error}"
+                    return error_answer(line, message)
             except BaseException:
                 self._leave(number)
                 raise
@@ -86,7 +87,7 @@ class RestartingAnswerer:
                 return answered
 
     def close(self) -> None:
-        """Abort what runs, and release everything. No other engine is started."""
+        """Abort running requests, and release the engine. No other one is started."""
         if self._failure is None:
             self._failure = EngineDeadError()
         self._answerer.close()
@@ -98,7 +99,7 @@ class RestartingAnswerer:
         return is_its_turn and not self._is_restarting and not self._suspects
 
     def _leave(self, number: int, error: EngineDeadError | None = None) -> None:
-        """Note that the engine has this line no more; with an `error`, because it has ended."""
+        """Record that a line is no longer under way; `error`: because the engine has ended."""
         self._running.discard(number)
         has_ended = error is not None or bool(self._suspects)
         if self._group is not None and number not in self._suspects:
@@ -112,7 +113,7 @@ class RestartingAnswerer:
             self._restart = asyncio.ensure_future(self._wake())
 
     def _split(self) -> None:
-        """Make groups of the lines that may have ended the engine."""
+        """Split the lines that may have crashed the engine into groups."""
         if self._group is None:
             groups = [sorted(self._suspects)]
         else:
@@ -129,7 +130,7 @@ class RestartingAnswerer:
         self._is_single = group is not None and len(group) == 1
 
     async def _start_another(self, error: EngineDeadError | None) -> None:
-        logger.warning("the engine has ended (%s): another one is started", error)
+        logger.warning("the engine has ended (%s): starting another one", error)
         try:
             self._answerer.close()
             self._answerer = self._make()

@@ -1,4 +1,4 @@
-"""Look through the input before anything is computed: what is left to do, and what is wrong."""
+"""Survey of the input before anything is computed: lines to answer, and invalid lines."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,18 +11,20 @@ from nanoserve.serve.batch.requests import Todo, key_of, key_of_answer, parse, r
 class Survey(NamedTuple):
     todo: Todo
     num_answered: int  # by runs before this one
-    num_refused: int  # of those
-    num_bad: int  # lines that get no answer: no JSON, no custom_id, or one that came before
+    num_refused: int  # of those, answers that are errors
+    num_bad: int  # lines without an answer: invalid JSON, or a missing or repeated custom_id
 
 
 def survey(
     path: Path, salt: str, answers: AnswersFile, report: Callable[[int, str], None]
 ) -> Survey:
-    """`report(number, what)` is told of each line that is bad. The memory that this takes for each
-    line, some 100 bytes, is free again afterwards.
+    """Compare the input with the existing answers, and return what is left to do.
 
-    Raises `ValueError` if `answers` has one to a line that is not in the input, or is another one
-    there: the input has changed, or was made for another file.
+    report: called with the number of each invalid line and a message. The check takes about 100
+    bytes of memory per line, which are released afterwards.
+
+    Raises `ValueError` if `answers` has an answer to a line that is missing in the input or has
+    changed: the input was edited, or the answers belong to another one.
     """
     earlier, num_refused = answers.earlier()
     todo, num_answered, num_bad = Todo(), 0, 0
@@ -35,7 +37,7 @@ def survey(
                 line = parse(number, content, salt)
                 key = key_of(line.custom_id)
                 if key in seen:
-                    raise ValueError(f"custom_id={line.custom_id!r:.200} came before: left out")
+                    raise ValueError(f"custom_id={line.custom_id!r:.200} is not unique: left out")
             except ValueError as error:
                 report(number, str(error))
                 num_bad += 1
@@ -48,9 +50,9 @@ def survey(
                 num_answered += 1
             else:
                 raise ValueError(
-                    f"{answers.path} answers custom_id={line.custom_id!r}, but not as "
-                    f"{path}:{number} asks for it: another line had that name, or the model or "
-                    "seed was another; name another file"
+                    f"{answers.path} answers custom_id={line.custom_id!r}, but not the request in "
+                    f"{path}:{number}: the line, the model or the seed has changed; name another "
+                    "file"
                 )
     if earlier:
         custom_id = answers.custom_id_of(next(iter(earlier)))

@@ -1,4 +1,4 @@
-"""The server's endpoints."""
+"""HTTP endpoints of the server."""
 
 import asyncio
 import time
@@ -50,11 +50,11 @@ from nanoserve.serve.http.unknown_fields import UnknownNames, check_fields
 from nanoserve.serve.http.unsupported_endpoints import missing_endpoint
 from nanoserve.serve.response_stream import EngineDeadError
 
-AnyBody = TypeVar("AnyBody", bound=Body)
+BodyType = TypeVar("BodyType", bound=Body)
 
-_OTHER_ITEMS = 2**16  # beside a prompt and a bias for each token of the vocabulary: see `BodyCost`
-_METRICS_SECONDS = 0.25  # between two looks at the engine, however many ask for metrics
-_TURN_SECONDS = 0.01  # of tokenising, before other requests get their turn
+_OTHER_ITEMS = 2**16  # besides a prompt and a bias for each token of the vocabulary: see `BodyCost`
+_METRICS_SECONDS = 0.25  # least time between two reads of the engine's metrics
+_TURN_SECONDS = 0.01  # tokenising time of one request before other requests get a turn
 
 
 class ApiServer:
@@ -62,16 +62,16 @@ class ApiServer:
 
     def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
         if llm.engine.tokenizer is None:
-            raise ValueError("a server needs a tokenizer: leave out skip_tokenizer_init")
+            raise ValueError("a server needs a tokenizer: leave out skip_tokenizer_init=True")
         self.llm, self.settings = llm, settings
         self.names = settings.served_model_name or [llm.engine.config.model]
         named, template = settings.tool_call_parser, llm.engine.tokenizer.chat_template
         known = detect(template) if named is None else FORMATS[named]
-        # Who is forced to call can be forced to write it in any way.
+        # A model that is forced to call a tool can be forced to use any format.
         self.tool_format = known or FORMATS["hermes"]
         self.shows_tools = known is not None and "tools" in (template or "")
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="nanoserve bodies")
-        self.is_draining = False  # what runs may end, nothing new begins
+        self.is_draining = False  # running requests may finish, new ones are rejected
         self._started = int(time.time())
         self._unknown_names = UnknownNames()
         self._measure()
@@ -87,7 +87,7 @@ class ApiServer:
         add_page(self.app)
         self.live = self._show_live()
         for kind in (ApiError, HTTPException, EngineDeadError, Exception):
-            self.app.add_exception_handler(kind, _tell)
+            self.app.add_exception_handler(kind, _error_response)
         self.app.add_middleware(Guard, settings=settings)
         if settings.allowed_origins:
             from starlette.middleware.cors import CORSMiddleware
@@ -100,7 +100,7 @@ class ApiServer:
                 allow_headers=["*"],
                 expose_headers=["x-request-id"],
             )
-        self.app.add_middleware(RequestId)  # around all others
+        self.app.add_middleware(RequestId)  # last, so that it wraps all other middleware
 
     def _measure(self) -> None:
         name, prefix = self.names[0], self.settings.metrics_prefix
@@ -129,8 +129,8 @@ class ApiServer:
             add(path, endpoint, methods=["POST"], response_model=None)
 
     async def health(self) -> Response:
-        """200 while requests are answered; 503 when the engine has failed, a step of it hangs, or
-        the server stops."""
+        """Return 200 while requests are served; 503 if the engine has failed, one of its steps
+        hangs, or the server is stopping."""
         is_well = self.llm.is_running and self.llm.stall is None and not self.is_draining
         return Response(status_code=200 if is_well else 503)
 
@@ -138,7 +138,7 @@ class ApiServer:
         return {"version": __version__}
 
     async def show_metrics(self) -> Response:
-        """For Prometheus."""
+        """Return the metrics in Prometheus' text format."""
         return Response(await self._metrics.get(), media_type=CONTENT_TYPE_LATEST)
 
     async def _read_metrics(self) -> bytes:
@@ -175,19 +175,19 @@ class ApiServer:
             config = self.llm.engine.config.structured_outputs_config
             guide = await self._prepare(lambda: guide_of_tools(use, special_id, config))
             if guide is not None and body.guide is not None:
-                told = "tools that are forced or strict leave no room for another format"
-                raise ApiError(400, told, "response_format", "unsupported")
+                message = "response_format cannot be combined with tools that are forced or strict"
+                raise ApiError(400, message, "response_format", "unsupported")
             if guide is not None:
                 body.guide, body.guide_parts = guide, schemas_of_tools(use)
         make = partial(chat_requests, kept_specials=specials, reasoning_parser=reasoning_parser)
         return await self._generate(request, body, make, partial(ToolAnswer, use, reasoning_parser))
 
     def drain(self) -> None:
-        """Refuse new requests from now on; those that run may end."""
+        """Reject new requests from now on; running ones may finish."""
         self.is_draining = True
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
-        """vLLM's: the token ids of a text or of a conversation."""
+        """Return the token ids of a text or of a conversation, as in vLLM."""
         body = await self._read(request, TokenizeBody)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give either prompt or messages", "prompt")
@@ -200,24 +200,24 @@ class ApiServer:
             return engine.tokenizer.encode(body.prompt, body.add_special_tokens is not False)
 
         tokens = await self._prepare(token_ids, body.is_large)
-        told = {"count": len(tokens), "max_model_len": engine.input_processor.max_model_len}
-        told["tokens"] = tokens
+        max_model_len = engine.input_processor.max_model_len
+        answer = {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens}
         if body.return_token_strs:
-            told["token_strs"] = list(map(engine.tokenizer.backend.id_to_token, tokens))
-        return told
+            answer["token_strs"] = list(map(engine.tokenizer.backend.id_to_token, tokens))
+        return answer
 
     async def detokenize(self, request: Request) -> dict[str, str]:
-        """vLLM's: the text of token ids, of as many as the model's context has.
+        """Return the text of at most `max_model_len` token ids.
 
-        vLLM has no limit; but millions of ids hold the tokenizer for seconds, and no text of the
-        model has more than these.
+        vLLM has no limit. Millions of ids would occupy the tokenizer for seconds, and no text of
+        the model has more tokens than its context.
         """
         body = await self._read(request, DetokenizeBody)
         vocab_size = self.llm.engine.model_config.vocab_size
         most = self.llm.engine.input_processor.max_model_len
         if len(body.tokens) > most:
-            told = f"tokens has {len(body.tokens)} ids; at most max_model_len={most} are allowed"
-            raise ApiError(400, told, "tokens")
+            message = f"tokens has {len(body.tokens)} ids; at most max_model_len={most} are allowed"
+            raise ApiError(400, message, "tokens")
         for token_id in body.tokens:
             if not 0 <= token_id < vocab_size:
                 raise ApiError(400, f"tokens: {token_id} is not in [0, {vocab_size})", "tokens")
@@ -231,7 +231,7 @@ class ApiServer:
         make: Callable[..., Iterable[Any]],
         answer_kind: Callable[..., Answer],
     ) -> Response:
-        """Tokenise, queue, and answer, at once or as it comes."""
+        """Tokenise and queue a request; return its complete output or a stream of it."""
         arrived = self.llm.engine.clock()
         self._admit(body)
         engine, new_id = self.llm.engine, self.llm.new_request_id
@@ -240,7 +240,7 @@ class ApiServer:
             lambda: make(body, engine, new_id), body.is_large, body.prompt_field
         )
         for one in requests:
-            one.sequences[0].metrics.arrival_time = arrived  # tokenising is part of its time
+            one.sequences[0].metrics.arrival_time = arrived  # tokenising counts as latency
             self._check_length(body, len(one.prompt_token_ids), one.params.max_tokens)
         answer = answer_kind(body, body.model or self.names[0], requests, engine.tokenizer)
         reader = self.llm.open(requests)
@@ -249,7 +249,7 @@ class ApiServer:
         return await whole_response(answer, reader, request.receive)
 
     async def _check_guide(self, body: GenerationBody) -> None:
-        """Raise `ApiError` that names the field of a guide which cannot be obeyed."""
+        """Raise `ApiError`, naming the field, for an invalid structured output constraint."""
         try:
             await self.llm.check_guide(body.guide)
         except ValueError as error:
@@ -261,26 +261,26 @@ class ApiServer:
             raise refusal(error, body.guide_field) from None
 
     def _admit(self, body: GenerationBody) -> None:
-        """Refuse what would not be begun anyway, before it costs anything."""
+        """Raise `ApiError` for a request that cannot be served now, before it costs anything."""
         n, most = body.n or 1, self.settings.max_n
         if n > most:
-            raise ApiError(400, f"n={n} is more than the {most} that this server allows", "n")
+            raise ApiError(400, f"n={n} must be at most {most} (max_n of the server)", "n")
         if body.prompt_logprobs is not None and body.stream:
-            told = "prompt_logprobs cannot be streamed"
-            raise ApiError(400, told, "prompt_logprobs", "unsupported")
+            message = "prompt_logprobs cannot be streamed"
+            raise ApiError(400, message, "prompt_logprobs", "unsupported")
         if self.is_draining:
             raise ApiError(503, "the server is stopping", code="stopping", headers=_later(5))
         if self.llm.is_running and (stall := self.llm.stall) is not None:
             raise ApiError(503, stall, code="engine_stalled", headers=_later(5))
         most, waiting = self.settings.max_queue, self.llm.num_waiting
         if most is not None and waiting >= most:
-            told = f"{waiting} requests are waiting already; try again later"
-            raise ApiError(429, told, code="queue_full", headers=_later(1))
+            message = f"{waiting} requests are already waiting; try again later"
+            raise ApiError(429, message, code="queue_full", headers=_later(1))
 
     def _check_length(
         self, body: GenerationBody, num_prompt_tokens: int, max_tokens: int | None
     ) -> None:
-        """Raise `ApiError` for more tokens than there is room for."""
+        """Raise `ApiError` if the prompt and `max_tokens` exceed the context length."""
         limit = self.llm.engine.input_processor.max_model_len
         if max_tokens is not None and num_prompt_tokens + max_tokens > limit:
             error = ContextLengthError.of(limit, num_prompt_tokens, max_tokens)
@@ -288,21 +288,21 @@ class ApiServer:
 
     def _check_model(self, name: str) -> None:
         if name not in self.names:
-            told = f"the model {name!r:.200} does not exist; there is {', '.join(self.names)}"
-            raise ApiError(404, told, "model", "model_not_found")
+            message = f"the model {name!r:.200} does not exist; available: {', '.join(self.names)}"
+            raise ApiError(404, message, "model", "model_not_found")
 
     def _about(self, name: str) -> dict[str, Any]:
         length = self.llm.engine.input_processor.max_model_len
         about = {"id": name, "object": "model", "created": self._started, "owned_by": "nanoserve"}
         return about | {"root": name, "parent": None, "max_model_len": length}
 
-    async def _read(self, request: Request, kind: type[AnyBody]) -> AnyBody:
-        """The body of a request, checked as far as it can be without the engine."""
+    async def _read(self, request: Request, kind: type[BodyType]) -> BodyType:
+        """Return the body of a request, validated as far as possible without the engine."""
         engine = self.llm.engine
         longest = engine.input_processor.max_model_len + engine.model_config.vocab_size
         received = await read_body(request, self.settings, longest + _OTHER_ITEMS)
 
-        def read() -> AnyBody:
+        def read() -> BodyType:
             body = kind.model_validate_json(received.content)
             if body.model is not None:
                 self._check_model(body.model)
@@ -316,7 +316,7 @@ class ApiServer:
         try:
             if not received.is_large:
                 return read()
-            # One at a time: between two of them the event loop gets its turn.
+            # One thread, so one large body at a time: the event loop runs between two of them.
             return await asyncio.get_running_loop().run_in_executor(self._reading, read)
         except ValueError as error:
             raise ApiError.of(error) from None
@@ -324,7 +324,10 @@ class ApiServer:
     async def _prepare_each(
         self, make: Callable[[], Iterable[Any]], is_large: bool, prompt_field: str
     ) -> list[Any]:
-        """All that `make()` yields, made a few at a time: other requests get their turn between."""
+        """Return all items that `make()` yields.
+
+        They are produced in turns of `_TURN_SECONDS`, between which other requests can run.
+        """
         made: list[Any] = []
         rest: Iterator[Any] | None = None
 
@@ -345,7 +348,7 @@ class ApiServer:
     async def _prepare(
         self, make: Callable[[], Any], is_large: bool = False, prompt_field: str = "prompt"
     ) -> Any:
-        """What `make()` returns, called off the event loop. What it refuses is a 400."""
+        """Call `make()` off the event loop and return its result; its `ValueError`s become 400s."""
         try:
             return await self.llm.prepare(make, is_large)
         except ContextLengthError as error:
@@ -355,7 +358,10 @@ class ApiServer:
 
 
 def _too_long(error: ContextLengthError, param: str) -> ApiError:
-    """The code stands in the message, too: some clients (LangChain) look for it there."""
+    """Return the error for a prompt that exceeds the context.
+
+    The message repeats the error code, because some clients (LangChain) look for it there.
+    """
     code = "context_length_exceeded"
     return ApiError(400, f"{error} ({code})", param, code)
 
@@ -364,11 +370,11 @@ def _later(seconds: int) -> dict[str, str]:
     return {"retry-after": str(seconds)}
 
 
-async def _tell(request: Request, error: Exception) -> JSONResponse:
-    """Whatever was raised, in the shape in which clients expect errors."""
+async def _error_response(request: Request, error: Exception) -> JSONResponse:
+    """Convert any exception to an error response in OpenAI's format."""
     if isinstance(error, HTTPException):
         error = _of_routing(request, error)
-    elif isinstance(error, ValueError):  # what a client gets wrong was told to it before
+    elif isinstance(error, ValueError):  # faults of the client were reported as `ApiError` before
         error = ApiError.internal()
     answer = ApiError.of(error)
     if answer.status == 500:
@@ -377,11 +383,11 @@ async def _tell(request: Request, error: Exception) -> JSONResponse:
 
 
 def _of_routing(request: Request, error: HTTPException) -> ApiError:
-    """Return the error for a path or a method that does not exist."""
+    """Return the error for an unknown path or an unsupported method."""
     if error.status_code == 404:
         return missing_endpoint(request.method, request.url.path)
-    told, headers = str(error.detail), dict(error.headers or {})
+    message, headers = str(error.detail), dict(error.headers or {})
     allowed = ", ".join(sorted(Headers(headers).get("allow", "").replace(",", " ").split()))
     if error.status_code == 405 and allowed:
-        told = f"{request.method} {request.url.path!r:.100} is not supported: use {allowed}"
-    return ApiError(error.status_code, told, headers=headers)
+        message = f"{request.method} {request.url.path!r:.100} is not supported: use {allowed}"
+    return ApiError(error.status_code, message, headers=headers)

@@ -1,29 +1,29 @@
-"""How much a JSON body will cost to read, counted while it arrives, before it is parsed.
+"""Cost estimate of parsing a JSON body, counted while the body arrives.
 
-A parser holds Python's interpreter lock until it is done, and makes 50 to 150 bytes of an item that
-is sent as three: so one body of some megabytes can stop the event loop for seconds and take
-gigabytes. Long texts cost next to nothing; what has to be bounded is the number of items.
+A parser holds Python's interpreter lock (GIL) until it is done, and allocates 50 to 150 bytes for
+an item of three bytes, so a body of some megabytes could block the event loop for seconds and take
+gigabytes. Long strings cost almost nothing; the number of items has to be limited.
 """
 
-# Units, which are about 100 ns and 50 bytes each.
+# Costs in units of about 100 ns and 50 bytes.
 _NUMBER = 1  # also true, false and null
 _STRING = 2
-_NAME = 4  # of a field, itself a string
+_NAME = 4  # name of a field, including its string
 _CONTAINER = 16  # a list or an object
-PIECE = 2**16  # bytes that are counted at once: about a millisecond
+PIECE = 2**16  # bytes counted at a time: about a millisecond
 
 
 class BodyCost:
-    """The cost of a body in units, of the pieces that were added so far.
+    """Cost of a body, in units, for the pieces added so far.
 
-    Only bytes outside of strings count as syntax, and a string may go on in the next piece. Of what
-    is not JSON the result means nothing, but it is bounded by `_CONTAINER` times the length.
+    Only bytes outside of strings count as syntax; a string may continue in the next piece. For
+    input that is not JSON the result has no meaning, but is at most `_CONTAINER` times the length.
     """
 
     def __init__(self) -> None:
         self.total = 0
         self._is_in_string = False
-        self._held = b""  # a backslash at the end of a piece, which belongs to the next character
+        self._held = b""  # a backslash at the end of a piece, which escapes the next character
 
     def add(self, piece: bytes) -> None:
         """Count another piece of the body."""
@@ -32,7 +32,7 @@ class BodyCost:
 
     @classmethod
     def of(cls, text: str) -> int:
-        """The cost of JSON that is a text within a body, where it was counted as one string."""
+        """Return the cost of JSON inside of a string, which counts only as a string in its body."""
         cost = cls()
         cost.add(text.encode("utf-8", "surrogatepass"))
         return cost.total
@@ -45,7 +45,7 @@ class BodyCost:
             piece = piece.replace(b"\\\\", b"").replace(b'\\"', b"")
         parts = piece.split(b'"')
         syntax = b"".join(parts[self._is_in_string :: 2])
-        num_strings = (len(parts) - self._is_in_string) // 2  # that begin in this piece
+        num_strings = (len(parts) - self._is_in_string) // 2  # strings that begin in this piece
         self._is_in_string ^= len(parts) % 2 == 0
         num_containers = syntax.count(b"[") + syntax.count(b"{")
         self.total += _NUMBER * syntax.count(b",") + _CONTAINER * num_containers

@@ -1,4 +1,4 @@
-"""/v1/chat/completions: a conversation in, a message out."""
+"""Endpoint /v1/chat/completions: answers a conversation with a message."""
 
 import json
 from typing import Any
@@ -22,20 +22,22 @@ def chat_requests(
     kept_specials: tuple[str, ...] = (),
     reasoning_parser: str | None = None,
 ) -> list[Request]:
-    """The one request of a conversation. It tokenises, so it is called off the event loop.
+    """Return the request of a conversation. It tokenises, so call it off the event loop.
 
-    kept_specials: special tokens that the text of the answer must keep, if the model has them.
-    reasoning_parser: how a model thinks before it begins with the format that is asked for.
+    kept_specials: special tokens to keep in the output text, if the model has them.
+    reasoning_parser: name of the reasoning format, so that a structured output constraint applies
+    only after the reasoning; None: the model does not reason.
     """
     if body.echo:
-        raise ApiError(400, "echo=true is for /v1/completions", "echo", "unsupported")
-    if body.top_logprobs and not body.logprobs:  # 0 of them asks for nothing
+        message = "echo=true is supported by /v1/completions only"
+        raise ApiError(400, message, "echo", "unsupported")
+    if body.top_logprobs and not body.logprobs:  # 0 is the same as leaving it out
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
     most = engine.input_processor.max_logprobs
     if not -1 <= (body.top_logprobs or 0) <= most:
-        told = f"top_logprobs={body.top_logprobs} must be an integer in [-1, {most}], of which -1"
+        message = f"top_logprobs={body.top_logprobs} must be an integer in [-1, {most}]; -1 means "
         raise ApiError(
-            400, f"{told} is all; max_logprobs is an option of the engine", "top_logprobs"
+            400, f"{message}all, and the engine option max_logprobs is the limit", "top_logprobs"
         )
     if not body.messages:
         raise ApiError(400, "messages is empty: there is nothing to answer", "messages")
@@ -55,7 +57,7 @@ def chat_requests(
 
 
 def chat_prompt(body: ChatBody, engine: GuardedEngine) -> dict[str, Any]:
-    """A conversation as the template writes it, text and token ids."""
+    """Return the prompt, as text and token ids, that the template makes of a conversation."""
     arguments = body.template_arguments(engine.tokenizer.chat_template or "")
     special = bool(body.allow_special_tokens)
     (prompt,) = chat_prompts(engine, [body.conversation()], arguments, special)
@@ -63,24 +65,25 @@ def chat_prompt(body: ChatBody, engine: GuardedEngine) -> dict[str, Any]:
 
 
 class ChatAnswer(Answer):
-    """A message, or `n` of them to choose from."""
+    """Response of /v1/chat/completions: `n` messages to choose from."""
 
     id_prefix, whole_object = "chatcmpl", "chat.completion"
     chunk_object = "chat.completion.chunk"
 
     def __init__(self, body: ChatBody, *args: Any) -> None:
         super().__init__(body, *args)
-        self._begun: set[int] = set()  # choices
+        self._begun: set[int] = set()  # choices whose first event was sent
         self._has_sent_prompt = False
         as_ids = bool(body.return_tokens_as_token_ids)
         self._names = logprobs.TokenNames(self._tokenizer.token_bytes, as_ids)
 
     def _logprobs(self, index: int, completion: CompletionOutput) -> dict[str, Any] | None:
-        """Return the log-probabilities of the tokens that are new, if they are asked for."""
+        """Return the log-probabilities of the new tokens; None if they were not requested."""
         if completion.logprobs is None:
             return None
-        asked, positions = self._body.top_logprobs or 0, self._positions_of(index)
-        num_top = self._tokenizer.backend.get_vocab_size() if asked == -1 else asked
+        num_top, positions = self._body.top_logprobs or 0, self._positions_of(index)
+        if num_top == -1:
+            num_top = self._tokenizer.backend.get_vocab_size()
         ids, entries = completion.token_ids, completion.logprobs
         return logprobs.of_chat(ids, entries, num_top, self._names, positions)
 
@@ -95,7 +98,7 @@ class ChatAnswer(Answer):
     def _choice_events(
         self, index: int, completion: CompletionOutput, output: RequestOutput
     ) -> list[str]:
-        """The role, before anything else; text; and why it ended, behind all else."""
+        """Return the new events of a choice: first its role, then text, last its finish reason."""
         events = []
         if index not in self._begun:
             self._begun.add(index)
@@ -114,7 +117,7 @@ class ChatAnswer(Answer):
         return events
 
     def _news(self, index: int, completion: CompletionOutput) -> str:
-        """The delta of a choice, as JSON; "" if there is nothing in it."""
+        """Return the delta of a choice as JSON; "" if it is empty."""
         return f'{{"content": {json.dumps(completion.text)}}}' if completion.text else ""
 
     def _message(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
@@ -124,7 +127,7 @@ class ChatAnswer(Answer):
         return completion.finish_reason
 
     def _token_ids(self, completion: CompletionOutput) -> dict[str, Any]:
-        """vLLM's `token_ids`, if they are asked for."""
+        """Return vLLM's `token_ids` if they were requested, else an empty dictionary."""
         return {"token_ids": completion.token_ids} if self._body.return_token_ids else {}
 
     def _delta(

@@ -1,4 +1,4 @@
-"""/v1/completions: text or token ids in, their continuation out."""
+"""Endpoint /v1/completions: continues a prompt of text or token ids."""
 
 import json
 from collections.abc import Iterator
@@ -12,19 +12,19 @@ from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.protocol import CompletionBody
 from nanoserve.serve.http.response_builder import Answer, as_json, members
 
-_DEFAULT_MAX_TOKENS = 16  # OpenAI's, of this endpoint
+_DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this endpoint
 
 
 def completion_requests(
     body: CompletionBody, engine: GuardedEngine, new_id: Any
 ) -> Iterator[Request]:
-    """Yield a request for each prompt. It tokenises, so it is called off the event loop.
+    """Yield a request for each prompt. It tokenises, so call it off the event loop.
 
-    `max_tokens=0` asks, with `echo`, for the log-probabilities of the prompt alone.
+    `max_tokens=0` together with `echo` requests the prompt and its log-probabilities alone.
     """
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and body.echo:
-        max_tokens = 1  # which the answer leaves out
+        max_tokens = 1  # the response leaves this token out
     params = body.sampling_params(
         engine.input_processor.default_sampling, max_tokens, body.logprobs
     )
@@ -39,13 +39,13 @@ def completion_requests(
 
 
 class CompletionAnswer(Answer):
-    """`n` continuations of each prompt."""
+    """Response of /v1/completions: `n` continuations of each prompt."""
 
     id_prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, body: CompletionBody, *args: Any) -> None:
         super().__init__(body, *args)
-        self._lengths: dict[int, int] = {}  # characters of each choice up to now
+        self._lengths: dict[int, int] = {}  # characters of each choice so far
         self._names = logprobs.TokenNames(
             self._tokenizer.token_bytes, bool(body.return_tokens_as_token_ids), "bytes:"
         )
@@ -83,7 +83,7 @@ class CompletionAnswer(Answer):
     def _token_ids(
         self, completion: CompletionOutput, prompt_token_ids: list[int] | None
     ) -> dict[str, Any]:
-        """vLLM's `token_ids`, and those of the prompt where they have not been sent yet."""
+        """Return vLLM's `token_ids`, and `prompt_token_ids` unless they are None."""
         if not self._body.return_token_ids:
             return {}
         ids = {"token_ids": list(completion.token_ids) if self._has_output else []}
@@ -92,7 +92,7 @@ class CompletionAnswer(Answer):
     def _news(
         self, index: int, completion: CompletionOutput, output: RequestOutput
     ) -> tuple[str, dict[str, Any] | None]:
-        """Text and log-probabilities of a choice that were not told yet."""
+        """Return the text and the log-probabilities of a choice that were not sent yet."""
         begins = index not in self._lengths
         if not self._body.echo and self._body.logprobs is None:
             self._lengths[index] = 0
@@ -135,17 +135,17 @@ class CompletionAnswer(Answer):
 
 
 def check_completion(body: CompletionBody, max_prompts: int, max_n: int) -> None:
-    """`ApiError` for what two fields must agree on.
+    """Raise `ApiError` for fields that contradict each other or request too many completions.
 
-    One body of 1.4 kB could ask for 16,384 completions otherwise, each of which takes its turn.
+    Without the limit, one body of 1.4 kB could request 16,384 completions.
     """
     num_prompts = len(body.prompts())
     if not 1 <= num_prompts <= max_prompts:
-        told = f"prompt has {num_prompts} prompts; it takes 1 to {max_prompts}"
-        raise ApiError(400, told, "prompt")
+        message = f"prompt has {num_prompts} prompts; it must have 1 to {max_prompts}"
+        raise ApiError(400, message, "prompt")
     num_completions, most = num_prompts * (body.n or 1), max(max_prompts, max_n)
     if num_completions > most:
-        told = f"{num_prompts} prompts and n={body.n} are {num_completions} completions; a request "
-        raise ApiError(400, f"{told}may have {most}", "n")
+        message = f"{num_prompts} prompts with n={body.n} are {num_completions} completions; a "
+        raise ApiError(400, f"{message}request may have at most {most}", "n")
     if body.max_tokens == 0 and not body.echo:
-        raise ApiError(400, "max_tokens=0 asks for nothing without echo=true", "max_tokens")
+        raise ApiError(400, "max_tokens=0 requires echo=true", "max_tokens")

@@ -1,4 +1,4 @@
-"""uvicorn's connection, with limits on what comes before a request reaches the application."""
+"""HTTP connection of uvicorn, with limits on the size and the arrival time of headers."""
 
 import asyncio
 
@@ -9,19 +9,18 @@ _HEADER_SECONDS = 10.0
 
 
 class Connection(HttpToolsProtocol):
-    """Whoever connects has to send a request, its headers within some seconds and not too many.
+    """Connection that closes if headers are too long (64 KiB) or incomplete after 10 seconds.
 
     uvicorn's own parser keeps headers of any length in memory, and waits for their end for ever.
 
-    What a client sends behind a request, while that is being answered, may be the next one or
-    anything else. A refusal of it waits until the answer is complete: nothing may be written into
-    the middle of that.
+    A client may send more data, valid or not, while its request is still being answered. An error
+    response to that data waits until the current response is complete, which it must not corrupt.
     """
 
-    _num_bytes = 0  # since the first one of the request whose headers have not ended
-    _is_waiting = True  # for the end of some headers
-    _is_refused = False
-    _late_refusal: bytes | None = None  # a status that is to follow the answer under way
+    _num_bytes = 0  # bytes received since the beginning of the unfinished headers
+    _is_waiting = True  # True until the headers are complete
+    _is_rejected = False
+    _late_error: bytes | None = None  # status of an error to send after the current response
     _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -39,32 +38,33 @@ class Connection(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        if self._is_answering:  # the next of several requests that came at once
+        if self._is_answering:  # the next of several pipelined requests
             return
-        if self._late_refusal is not None:
-            self._refuse(self._late_refusal)
+        if self._late_error is not None:
+            self._reject(self._late_error)
         elif self._is_waiting:
             self._unset_keepalive_if_required()
             self._start_timer()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what cannot be parsed. Called by uvicorn, which would cut an answer under way.
+        """Reject data that cannot be parsed, without cutting off the current response.
 
-        It may also be the rest of a body that an answer still waits for: then nothing else comes.
+        uvicorn calls this, and its own version would cut off that response. If the invalid data is
+        the rest of a body that the application still waits for, uvicorn's version is right.
         """
         if self._is_answering and (self.pipeline or not self.cycle.more_body):
-            self._refuse(b"400 Bad Request")
+            self._reject(b"400 Bad Request")
         else:
             super().send_400_response(msg)
 
     def data_received(self, data: bytes) -> None:
-        if self._is_refused:
+        if self._is_rejected:
             return
         super().data_received(data)
         if self._is_waiting:
             self._num_bytes += len(data)
             if self._num_bytes > _MOST_HEADER_BYTES:
-                self._refuse(b"431 Request Header Fields Too Large")
+                self._reject(b"431 Request Header Fields Too Large")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
@@ -82,22 +82,24 @@ class Connection(HttpToolsProtocol):
 
     def _start_timer(self) -> None:
         late = b"408 Request Timeout"
-        self._timer = self.loop.call_later(_HEADER_SECONDS, self._refuse, late)
+        self._timer = self.loop.call_later(_HEADER_SECONDS, self._reject, late)
 
     def _stop_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
-    def _refuse(self, status: bytes) -> None:
-        """Answer, and listen for another second: to close at once what still receives would reset
-        the connection, and the answer would be lost."""
+    def _reject(self, status: bytes) -> None:
+        """Send an error status, and close the connection a second later.
+
+        Closing at once, while data still arrives, would reset the connection and lose the response.
+        """
         self._stop_timer()
         if self.transport.is_closing():
             return
-        self._is_refused = True
+        self._is_rejected = True
         if self._is_answering:
-            self._late_refusal = status
+            self._late_error = status
             return
         self._unset_keepalive_if_required()
         head = b"HTTP/1.1 " + status + b"\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"

@@ -1,9 +1,9 @@
-"""`GET /live`: what the engine does now, as server-sent events, for those who watch.
+"""Live view `GET /live`: the state of the engine as a stream of server-sent events.
 
-While nobody watches nothing is observed. While somebody does, a step is counted and no more; at
-most ten times a second the engine is asked between two steps what it is doing, and everybody gets
-the difference to the time before. Nothing is queued for a watcher: who is too slow for a difference
-gets the whole again, so the slowest costs as much memory as the fastest.
+Without watchers, the engine is not observed. With watchers, each step is only counted; at most ten
+times per second, the state of the engine is read between two steps, and all watchers are sent the
+difference to the previous state. Nothing is queued for a watcher: one that has missed a difference
+is sent a complete snapshot, so slow watchers cost no more memory than fast ones.
 """
 
 import asyncio
@@ -36,13 +36,16 @@ logger = logging.getLogger(__name__)
 CallInEngine = Callable[[Callable[[GuardedEngine], Any]], Awaitable[Any]]
 
 MAX_WATCHERS = 16
-_INTERVAL = 0.1  # seconds between two events, at least
-_HEARTBEAT = 15.0  # seconds of silence after which a comment keeps proxies from hanging up
-_MOST_SHARE = 0.05  # of the time may be spent on looking: a pool of 10^5 blocks takes milliseconds
+_INTERVAL = 0.1  # least time between two events, in seconds
+_HEARTBEAT = 15.0  # seconds of silence before a comment that keeps proxies from disconnecting
+_MOST_SHARE = 0.05  # largest part of the time spent on reads: 10^5 blocks take milliseconds
 
 
 class LiveView:
-    """One for a server. `call_in_engine` is called with functions of the `GuardedEngine`."""
+    """Live view of one engine, shared by all watchers.
+
+    call_in_engine: calls a function with the `GuardedEngine` and returns its result.
+    """
 
     def __init__(
         self,
@@ -55,7 +58,7 @@ class LiveView:
         self._follower: asyncio.Task[None] | None = None
         self._state: State | None = None
         self._version = 0
-        self._last_change = self._last_snapshot = ""  # "" until somebody needs it
+        self._last_change = self._last_snapshot = ""  # encoded when a watcher needs it
         self._news = asyncio.Event()  # a new one for every version
         self._closed = False
 
@@ -64,13 +67,14 @@ class LiveView:
         return self._closed or self.num_watchers >= MAX_WATCHERS
 
     def close(self) -> None:
-        """End all streams: a server that shuts down waits for its responses."""
+        """End all streams: a server waits for its open responses when it shuts down."""
         self._closed = True
         self._announce()
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Around `events`: the first watcher starts the observation, the last one ends it."""
+        """Count a watcher while it reads `events`: the first starts the observation, the last
+        ends it."""
         self.num_watchers += 1
         if self._follower is None or self._follower.done():
             self._follower = asyncio.create_task(self._follow())
@@ -83,9 +87,9 @@ class LiveView:
                 self._follower = self._state = None
 
     async def events(self) -> AsyncIterator[str]:
-        """A snapshot, then changes; a snapshot again instead of changes that were missed.
+        """Yield a snapshot, then changes; a new snapshot replaces missed changes.
 
-        Ends when the engine cannot be asked any more.
+        Ends when the engine can no longer be read.
         """
         seen = None
         while not self._closed and self._follower is not None:
@@ -103,10 +107,10 @@ class LiveView:
                     yield ": still here\n\n"
 
     async def _follow(self) -> None:
-        """Ask the engine again and again, and tell the watchers."""
+        """Read the state of the engine periodically, and wake the watchers."""
         try:
             await self._call(start_counting)
-            num_steps = None  # of the state that was read last, if nothing was going on in it
+            num_steps = None  # step count of the last state, if that was idle
             while True:
                 seconds, state = 0.0, await self._call(partial(read_state, num_steps))
                 if state is not None:
@@ -114,14 +118,14 @@ class LiveView:
                     seconds = self._publish(state)
                 await asyncio.sleep(max(self._interval, seconds / _MOST_SHARE))
         except Exception:
-            logger.exception("the live view of the engine ends")
+            logger.exception("the live view of the engine has failed and ends")
         finally:
             self._announce()
-            with contextlib.suppress(Exception):  # an engine that is gone has no observers
+            with contextlib.suppress(Exception):  # an engine that has ended has no observers
                 await self._call(stop_counting)
 
     def _publish(self, state: State) -> float:
-        """Make `state` the current one; returns the seconds it has cost, on either thread."""
+        """Make `state` the current one; return the seconds that it has cost on both threads."""
         began = time.perf_counter()
         before, self._state = self._state, state
         self._version += 1
@@ -144,10 +148,10 @@ class LiveView:
 
 
 class LiveResponse(StreamingResponse):
-    """One watcher, from the first byte to the last; or a 503 if there are too many."""
+    """Stream of the live view for one watcher; status 503 if there are too many."""
 
     def __init__(self, view: LiveView) -> None:
-        # Proxies must not collect events until they have a page full of them.
+        # Keeps proxies from buffering events.
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
         super().__init__(view.events(), media_type="text/event-stream", headers=headers)
         self._view = view
@@ -156,12 +160,12 @@ class LiveResponse(StreamingResponse):
         if self._view.is_full:
             await _too_many()(scope, receive, send)
             return
-        with self._view.watching():  # here, and not in `events`, which a cancelled send leaves open
+        with self._view.watching():  # not in `events`: a cancelled send would leave it open
             await super().__call__(scope, receive, send)
 
 
 def add_live(app: FastAPI, call_in_engine: CallInEngine) -> LiveView:
-    """Serve `GET /live`; the view that is returned is to be closed before the server."""
+    """Serve `GET /live`, and return the view, to be closed before the server shuts down."""
     view = LiveView(call_in_engine)
 
     @app.get("/live", include_in_schema=False, response_model=None)
@@ -172,7 +176,7 @@ def add_live(app: FastAPI, call_in_engine: CallInEngine) -> LiveView:
 
 
 def _too_many() -> JSONResponse:
-    message = f"{MAX_WATCHERS} others are watching the engine already: try again later"
+    message = f"the live view already has {MAX_WATCHERS} watchers: try again later"
     return ApiError(
         503, message, code="too_many_watchers", headers={"retry-after": "10"}
     ).response()

@@ -1,25 +1,25 @@
-"""What the engine is doing, as a value, and what has changed from one such value to the next.
+"""State of the engine for the live view, and the difference between two states.
 
-Everybody who may open the page may see it, so it has counts, times and block numbers of everybody's
-requests, and nothing of what they say: no token, no text, no request id. A sequence is known by its
-arrival number.
+Every visitor of the page can see it. It therefore has counts, times and block numbers of all
+requests, but none of their content: no token, no text, no request id. A sequence is identified by
+its arrival number.
 
-As JSON a state is a *snapshot*, with all of
+A *snapshot*, the JSON form of a state, has these members:
 
     pool          num_blocks, block_size, enable_prefix_caching; max_num_seqs
     tables        {arrival: runs}: the block table of each running sequence
     cached        runs: the blocks in the prefix cache
-    requests      what runs, in order of admission: [arrival, tokens of the prompt, of which were
-                  in the cache when it came, computed, tokens of the output]
-    waiting       the head of the queue, likewise
+    requests      running sequences in order of admission: [arrival, prompt tokens, prompt tokens
+                  that were cached on arrival, computed tokens, output tokens]
+    waiting       the head of the waiting queue, in the same format
     numbers       totals, and times in seconds; see `StepTotals.read`
 
 where `runs` are [first, length, first, length, ...]: block 5, then 8, 9 and 10 are [5, 1, 8, 3]. A
-*change* has the last three as they are now; of the first three it has
+*change* has the current `requests`, `waiting` and `numbers`, and these members:
 
-    tables        {arrival: [kept, runs]}: of a table that is not as it was, how many of its first
-                  blocks are, and what follows them
-    ended         arrival numbers whose tables are gone
+    tables        {arrival: [kept, runs]}: for each changed table, the number of its leading blocks
+                  that are unchanged, and the blocks after them
+    ended         arrival numbers whose tables were released
     cached        {"added": runs, "removed": runs}
 """
 
@@ -39,15 +39,16 @@ from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.engine.stopwatch import StepTimes
 
-_MOST_WAITING = 32  # of which more is told than how many there are
+_MOST_WAITING = 32  # waiting sequences that are listed one by one; all are counted
 _MOST_TTFTS = 32
 
 
 class Occupancy(NamedTuple):
-    """The KV blocks at one moment: a copy, which later steps do not change.
+    """Copy of the KV block state at one moment, which later steps do not change.
 
-    tables: the block table of each running sequence, by arrival number; no other sequence has any.
-    cached: by block, 1 if it is in the prefix cache, held or not; entry 0 is the dummy block.
+    tables: the block table of each running sequence, by arrival number; others hold no blocks.
+    cached: one byte per block, 1 if it is in the prefix cache, whether or not a sequence uses it;
+    entry 0 is the dummy block.
     """
 
     tables: dict[int, list[int]]
@@ -55,9 +56,9 @@ class Occupancy(NamedTuple):
 
     @classmethod
     def of(cls, scheduler: Scheduler) -> "Occupancy":
-        """Look between two steps. O(pool): milliseconds for 100,000 blocks.
+        """Copy the state between two steps. O(number of blocks): milliseconds for 100,000 blocks.
 
-        With a step ahead, this is the pool as that step was planned to find it.
+        With async scheduling, this is the state in which the step under way was scheduled.
         """
         tables = {seq.arrival: list(seq.block_table) for seq in scheduler.running}
         return cls(tables, scheduler.block_manager.snapshot())
@@ -65,7 +66,7 @@ class Occupancy(NamedTuple):
 
 @dataclass(frozen=True)
 class State:
-    """The engine between two steps. `read_seconds` is what it cost to look, on its thread."""
+    """State of the engine between two steps. `read_seconds`: time that reading it took there."""
 
     pool: dict[str, Any]
     occupancy: Occupancy
@@ -81,7 +82,7 @@ class State:
 
 
 class StepTotals:
-    """A step observer that only counts, so that a step costs hardly more when it is watched."""
+    """Step observer that only counts, so that the live view adds almost no cost to a step."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -105,11 +106,11 @@ class StepTotals:
             self._ttfts.append(round(ttft, 6))
 
     def read(self, engine: GuardedEngine) -> State:
-        """On the engine's thread, between two steps.
+        """Read the state; call it on the engine's thread, between two steps.
 
-        The totals of `numbers` begin where this observer began, but those of the prefix cache and
-        of preemptions, which the engine has counted from its own start. `ttfts` are seconds to the
-        first token of the latest requests that have one, the latest of all last.
+        The totals in `numbers` count from the start of this observer, except those of the prefix
+        cache and of preemptions, which count from the start of the engine. `ttfts` are the times to
+        first token of the latest requests, in seconds, oldest first.
         """
         began = engine.clock()
         scheduler, stats, config = engine.scheduler, engine.stats, engine.config
@@ -140,18 +141,18 @@ class StepTotals:
 
 
 def start_counting(engine: GuardedEngine) -> None:
-    """Somebody watches from here on."""
+    """Add an observer for the live view."""
     engine.observers.append(StepTotals())
 
 
 def read_state(num_steps: int | None, engine: GuardedEngine) -> State | None:
-    """The state; None if nothing can have changed, because there was no step since `num_steps`."""
+    """Return the state; None if nothing can have changed: there was no step since `num_steps`."""
     *_, totals = _counting(engine)
     return None if totals.num_steps == num_steps else totals.read(engine)
 
 
 def stop_counting(engine: GuardedEngine) -> None:
-    """Whoever has watched for longest watches no more."""
+    """Remove the oldest observer of the live view, if there is one."""
     for totals in _counting(engine)[:1]:
         engine.observers.remove(totals)
 
@@ -171,14 +172,14 @@ def _request(seq: Sequence) -> list[int]:
 
 
 def snapshot(state: State) -> dict[str, Any]:
-    """All of `state`, for those who know nothing yet."""
+    """Return the complete `state` as a snapshot; see the module's docstring."""
     tables = {str(seq): runs(table) for seq, table in state.occupancy.tables.items()}
     cached = runs(_set(_flags(state.occupancy.cached)))
     return {"pool": state.pool, "tables": tables, "cached": cached} | _as_it_is_now(state)
 
 
 def change(before: State, now: State) -> dict[str, Any]:
-    """What leads from `before` to `now`."""
+    """Return the change from `before` to `now`; see the module's docstring."""
     old, new = before.occupancy, now.occupancy
     tables = {}
     for seq, table in new.tables.items():
@@ -201,12 +202,12 @@ def _flags(cached: bytes) -> np.ndarray:
 
 
 def _set(flags: np.ndarray) -> list[int]:
-    """The numbers of the blocks whose flag is set, in order."""
+    """Return the numbers of the blocks whose flag is set, in ascending order."""
     return np.flatnonzero(flags).tolist()
 
 
 def _num_common(a: list[int], b: list[int]) -> int:
-    """How many of the first blocks are the same. Tables nearly always only grow."""
+    """Return the number of equal leading blocks. Fast if one table extends the other, as usual."""
     shorter = min(len(a), len(b))
     if a[:shorter] == b[:shorter]:
         return shorter
@@ -214,7 +215,7 @@ def _num_common(a: list[int], b: list[int]) -> int:
 
 
 def runs(blocks: Iterable[int]) -> list[int]:
-    """[first, length, first, length, ...] of blocks that follow each other by number."""
+    """Return blocks as runs of consecutive numbers: [first, length, first, length, ...]."""
     found: list[int] = []
     following = None
     for block in blocks:

@@ -1,4 +1,4 @@
-"""What a client is told when something is wrong, in OpenAI's shape."""
+"""Error responses in OpenAI's format."""
 
 import json
 import re
@@ -16,7 +16,10 @@ _MOST_ERRORS = 1000
 
 
 class ApiError(Exception):
-    """An answer other than 200; `param` is the field that is meant, `code` is for programs."""
+    """Error response: an HTTP status, a message, the field at fault and a code for programs.
+
+    param: the request field that the error is about, or None.
+    """
 
     def __init__(
         self,
@@ -31,13 +34,13 @@ class ApiError(Exception):
 
     @property
     def content(self) -> dict[str, Any]:
-        """The JSON of the answer."""
+        """JSON body of the response."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {"message": str(self), "type": _TYPES.get(self.status, kind)}
         return {"error": error | {"param": self.param, "code": self.code}}
 
     def event(self) -> bytes:
-        """For a stream, whose status was sent before anything went wrong."""
+        """Return the error as a server-sent event, for a stream whose status is already sent."""
         return f"data: {json.dumps(self.content)}\n\n".encode()
 
     def response(self) -> JSONResponse:
@@ -45,7 +48,10 @@ class ApiError(Exception):
 
     @classmethod
     def of(cls, error: Exception) -> "ApiError":
-        """For whatever was raised. Only what is meant for the client is told to it."""
+        """Convert an exception to an error response.
+
+        Only messages that are written for clients are passed on; others become a plain 500.
+        """
         if isinstance(error, ApiError):
             return error
         if isinstance(error, ValidationError):
@@ -61,21 +67,21 @@ class ApiError(Exception):
 
     @classmethod
     def internal(cls) -> "ApiError":
-        """For what is a fault of ours."""
-        return cls(500, "internal server error; the server's log says more")
+        """Return the response to a fault of the server itself."""
+        return cls(500, "internal server error; see the server's log for details")
 
     @classmethod
     def _of_fields(cls, error: ValidationError) -> "ApiError":
-        """The first field that is wrong, with all that it might have been instead.
+        """Return the error for the first wrong field, with all types that it may have.
 
-        Lists and dictionaries stop at their first error (see `nanoserve.serve.http.first_error`), so
-        there are no more than a few for each field.
+        Validation of lists and dictionaries stops at their first error (see
+        `nanoserve.serve.http.first_error`), so each field has only a few errors.
         """
-        if error.error_count() > _MOST_ERRORS:  # each would become a dictionary
+        if error.error_count() > _MOST_ERRORS:  # pydantic makes a dictionary of each
             return cls(400, f"the body has {error.error_count()} fields of a wrong type")
-        told = error.errors(include_url=False, include_context=False, include_input=False)
-        path = told[0]["loc"]
-        if not path:  # it is no JSON, or no object
-            return cls(400, f"the body cannot be read: {told[0]['msg']}")
-        wrong = {one["msg"]: None for one in told if one["loc"][:1] == path[:1]}
+        errors = error.errors(include_url=False, include_context=False, include_input=False)
+        path = errors[0]["loc"]
+        if not path:  # not JSON, or not an object
+            return cls(400, f"the body cannot be read: {errors[0]['msg']}")
+        wrong = {one["msg"]: None for one in errors if one["loc"][:1] == path[:1]}
         return cls(400, f"{path[0]}: {', or '.join(wrong)}", str(path[0]))

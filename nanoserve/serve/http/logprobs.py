@@ -1,4 +1,4 @@
-"""Log-probabilities as OpenAI's two endpoints have them."""
+"""Log-probabilities in the formats of OpenAI's two endpoints."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,22 +7,22 @@ from nanoserve.outputs import Logprob
 from nanoserve.text.token_bytes import TextPositions, TokenBytes, name_of
 from nanoserve.text.tokenizer import Tokenizer
 
-Entry = dict[int, Logprob] | None  # of one token; None for a prompt's first, which nothing predicts
+Entry = dict[int, Logprob] | None  # for one token; None for the first token of a prompt
 _LEAST = -9999.0  # JSON has no infinity
 
 
 class TokenNames:
-    """Names of tokens in the answers to a request.
+    """Names of tokens in the response to a request.
 
-    as_ids: `token_id:5` instead of the text. part: what is written before the bytes of a token
-    that is no whole character; OpenAI's older endpoint has "bytes:" there.
+    as_ids: use `token_id:5` instead of the text. part: prefix for a token whose bytes are not valid
+    UTF-8; OpenAI's older endpoint uses "bytes:".
     """
 
     def __init__(self, token_bytes: TokenBytes, as_ids: bool, part: str = "") -> None:
         self.token_bytes, self._as_ids, self._part = token_bytes, as_ids, part
 
     def of(self, token_id: int, content: bytes = b"") -> str:
-        """Return the name of a token; `content` are its bytes where it stands, if they differ."""
+        """Return the name of a token; `content` are its bytes in this text, if they differ."""
         if self._as_ids:
             return f"token_id:{token_id}"
         content = content or self.token_bytes.of(token_id)
@@ -30,10 +30,10 @@ class TokenNames:
         return name if name.encode() == content else f"{self._part}{name}"
 
     def of_all(self, token_ids: Iterator[int], chosen: tuple[int, str]) -> Iterator[str]:
-        """Return names for candidates of one position, no two of them alike.
+        """Yield distinct names for the candidates of one position.
 
-        The chosen token has its own name. Of others with the same text, the first one keeps it,
-        and the next ones are called by their ids.
+        The chosen token keeps its name. Of other tokens with equal text, the first keeps it and
+        the later ones are named by their ids.
         """
         used = {chosen[1]}
         for token_id in token_ids:
@@ -51,10 +51,10 @@ def of_completion(
     contents: list[bytes],
     offsets: list[int],
 ) -> dict[str, list[Any]]:
-    """Make the log-probabilities of /v1/completions, by token.
+    """Return the log-probabilities in the format of /v1/completions.
 
-    contents: the bytes of the answer's text that are the token's. offsets: where they begin in it,
-    in characters.
+    contents: for each token, its bytes in the output text. offsets: for each token, the position in
+    characters at which it begins.
     """
     shown: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": []}
     for token_id, entry, content in zip(token_ids, entries, contents, strict=True):
@@ -72,10 +72,10 @@ def of_chat(
     names: TokenNames,
     positions: TextPositions,
 ) -> dict[str, list[Any]]:
-    """Make those of /v1/chat/completions. `positions`: how far the answer has come.
+    """Return the log-probabilities in the format of /v1/chat/completions.
 
-    The bytes of all tokens, one after the other, are the UTF-8 of the text. So a special token that
-    is left out of the text has none.
+    The concatenated bytes of all tokens are the UTF-8 of the text, so a special token that the text
+    omits has no bytes. `positions` is advanced by the tokens.
     """
     content = []
     for token_id, entry in zip(token_ids, entries, strict=True):
@@ -92,7 +92,7 @@ def of_chat(
 
 
 def of_prompt(entries: list[Entry]) -> list[dict[str, Any] | None]:
-    """vLLM's `prompt_logprobs`."""
+    """Return log-probabilities in the format of vLLM's `prompt_logprobs`."""
     return [
         entry
         and {
@@ -104,22 +104,22 @@ def of_prompt(entries: list[Entry]) -> list[dict[str, Any] | None]:
 
 
 def offsets_in_prompt(tokenizer: Tokenizer, text: str, token_ids: list[int]) -> list[int]:
-    """Return where the tokens of a prompt begin in its text, in characters.
+    """Return the offsets of the tokens of a prompt in its text, in characters.
 
-    A token that goes on with a character begins where that character does. Tokens that the
-    tokenizer has added, such as BOS, stand where the next one begins.
+    A token that continues a character has the offset of that character. Tokens that the tokenizer
+    has added, such as BOS, have the offset of the next token.
     """
     known = tokenizer.token_bytes
-    for added in (" ", "") if known.strips else ("",):  # a space that tokenizers put before a text
+    for added in (" ", "") if known.strips else ("",):  # a space that the tokenizer prepends
         aligned = _aligned(known, added + text, token_ids)
         if aligned is not None:
             return [max(0, begin - len(added)) for begin in aligned]
-    for add_special_tokens in (True, False):  # the text was normalised: the tokenizer knows how
+    for add_special_tokens in (True, False):  # the text was normalised: use the tokenizer's offsets
         encoding = tokenizer.backend.encode(text, add_special_tokens=add_special_tokens)
         if encoding.ids == token_ids:
             begins, last = [], 0
             for begin, end in encoding.offsets:
-                last = begin if end else last  # (0, 0) is nowhere
+                last = begin if end else last  # (0, 0) means no position
                 begins.append(last)
             return begins
     positions = TextPositions(known, False, 0)
@@ -127,14 +127,14 @@ def offsets_in_prompt(tokenizer: Tokenizer, text: str, token_ids: list[int]) -> 
 
 
 def _aligned(token_bytes: TokenBytes, text: str, token_ids: list[int]) -> list[int] | None:
-    """Find where tokens begin by their bytes; None if the text has others."""
+    """Return the offsets found by matching bytes; None if the tokens do not match the text."""
     content, at, num_characters, begins = text.encode("utf-8", "surrogatepass"), 0, 0, []
     for token_id in token_ids:
         piece = token_bytes.of(token_id)
         if not content.startswith(piece, at):
             if not token_bytes.is_special(token_id):
                 return None
-            piece = b""  # the tokenizer has added it
+            piece = b""  # added by the tokenizer, so not part of the text
         inside = at < len(content) and content[at] & 0xC0 == 0x80
         begins.append(num_characters - inside)
         num_characters += sum(byte & 0xC0 != 0x80 for byte in piece)

@@ -1,8 +1,8 @@
-"""The page at `/`: a conversation with the model, and the engine beside it.
+"""Web page at `/`: a chat with the model and a live view of the engine.
 
-Plain files, without a build step, that ask nobody but this server. What the model and other people
-write is shown as text; should that ever fail, the policy below leaves a script nothing to run, and
-no place to send anything to.
+The page consists of plain files without a build step, and sends requests to this server only. Text
+from the model and from users is always shown as text. As a second line of defence, the content
+security policy below allows no inline scripts and no connections to other hosts.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ _HEADERS = {
     ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # ask each time, by ETag: an update shows at once
+    "Cache-Control": "no-cache",  # revalidate by ETag each time, so that updates show at once
 }
 
 
@@ -37,7 +37,7 @@ class PageFile:
 
 
 def page_files() -> dict[str, PageFile]:
-    """All files of the page, by name. What a client asks for never reaches the disk."""
+    """Return all files of the page by name, read once: no requested name reaches the disk."""
     found = {}
     for file in files("nanoserve.serve").joinpath("page").iterdir():
         media_type = _TYPES.get(PurePath(file.name).suffix)
@@ -49,7 +49,7 @@ def page_files() -> dict[str, PageFile]:
 
 
 def add_page(app: FastAPI) -> None:
-    """Serve the page at `/` and what it is made of at `/page/...`."""
+    """Serve the page at `/` and its other files at `/page/...`."""
     known = page_files()
 
     async def index(request: Request) -> Response:

@@ -1,7 +1,7 @@
-"""What clients send: OpenAI's fields, and vLLM's beside them.
+"""Request bodies: OpenAI's fields and vLLM's additional ones.
 
-Every field may be null, which is as if it was not there, and an integer be written as 5.0. What
-becomes of fields that are not here is said in `nanoserve.serve.http.unknown_fields`.
+Every field may be null, which means the same as leaving it out, and an integer may be written as
+5.0. `nanoserve.serve.http.unknown_fields` handles the fields that are not declared here.
 """
 
 import re
@@ -34,30 +34,33 @@ from nanoserve.utils.parameter_table import PARAMETERS
 
 # Fields of `GenerationBody` that `SamplingParams` takes as they are.
 _SAME = tuple(name for name, parameter in PARAMETERS.items() if parameter.is_http)
-# OpenAI's hints to a model, and vLLM's and llama.cpp's further values.
+# OpenAI's hints to a model, including the additional values of vLLM and llama.cpp.
 _HINTS = {
     "reasoning_effort": ("none", "minimal", "low", "medium", "high", "xhigh", "max"),
     "verbosity": ("low", "medium", "high"),
 }
-# Arguments of transformers' `apply_chat_template`, which are none of a template.
+# Arguments of transformers' `apply_chat_template` that are not variables of a template.
 _NOT_FOR_CLIENTS = (
     *("chat_template", "tokenize", "return_dict", "mark_text", "messages", "conversation"),
     "self",
     *("padding", "truncation", "max_length", "return_tensors", "tokenizer_kwargs"),
     *("return_assistant_tokens_mask", "processor_kwargs"),
 )
-# OpenAI's roles, and what templates call them.
+# OpenAI's roles and their names in chat templates.
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool", "function")}
 _ROLES["developer"] = "system"
 
 
 def _whole(value: Any) -> Any:
-    """JSON has one kind of number: 5.0 is 5. What is no whole number stays as it is."""
+    """Return a whole float as an int, and any other value unchanged: in JSON, 5.0 equals 5."""
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _all_whole(value: Any, validate: Callable[[Any], Any]) -> Any:
-    """Make whole numbers in a list, or a list of lists; nearly all have integers already."""
+    """Validate a list, or a list of lists, of integers that may be written as 5.0.
+
+    Nearly all lists hold integers already, so floats are converted only after a first failure.
+    """
     try:
         return validate(value)
     except ValidationError:
@@ -79,7 +82,7 @@ Ints = Annotated[list[int], WrapValidator(_all_whole)]
 
 
 class Body(BaseModel):
-    """JSON of the right types. Numbers and texts stay what they are: "5" is no 5."""
+    """Base of all request bodies. Types are strict: "5" is not accepted as 5."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -87,9 +90,9 @@ class Body(BaseModel):
 
     @cached_property
     def is_large(self) -> bool:
-        """Tell whether checking it may keep the event loop waiting for too long.
+        """Return True if validating this body could block the event loop for too long.
 
-        Set by whoever has received it.
+        The code that receives the body sets it.
         """
         return False
 
@@ -106,9 +109,9 @@ class StreamOptions(BaseModel):
 
 
 class GenerationBody(Body):
-    """What completions and chat completions have in common."""
+    """Fields that completions and chat completions have in common."""
 
-    prompt_field: ClassVar[str]  # what has the tokens that are to be continued
+    prompt_field: ClassVar[str]  # the field that holds the prompt
 
     n: Int | None = None
     temperature: float | None = None
@@ -146,27 +149,27 @@ class GenerationBody(Body):
     priority: Int | None = None
     cache_salt: str | None = None
     return_token_ids: bool | None = None  # vLLM's
-    request_id: str | None = None  # vLLM's: what the answer's `id` ends with
+    request_id: str | None = None  # vLLM's: the `id` of the response ends with it
 
-    @cached_property  # of a conversation, tools may set another one
+    @cached_property  # in chat, tools may replace it
     def guide(self) -> StructuredOutputsParams | None:
-        """What the answer must look like."""
+        """Structured output constraint of the request; None if there is none."""
         return guide_of(self)
 
-    @cached_property  # tools set others
+    @cached_property  # tools replace it
     def guide_parts(self) -> list[tuple[str, StructuredOutputsParams]]:
-        """Return what the guide is made of, by the fields that hold it."""
+        """Return the parts of the structured output constraint, each with its request field."""
         return [] if self.guide is None else [(field_of_guide(self), self.guide)]
 
     @property
     def guide_field(self) -> str:
-        """Return the field that is to blame for the guide as a whole."""
+        """Return the request field that an error about the whole constraint should name."""
         parts = self.guide_parts
         return parts[0][0] if len(parts) == 1 else "tools"
 
     @property
     def most_tokens(self) -> tuple[str, int | None]:
-        """The name and the value of the field that bounds the answer."""
+        """Return the name and the value of the field that limits the output length."""
         return "max_tokens", self.max_tokens
 
     @property
@@ -180,7 +183,10 @@ class GenerationBody(Body):
     def sampling_params(
         self, defaults: Mapping[str, Any], max_tokens: int | None, logprobs: int | None
     ) -> SamplingParams:
-        """`defaults` are the checkpoint's own recommendations, for what is not given."""
+        """Return the sampling parameters of the request.
+
+        defaults: values for absent fields, from the checkpoint's `generation_config.json`.
+        """
         given = {name: getattr(self, name) for name in _SAME if getattr(self, name) is not None}
         if self.logit_bias:
             given["logit_bias"] = _with_ids("logit_bias", self.logit_bias)
@@ -191,28 +197,28 @@ class GenerationBody(Body):
         return SamplingParams(**{**defaults, **given, **own})
 
     def _check_n(self, given: Mapping[str, Any], defaults: Mapping[str, Any]) -> None:
-        """Raise `ApiError` for several completions at a temperature that nobody has asked for."""
+        """Raise `ApiError` for `n` > 1 when greedy sampling is only the checkpoint's default."""
         is_greedy = defaults.get("temperature", 1.0) < 1e-5
         if given.get("n", 1) > 1 and "temperature" not in given and is_greedy:
-            told = (
+            message = (
                 f"n={given['n']} completions would all be the same: this model's "
                 f"generation_config.json recommends temperature 0. Give a temperature"
             )
-            raise ApiError(400, told, "n")
+            raise ApiError(400, message, "n")
 
     def prompt_of(self, content: Any) -> dict[str, Any]:
-        """`content`, a text or token ids, as the engine takes it."""
+        """Return text or token ids as a prompt of the engine, with the cache salt if given."""
         prompt = {"prompt" if isinstance(content, str) else "prompt_token_ids": content}
         return prompt if self.cache_salt is None else prompt | {"cache_salt": self.cache_salt}
 
 
 def _number_of_logprobs(value: Any) -> Any:
-    """Read false as none of them: in /v1/chat/completions, `logprobs` is a bool."""
+    """Convert false to None: in /v1/chat/completions, `logprobs` is a bool."""
     return None if value is False else _whole(value)
 
 
 class CompletionBody(GenerationBody):
-    """POST /v1/completions."""
+    """Body of POST /v1/completions."""
 
     prompt_field: ClassVar[str] = "prompt"
 
@@ -226,7 +232,10 @@ class CompletionBody(GenerationBody):
 
 
 class ChatBody(GenerationBody):
-    """POST /v1/chat/completions. A message's content may be text, or a list of parts of text."""
+    """Body of POST /v1/chat/completions.
+
+    The content of a message is a string or a list of text parts.
+    """
 
     prompt_field: ClassVar[str] = "messages"
 
@@ -243,39 +252,39 @@ class ChatBody(GenerationBody):
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
     verbosity: str | None = None
-    allow_special_tokens: bool | None = None  # ours: typed special tokens are control tokens
+    allow_special_tokens: bool | None = None  # nanoserve's: parse special tokens in messages
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Messages as templates know them: every content is a text, every role one of theirs."""
+        """Return the messages for a template: each content is a string, each role a known one."""
         check_arguments(self.messages)
         return [_as_template_has_it(message) for message in self.messages]
 
     @property
     def continued(self) -> str:
-        """Return the text at the end of the prompt that the answer goes on with."""
+        """Return the text of the last message, which the output continues; "" if it does not."""
         if not self.continue_final_message or not self.messages:
             return ""
         return _text_of(self.messages[-1].get("content"))
 
     @property
     def most_tokens(self) -> tuple[str, int | None]:
-        """The name and the value of the field that bounds the answer."""
+        """Return the name and the value of the field that limits the output length."""
         if self.max_completion_tokens is not None:
             return "max_completion_tokens", self.max_completion_tokens
         return "max_tokens", self.max_tokens
 
     def hints(self, template: str) -> dict[str, Any]:
-        """Return those of OpenAI's hints that `template` looks at, as in vLLM.
+        """Return the OpenAI hints that `template` uses, as vLLM does.
 
-        An effort of "none" turns thinking off in templates that know `enable_thinking`, and any
-        other one turns it on. `chat_template_kwargs` go before that.
+        A `reasoning_effort` of "none" disables thinking in templates that use `enable_thinking`,
+        and any other value enables it. `chat_template_kwargs` take precedence.
         """
         hints: dict[str, Any] = {}
         for name, known in _HINTS.items():
             value = getattr(self, name)
             if value is not None and value not in known:
-                told = f"{name}={value!r:.50} must be one of {', '.join(known)}"
-                raise ApiError(400, told, name)
+                message = f"{name}={value!r:.50} must be one of {', '.join(known)}"
+                raise ApiError(400, message, name)
             if value is not None:
                 hints[name] = value
         if self.reasoning_effort is not None:
@@ -285,7 +294,7 @@ class ChatBody(GenerationBody):
         return {name: value for name, value in hints.items() if looks_at(template, name)}
 
     def template_arguments(self, template: str = "") -> dict[str, Any]:
-        """Return the template's arguments besides the messages; `template` is its source."""
+        """Return the template variables other than the messages; `template` is its source."""
         names = ("add_generation_prompt", "continue_final_message", "documents")
         given = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.tools and self.tool_choice != "none":
@@ -294,14 +303,14 @@ class ChatBody(GenerationBody):
         for name in _NOT_FOR_CLIENTS:
             if name in own:
                 param = f"chat_template_kwargs.{name}"
-                raise ApiError(400, f"{param} is not for a client to say", param, "unsupported")
+                raise ApiError(400, f"{param} cannot be set by a client", param, "unsupported")
         if self.continue_final_message:
             given.setdefault("add_generation_prompt", False)
         return own | self.hints(template) | given
 
 
 class TokenizeBody(ChatBody):
-    """POST /tokenize: a prompt, or messages."""
+    """Body of POST /tokenize: a prompt or messages."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
@@ -310,23 +319,26 @@ class TokenizeBody(ChatBody):
 
 
 class DetokenizeBody(Body):
-    """POST /detokenize."""
+    """Body of POST /detokenize."""
 
     tokens: Ints
 
 
 def looks_at(template: str, name: str) -> bool:
-    """Return whether a template's source mentions a variable."""
+    """Return True if the source of a template mentions the variable `name`."""
     return re.search(rf"\b{re.escape(name)}\b", template) is not None
 
 
 def looks_into(template: str, name: str) -> bool:
-    """Return whether it mentions a member of something, such as `message.name`."""
+    """Return True if the source of a template accesses a member `name`, as in `message.name`."""
     return re.search(rf"""(\.|\[['"]|get\(['"]){re.escape(name)}\b""", template) is not None
 
 
 def _as_template_has_it(message: dict[str, Any]) -> dict[str, Any]:
-    """Templates pass over a role that they do not know, without a word."""
+    """Return a message in the form that templates expect.
+
+    Raises `ApiError` for an unknown role, which templates would silently skip.
+    """
     role = message.get("role")
     if not isinstance(role, str) or role not in _ROLES:
         known = ", ".join(_ROLES)
@@ -334,12 +346,12 @@ def _as_template_has_it(message: dict[str, Any]) -> dict[str, Any]:
     message = with_both_names_of_reasoning(with_parsed_arguments(message))
     content = _text_of(message.get("content"))
     if not content and isinstance(message.get("refusal"), str):
-        content = message["refusal"]  # as OpenAI answers, and clients send back
+        content = message["refusal"]  # clients send OpenAI's refusals back
     return message | {"role": _ROLES[role], "content": content}
 
 
 def _text_of(content: Any) -> str:
-    """A text as it is; of a list of parts their texts."""
+    """Return the text of a content: a string, or the joined text parts of a list."""
     if content is None:
         return ""
     try:
@@ -349,7 +361,7 @@ def _text_of(content: Any) -> str:
 
 
 def _with_ids(name: str, by_text: dict[str, float]) -> dict[int, float]:
-    """JSON's keys are texts: these are token ids."""
+    """Convert the keys of a JSON object, which are strings, to token ids."""
     try:
         return {int(token_id): bias for token_id, bias in by_text.items()}
     except ValueError as error:

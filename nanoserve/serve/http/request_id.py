@@ -1,4 +1,4 @@
-"""`x-request-id`: a name for each request, by which a client can talk about it."""
+"""Response header `x-request-id`, by which a client can refer to a request."""
 
 import re
 from uuid import uuid4
@@ -6,13 +6,16 @@ from uuid import uuid4
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _HEADER = b"x-request-id"
-# A client's own is sent back as it is, so it must be nothing but a name.
+# A client's own id is echoed unchanged, so it may contain only these characters.
 _OWN = re.compile(rb"[A-Za-z0-9._:/+=@~-]{1,128}")
 _KEY = "nanoserve.request_id"
 
 
 class RequestId:
-    """Adds the header to every answer: the client's own, or a new one. It is never logged."""
+    """ASGI middleware that adds the header to every response: the client's own id or a new one.
+
+    The id is never logged.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -34,6 +37,6 @@ class RequestId:
 
 
 def named(headers: dict[str, str] | None, scope: Scope) -> dict[str, str]:
-    """Return the headers of an answer that is made outside of `RequestId`: an error of ours."""
+    """Return `headers` with the request id, for a response made outside of the middleware."""
     known = {_HEADER.decode(): scope[_KEY]} if _KEY in scope else {}
     return {**(headers or {}), **known}

@@ -1,4 +1,4 @@
-"""An answer in the making: from what the engine puts out to what a client gets."""
+"""Conversion of engine outputs to responses, common to all endpoints."""
 
 import json
 import time
@@ -15,10 +15,10 @@ from nanoserve.text.tokenizer import Tokenizer
 
 
 class Answer:
-    """What all endpoints' answers have in common.
+    """Base of the responses of all generating endpoints.
 
-    A request for several prompts, or for several completions of one, has a choice for each of them;
-    they come in any order, and go by their index.
+    A request with several prompts or completions has one choice for each completion. Outputs arrive
+    in any order; a choice is identified by its index.
     """
 
     id_prefix: str
@@ -35,17 +35,17 @@ class Answer:
         self._num_prompt_tokens = sum(len(request.prompt_token_ids) for request in requests)
         self._num_output_tokens = 0
         self._num_cached_tokens: dict[str, int | None] = {}
-        self._positions: dict[int, TextPositions] = {}  # by choice, of those with logprobs
+        self._positions: dict[int, TextPositions] = {}  # by choice, if it has logprobs
         own_id = uuid4().hex if body.request_id is None else body.request_id
         self._common = {"id": f"{self.id_prefix}-{own_id}", "created": int(time.time())}
         self._common["model"] = model
-        # The same in every event, so it is encoded once.
+        # Equal in every event, so it is encoded once.
         common = json.dumps({**self._common, "object": self.chunk_object})[:-1]
         self._head = f'data: {common}, "choices": ['
         self._tail = '], "usage": null}\n\n' if body.include_usage else "]}\n\n"
 
     def events(self, outputs: list[RequestOutput]) -> bytes:
-        """What is new, as server-sent events."""
+        """Return new outputs as server-sent events."""
         events = []
         for output in outputs:
             first_index = self._first_index[output.request_id]
@@ -58,14 +58,14 @@ class Answer:
         return "".join(events).encode()
 
     def last_events(self) -> bytes:
-        """When nothing more will come."""
+        """Return the events that end a stream: usage, if requested, and [DONE]."""
         usage = ""
         if self._body.include_usage:
             usage = f'{self._head}], "usage": {json.dumps(self.usage())}}}\n\n'
         return f"{usage}data: [DONE]\n\n".encode()
 
     def whole(self, outputs: dict[str, RequestOutput]) -> dict[str, Any]:
-        """The answer that is not streamed. `ApiError` if a part of it has failed."""
+        """Return the complete, not streamed, response. Raises `ApiError` if a part has failed."""
         choices = []
         for request in self.requests:
             output = outputs[request.request_id]
@@ -79,12 +79,12 @@ class Answer:
         return answer | {"usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
-        """Tokens up to now."""
+        """Return the token counts so far."""
         prompt, output = self._num_prompt_tokens, self._num_output_tokens
         usage = {"prompt_tokens": prompt, "completion_tokens": output}
         usage["total_tokens"] = prompt + output
         cached = self._num_cached_tokens.values()
-        if cached and None not in cached:  # else it is not to be told
+        if cached and None not in cached:  # None: enable_prompt_tokens_details is off
             usage["prompt_tokens_details"] = {"cached_tokens": sum(cached)}
         return usage
 
@@ -93,13 +93,13 @@ class Answer:
         self._num_cached_tokens[output.request_id] = output.metrics.num_cached_prompt_tokens
 
     def _event(self, choice: str) -> str:
-        """One choice, as JSON, in an event."""
+        """Return a server-sent event with one choice, which is given as JSON."""
         if self._body.usage_in_every_chunk:
             return f'{self._head}{choice}], "usage": {json.dumps(self.usage())}}}\n\n'
         return f"{self._head}{choice}{self._tail}"
 
     def _positions_of(self, index: int, start: int = 0) -> TextPositions:
-        """Return where a choice's tokens stand in its text, which begins at `start`."""
+        """Return the token positions of a choice in its text, which begins at `start`."""
         if index not in self._positions:
             skips = self.requests[0].params.skip_special_tokens
             known = self._tokenizer.token_bytes
@@ -118,12 +118,12 @@ class Answer:
 
 
 def as_json(value: Any) -> str:
-    """Most values of most events are null, which need not be asked of an encoder."""
+    """Encode as JSON, with a fast path for None, the most frequent value in events."""
     return "null" if value is None else json.dumps(value)
 
 
 def members(more: dict[str, Any]) -> str:
-    """Further members of a JSON object that has some."""
+    """Return `more` as additional members of a JSON object that is not empty."""
     return f", {json.dumps(more)[1:-1]}" if more else ""
 
 
@@ -132,9 +132,10 @@ def _is_aborted(output: RequestOutput) -> bool:
 
 
 def _error_of(output: RequestOutput) -> ApiError:
-    """For a request that has failed: its own fault, or the server's."""
+    """Return the error response for a failed request: a fault of the client or of the server."""
     if isinstance(output.error, (ValueError, EngineDeadError)):
         return ApiError.of(output.error)
     if output.error is None:
         return ApiError(503, "the server has ended this request", code="aborted")
-    return ApiError(500, "the model could not compute this request; the server's log says more")
+    message = "the model could not compute this request; see the server's log for details"
+    return ApiError(500, message)

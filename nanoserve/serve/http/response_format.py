@@ -1,4 +1,4 @@
-"""What an answer must look like: OpenAI's `response_format`, and vLLM's fields for the same."""
+"""Structured output constraints of a request: OpenAI's `response_format` and vLLM's fields."""
 
 import re
 from typing import Any
@@ -6,14 +6,14 @@ from typing import Any
 from nanoserve.features.structured.params import KINDS, StructuredOutputsParams
 from nanoserve.serve.http.errors import ApiError
 
-# vLLM's older fields, and what they are called in `structured_outputs`.
+# vLLM's older fields, and their names in `structured_outputs`.
 _ALIASES = {
     "guided_json": "json",
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
 }
-# Behind `response_format`, by its type.
+# Path below `response_format` to the constraint, by its type.
 _FIELD_OF_FORMAT = {
     "json_schema": ".json_schema.schema",
     "json_object": ".schema",
@@ -22,21 +22,24 @@ _FIELD_OF_FORMAT = {
 
 
 class _FormatError(ValueError):
-    """`response_format` itself is not of a known form."""
+    """`response_format` does not have a known form."""
 
 
 def guide_of(body: Any) -> StructuredOutputsParams | None:
-    """What the body of a request asks for, or None. `ApiError` names the field that is wrong."""
+    """Return the structured output constraint of a request body, or None.
+
+    Raises `ApiError` that names the wrong field.
+    """
     given = {name: getattr(body, name) for name in ("response_format", "structured_outputs")}
     given |= {name: getattr(body, name) for name in _ALIASES}
     if (given["response_format"] or {}).get("type") == "text":
         del given["response_format"]
-    asked = [name for name, value in given.items() if value is not None]
-    if len(asked) > 1:
-        raise ApiError(400, f"{' and '.join(asked)} ask for the same: give one", asked[1])
-    if not asked:
+    requested = [name for name, value in given.items() if value is not None]
+    if len(requested) > 1:
+        raise ApiError(400, f"{' and '.join(requested)} cannot be combined: give one", requested[1])
+    if not requested:
         return None
-    (name,) = asked
+    (name,) = requested
     try:
         guide = _guide_of(body, name, given[name])
     except _FormatError as error:
@@ -44,8 +47,8 @@ def guide_of(body: Any) -> StructuredOutputsParams | None:
     except ValueError as error:
         raise refusal(error, field_of_guide(body)) from error
     if guide.grammar is not None and "%llguidance" in guide.grammar:
-        # It sets the library's own options, and what the server makes of tools is one.
-        raise ApiError(400, f"{name}: %llguidance is not for a client to give", name, "unsupported")
+        # It sets options of the library, and marks the grammars that the server makes for tools.
+        raise ApiError(400, f"{name}: %llguidance cannot be set by a client", name, "unsupported")
     return guide
 
 
@@ -61,10 +64,10 @@ def _guide_of(body: Any, name: str, value: Any) -> StructuredOutputsParams:
 
 
 def field_of_guide(body: Any) -> str:
-    """Return the field of a request from which its guide was made, as the client has written it."""
-    asked = body.response_format
-    if asked is not None and asked.get("type") != "text":
-        return f"response_format{_FIELD_OF_FORMAT.get(asked.get('type'), '')}"
+    """Return the request field, as the client has written it, that holds the constraint."""
+    requested = body.response_format
+    if requested is not None and requested.get("type") != "text":
+        return f"response_format{_FIELD_OF_FORMAT.get(requested.get('type'), '')}"
     if body.structured_outputs is not None:
         kinds = (k for k, value in body.structured_outputs.items() if value and k in KINDS)
         return f"structured_outputs.{next(kinds, '')}".rstrip(".")
@@ -72,9 +75,9 @@ def field_of_guide(body: Any) -> str:
 
 
 def refusal(error: ValueError, field: str) -> ApiError:
-    """Return what a client is told of a guide that cannot be obeyed.
+    """Return the error response for a structured output constraint that cannot be compiled.
 
-    field: what it has sent, named in the place of what the guide is called further inside.
+    field: the request field, which replaces the internal name of the constraint in the message.
     """
     text = str(error).removeprefix("structured_outputs: ")
     for kind in KINDS:
@@ -84,18 +87,18 @@ def refusal(error: ValueError, field: str) -> ApiError:
     return ApiError(400, f"{field}: {text}", field)
 
 
-def _from_format(asked: dict[str, Any]) -> dict[str, Any]:
-    kind = asked.get("type")
+def _from_format(given: dict[str, Any]) -> dict[str, Any]:
+    kind = given.get("type")
     if kind == "json_object":  # with a schema, as llama.cpp and others take it
-        return {"json_object": True} if asked.get("schema") is None else {"json": asked["schema"]}
+        return {"json_object": True} if given.get("schema") is None else {"json": given["schema"]}
     if kind == "json_schema":
-        described = asked.get("json_schema")
+        described = given.get("json_schema")
         schema = described.get("schema") if isinstance(described, dict) else None
         if not isinstance(schema, dict):
             raise _FormatError("json_schema must be {'name': text, 'schema': {...}}")
         return {"json": schema}
     if kind == "structural_tag":
-        tag = {name: asked.get(name) for name in ("structures", "triggers")}
+        tag = {name: given.get(name) for name in ("structures", "triggers")}
         return {"structural_tag": tag}
     known = ("text", "json_object", "json_schema", "structural_tag")
     raise _FormatError(f"type={kind!r:.50} is not one of {known}")

@@ -1,4 +1,4 @@
-"""How an answer travels: in one piece, or as server-sent events while it grows."""
+"""HTTP responses: a complete JSON body, or a stream of server-sent events."""
 
 import asyncio
 import json
@@ -16,23 +16,23 @@ from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.response_builder import Answer
 from nanoserve.serve.response_stream import EngineDeadError, OutputReader
 
-_HEARTBEAT = b": the model is at work\n\n"  # a comment, which every reader of events skips
-_MOST_ENTRIES = 128  # tokens with log-probabilities, that are written in the event loop itself
+_HEARTBEAT = b": the model is at work\n\n"  # a comment, which clients of event streams skip
+_MOST_ENTRIES = 128  # tokens with log-probabilities that are encoded on the event loop itself
 _EVENTS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
-    "x-accel-buffering": "no",  # nginx would keep events until it has 4 KiB of them
+    "x-accel-buffering": "no",  # otherwise nginx buffers events until it has 4 KiB of them
 }
 
 
 async def whole_response(answer: Answer, reader: OutputReader, receive: Receive) -> Response:
-    """Wait for all of an answer. If its client goes away first, it is aborted."""
+    """Wait for the complete output and return it; abort if the client disconnects first."""
     outputs = {}
     async with _watched(reader, receive):
         while not reader.is_over:
             for output in await reader.read():
                 outputs[output.request_id] = output
-    if len(outputs) < len(answer.requests):  # nobody is left to be told
+    if len(outputs) < len(answer.requests):  # the client has disconnected
         return Response(status_code=499)
     if not _is_large(outputs.values()):
         return JSONResponse(answer.whole(outputs))
@@ -41,10 +41,11 @@ async def whole_response(answer: Answer, reader: OutputReader, receive: Receive)
 
 
 class EventStream(Response):
-    """Send an answer while it grows; what its client has not taken yet comes in one piece.
+    """Stream of an output; tokens that a slow client has not read yet are sent together.
 
-    A client that goes away is noticed at once, and aborts its request. One that stops reading stops
-    what is sent to it, not the engine; the operating system ends its connection after a while.
+    A client that disconnects is noticed at once, and its request is aborted. A client that stops
+    reading blocks its own stream but not the engine; the operating system closes its connection
+    after a timeout.
     """
 
     def __init__(self, answer: Answer, reader: OutputReader, heartbeat_interval: float) -> None:
@@ -74,7 +75,7 @@ class EventStream(Response):
 
 
 def _is_large(outputs: Iterable[RequestOutput]) -> bool:
-    """Tell whether writing them would hold the event loop for more than a hundredth of a second."""
+    """Return True if encoding `outputs` would block the event loop for more than about 10 ms."""
     num_entries = 0
     for output in outputs:
         num_entries += len(output.prompt_logprobs or ())
@@ -84,8 +85,11 @@ def _is_large(outputs: Iterable[RequestOutput]) -> bool:
 
 
 def _encoded(whole: dict[str, Any]) -> bytes:
-    """The JSON of an answer, as `JSONResponse` writes it. Its choices are encoded one by one: the
-    interpreter's lock is held for each, and all together may be many megabytes."""
+    """Encode a response as JSON, in the format of `JSONResponse`.
+
+    The choices are encoded one at a time: the encoder holds the interpreter lock (GIL) for each,
+    and all of them together may be many megabytes.
+    """
     encode = partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     fields = []
     for name, value in whole.items():
@@ -98,9 +102,9 @@ def _encoded(whole: dict[str, Any]) -> bytes:
 async def _watched(
     reader: OutputReader, receive: Receive, interval: float | None = None
 ) -> AsyncIterator[None]:
-    """Close the reader when its client goes away, which nothing else would tell; and in the end.
+    """Close the reader when its client disconnects, and on exit.
 
-    Every `interval` seconds whoever waits for outputs is woken, and finds none.
+    Wakes the reading task every `interval` seconds, so that it can send a heartbeat.
     """
 
     async def watch() -> None:

@@ -1,4 +1,4 @@
-"""What whoever runs a server chose for it; what concerns the engine is in `EngineConfig`."""
+"""Settings of the HTTP server; those of the engine are in `EngineConfig`."""
 
 import re
 from dataclasses import dataclass, field
@@ -27,26 +27,26 @@ _NO_KWARGS = {
 
 @dataclass
 class ServerSettings:
-    """Checked on construction: a `ValueError` names the value.
+    """Settings of a server, validated on construction: a `ValueError` names the wrong value.
 
-    Times are in seconds. A limit that a request exceeds is an answer of its own: 400, 408, 413, 429
+    Times are in seconds. A request that exceeds a limit is answered with status 400, 408, 413, 429
     or 503.
     """
 
-    served_model_name: list[str] = field(default_factory=list)  # the first one is what answers say
-    api_key: list[str] = field(default_factory=list)  # none: everybody may ask
-    max_n: int = 64  # completions of one request
-    max_prompts: int = 1024  # of one request to /v1/completions
+    served_model_name: list[str] = field(default_factory=list)  # responses contain the first one
+    api_key: list[str] = field(default_factory=list)  # accepted keys; empty: no key is needed
+    max_n: int = 64  # completions per prompt
+    max_prompts: int = 1024  # prompts per request to /v1/completions
     max_body_bytes: int = 8 * 2**20
-    max_queue: int | None = None  # sequences that may wait for their turn; None: as many as come
+    max_queue: int | None = None  # sequences that may wait for admission; None: no limit
     max_connections: int = 4096
-    body_timeout: float = 30.0  # for a body to arrive
-    heartbeat_interval: float = 15.0  # a proxy gives up a stream that is silent for a minute
-    allowed_origins: list[str] = field(default_factory=list)  # of other sites' pages (CORS)
+    body_timeout: float = 30.0  # for the arrival of a body
+    heartbeat_interval: float = 15.0  # proxies close a stream that is silent for a minute
+    allowed_origins: list[str] = field(default_factory=list)  # of pages of other sites (CORS)
     metrics_prefix: str = "vllm:"  # so that dashboards made for vLLM work
-    tool_call_parser: str | None = None  # how the model writes calls; None: as its template shows
-    reasoning_parser: str | None = None  # how it writes what it thinks before it answers
-    # What templates get where a request's chat_template_kwargs say nothing of it.
+    tool_call_parser: str | None = None  # format of tool calls; None: detected from the template
+    reasoning_parser: str | None = None  # format of the reasoning before the answer
+    # Default variables for chat templates; chat_template_kwargs of a request override them.
     default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -63,10 +63,10 @@ class ServerSettings:
         for name in ("served_model_name", "api_key", "allowed_origins"):
             check_list(name, getattr(self, name), lambda text: is_text(text) and text, "texts")
         for origin in self.allowed_origins:
-            told = "must be '*', or as 'https://example.org:8443', without a path"
-            require(_ORIGIN.fullmatch(origin), f"allowed_origins: {origin!r:.200} {told}")
+            rule = "must be '*', or like 'https://example.org:8443', without a path"
+            require(_ORIGIN.fullmatch(origin), f"allowed_origins: {origin!r:.200} {rule}")
         kwargs = self.default_chat_template_kwargs
         is_object = isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs)
         require(is_object, f"default_chat_template_kwargs={shown(kwargs)} must be an object")
         for name in _NO_KWARGS & kwargs.keys():
-            raise ValueError(f"default_chat_template_kwargs: {name!r} is the server's to say")
+            raise ValueError(f"default_chat_template_kwargs: {name!r} is set by the server itself")

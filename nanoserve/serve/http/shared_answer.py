@@ -1,4 +1,4 @@
-"""One answer for all who ask at about the same time."""
+"""Result of an asynchronous call, shared by concurrent callers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -8,11 +8,11 @@ T = TypeVar("T")
 
 
 class SharedAnswer(Generic[T]):
-    """Await `make()`, at most once at a time and not sooner than `interval` seconds after the last.
+    """Rate limiter for `make()`: one call at a time, and at least `interval` seconds between two.
 
-    Who asks meanwhile waits and shares the next answer, so none is older than its question by more
-    than the time that `make` takes. However many ask, and however often, the rate of calls is
-    bounded; who asks alone and seldom waits for nothing.
+    Callers that arrive meanwhile wait for the next result and share it, so a result is at most as
+    old as the time that `make` takes. The rate of calls is bounded for any number of callers; an
+    occasional single caller does not wait.
     """
 
     def __init__(self, make: Callable[[], Awaitable[T]], interval: float) -> None:
@@ -21,10 +21,10 @@ class SharedAnswer(Generic[T]):
         self._last_end = float("-inf")
 
     async def get(self) -> T:
-        """Raises what `make` raises."""
+        """Return the next result of `make`, or raise what it raises."""
         if self._next is None or self._next.done():
             self._next = asyncio.create_task(self._run())
-        return await asyncio.shield(self._next)  # one of those who wait may give up
+        return await asyncio.shield(self._next)  # a waiting caller may be cancelled
 
     async def _run(self) -> T:
         clock = asyncio.get_running_loop().time

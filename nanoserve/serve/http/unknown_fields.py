@@ -1,9 +1,9 @@
-"""What becomes of a request's fields that nanoserve does not have.
+"""Handling of request fields that nanoserve does not have.
 
-No field that would change the answer is ignored in silence. Names of other servers are refused, and
-it is said what to use instead, unless their value asks for nothing. Names that say nothing about
-the answer are ignored. What nobody knows may be either, or mistyped: it is ignored, too, and logged
-once. `nanoserve.compat.request_names` has all names.
+No field that would change the output is ignored silently. Known fields of other servers are
+rejected with a hint on what to use instead, unless their value has no effect. Known fields without
+influence on the output are ignored. Unknown fields, which may be typing errors, are ignored and
+logged once. `nanoserve.compat.request_names` lists all known names.
 """
 
 import logging
@@ -27,16 +27,16 @@ from nanoserve.serve.http.protocol import (
 logger = logging.getLogger(__name__)
 
 _MOST_LOGGED = 200  # names, each once
-_LONGEST_LOGGED = 64  # characters of one
-_MOST_LOOKED_AT = 64  # unknown names within one object, and objects within one list
-_NOT_LOOKED_AT = "the chat template does not look at it"
+_LONGEST_LOGGED = 64  # characters of a name
+_MOST_LOOKED_AT = 64  # unknown names checked per object, and objects per list
+_NOT_LOOKED_AT = "the chat template does not use it"
 _CHAT = "it is a field of /v1/chat/completions"
-# What one endpoint has, or refuses, and the others do not.
+# Fields that only the other endpoint supports.
 _ELSEWHERE: dict[type[Body], dict[str, Foreign]] = {
     CompletionBody: {
         "messages": Foreign("use prompt, or /v1/chat/completions"),
         "max_completion_tokens": Foreign("use max_tokens"),
-        "top_logprobs": Foreign("logprobs says how many", (0,)),
+        "top_logprobs": Foreign("use logprobs, which is a number here", (0,)),
         "tools": Foreign("use /v1/chat/completions", ([],)),
         "tool_choice": Foreign("use /v1/chat/completions", ("none", "auto")),
         "parallel_tool_calls": Foreign(_CHAT, (True, False)),
@@ -46,9 +46,9 @@ _ELSEWHERE: dict[type[Body], dict[str, Foreign]] = {
         "documents": Foreign(_CHAT, ([],)),
         "add_generation_prompt": Foreign(_CHAT, (True,)),
         "continue_final_message": Foreign(_CHAT, (False,)),
-        "allow_special_tokens": Foreign("special tokens in a prompt are special tokens", (True,)),
+        "allow_special_tokens": Foreign("special tokens in a prompt are always parsed", (True,)),
     },
-    ChatBody: {"add_special_tokens": Foreign("the chat template writes them", (False,))},
+    ChatBody: {"add_special_tokens": Foreign("the chat template adds them", (False,))},
 }
 
 
@@ -60,13 +60,13 @@ _FOREIGN_OF: dict[type[Body], dict[str, Foreign]] = {
 
 
 class UnknownNames:
-    """Logs each unknown name once. What a client sends is never kept or logged but for the name."""
+    """Log of unknown field names, each once. Nothing else of a request is kept or logged."""
 
     def __init__(self) -> None:
         self._logged: set[tuple[str, str]] = set()
 
     def note(self, place: str, name: str, known: Iterable[str], reason: str = "") -> None:
-        """Log that `name` was ignored. place: what it stood in; "" is the request itself."""
+        """Log that `name` was ignored. place: the object that had it; "" is the request itself."""
         key = place, name[:_LONGEST_LOGGED]
         if key in self._logged or len(self._logged) >= _MOST_LOGGED:
             return
@@ -77,13 +77,13 @@ class UnknownNames:
         reason = reason or "no request has such a field"
         logger.warning("%signored %r: %s%s", where, key[1], reason, hint)
         if len(self._logged) == _MOST_LOGGED:
-            logger.warning("ignored %s unknown fields: no further ones are logged", _MOST_LOGGED)
+            logger.warning("ignored %s unknown fields: further ones are not logged", _MOST_LOGGED)
 
 
 def check_fields(body: Body, unknown: UnknownNames, template: str = "") -> None:
-    """Raise `ApiError` for a field that would change the answer, if it could be honoured.
+    """Raise `ApiError` for an unsupported field that would change the output.
 
-    template: the source of the chat template, which may look at whatever a message has.
+    template: the source of the chat template, which may use any member of a message.
     """
     kind, given = type(body), body.model_extra or {}
     foreign = _FOREIGN_OF[kind]
@@ -107,7 +107,7 @@ def _check(
     template: str = "",
     path: str = "",
 ) -> None:
-    """Look at the names in one object. `path`: what an error calls its place."""
+    """Check the names in one object. `path`: the name of the object in error messages."""
     num_unknown, path = 0, path or place
     for name, value in given.items():
         if value is None or name in known or (name in HARMLESS and not place):
@@ -117,8 +117,8 @@ def _check(
         if name in foreign:
             if not asks_nothing(value, foreign[name].neutral):
                 full = f"{path}.{name}" if path else name
-                told = f"{full} is not supported: {foreign[name].instead}"
-                raise ApiError(400, told, full, "unsupported")
+                message = f"{full} is not supported: {foreign[name].instead}"
+                raise ApiError(400, message, full, "unsupported")
         elif num_unknown < _MOST_LOOKED_AT:
             num_unknown += 1
             unknown.note(place, name, known)
@@ -166,5 +166,5 @@ def _check_chat(body: ChatBody, unknown: UnknownNames, template: str) -> None:
 def _check_request_id(body: GenerationBody) -> None:
     own = body.request_id
     if own is not None and not (0 < len(own) <= 128 and own.isascii() and own.isprintable()):
-        told = "request_id must be 1 to 128 printable ASCII characters"
-        raise ApiError(400, told, "request_id")
+        message = "request_id must be 1 to 128 printable ASCII characters"
+        raise ApiError(400, message, "request_id")

@@ -1,19 +1,19 @@
-"""Endpoints that clients know from elsewhere, and what to use instead of them."""
+"""Endpoints of other servers that nanoserve lacks, with a hint on what to use instead."""
 
 from nanoserve.serve.http.errors import ApiError
 
 _CHAT = "use /v1/chat/completions"
-_NO_POOLING = "nanoserve generates; for embeddings and scores run sentence-transformers or vLLM"
+_NO_POOLING = "nanoserve only generates; for embeddings or scores run sentence-transformers or vLLM"
 _NO_LORA = "merge the adapter into its base (peft: merge_and_unload) and serve that"
 _TEXT_ONLY = "nanoserve runs text models only"
-_STATELESS = f"nothing is stored between requests: {_CHAT} with the whole conversation"
+_STATELESS = f"nothing is stored between requests: {_CHAT} with the complete conversation"
 _BATCH = "`nanoserve batch IN.jsonl OUT.jsonl` answers a file of requests"
-_IN_A_PROGRAM = "a server does not have it; LLM in a program does"
-_DOCS = "README.md and docs/ describe the server; /v1/models says what it serves"
+_IN_A_PROGRAM = "the server does not offer it; the class LLM in a program does"
+_DOCS = "README.md and docs/ describe the server; /v1/models lists the models that it serves"
 
-# Of OpenAI's protocol, and of what gateways forward by the same names, with or without /v1. To
-# these the answer is 400: LiteLLM's proxy takes 404 and 5xx for signs that the whole server is
-# gone, and sends nobody's requests to it for some seconds.
+# Endpoints of OpenAI's protocol, and those that gateways forward under the same names, with or
+# without /v1. They are answered with 400, because LiteLLM's proxy takes a 404 or 5xx as a sign that
+# the whole server is down, and sends it no requests at all for some seconds.
 _FORWARDED = {
     "responses": (
         f"{_CHAT}. openai: client.chat.completions.create; Agents SDK: OpenAIChatCompletionsModel; "
@@ -34,7 +34,7 @@ _FORWARDED = {
     "chat/completions/render": "use /tokenize, which takes the same messages",
     "completions/render": "use /tokenize",
 }
-# Other servers' own, by which clients find out what they talk to: 404 says that it is not that.
+# Endpoints of other servers, which clients use to detect the kind of server: answered with 404.
 _OTHERS = {
     "api/chat": _CHAT,
     "api/generate": "use /v1/completions",
@@ -60,7 +60,7 @@ _OTHERS = {
     "stats": "use /metrics",
     "v1beta": _CHAT,
 }
-# Ours, for who leaves out the version or writes another one.
+# nanoserve's own endpoints, for clients that leave out the version or use another one.
 _PRESENT = ("chat/completions", "completions", "models")
 _PATHS = ("v1/chat/completions", "v1/completions", "v1/models", "tokenize", "detokenize")
 _PATHS += ("health", "ping", "version", "metrics")
@@ -71,16 +71,17 @@ _ALL = (
 
 
 def missing_endpoint(method: str, path: str) -> ApiError:
-    """Return the error for a path at which there is nothing: what to use instead."""
+    """Return the error for an unknown path, with a hint on what to use instead."""
     named, inner = f"{method} {path!r:.100}", path.strip("/").lower()
     if path.endswith("/") and inner in _PATHS:
-        # No redirection: it would lead to whatever host the client has named.
+        # No redirect: its target would contain the host name that the client has sent.
         return ApiError(404, f"{named} ends with a slash, which no endpoint does", None, _CODE)
     prefix = next((one for one in _PREFIXES if inner.startswith(one)), "")
     inner = inner.removeprefix(prefix)
     for known in _PRESENT:
         if inner == known or (known == "models" and inner.startswith("models/")):
-            return ApiError(404, f"{named} is not here: the base URL ends with /v1", None, _CODE)
+            message = f"{named} does not exist: the base URL must end with /v1"
+            return ApiError(404, message, None, _CODE)
     advice = _under(inner, _FORWARDED)
     if advice is not None:
         return ApiError(400, f"{named} is not supported: {advice}", None, "unsupported_endpoint")
@@ -92,7 +93,7 @@ _CODE = "unknown_endpoint"
 
 
 def _under(path: str, table: dict[str, str]) -> str | None:
-    """Return what is said of this path, or of one above it."""
+    """Return the entry of `table` for a path or the nearest one above it; None without one."""
     while path:
         if path in table:
             return table[path]

@@ -1,1 +1,1 @@
-"""Several engines behind one door: which of them a request goes to, and what they tell of it."""
+"""Data parallel replicas of an engine on Ray Serve, with prefix-aware routing of requests."""

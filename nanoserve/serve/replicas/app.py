@@ -1,4 +1,4 @@
-"""Replicas as an application of Ray Serve."""
+"""Ray Serve application of the replicas."""
 
 import secrets
 from functools import partial
@@ -12,8 +12,8 @@ from nanoserve.serve.replicas.replica import Replica
 from nanoserve.serve.replicas.settings import ReplicaSettings
 
 _ROUTER = "nanoserve.serve.replicas.request_router:FleetRouter"
-_NO_LIMIT = 100_000  # it is the ingress that refuses, by its max_queue
-_DRAIN_SECONDS = 600  # that a replica which is stopped or replaced has for what it has begun
+_NO_LIMIT = 100_000  # the ingress limits requests, by its max_queue
+_DRAIN_SECONDS = 600  # that a stopped or replaced replica has for its running requests
 
 
 def replicas_app(
@@ -24,12 +24,13 @@ def replicas_app(
     model_name: str,
     metrics_prefix: str,
 ) -> Application:
-    """Engines of `model` and `options`, as `LLM` takes them, with `resources` of Ray for each.
+    """Return the application of replicas of an engine, each with the given Ray `resources`.
 
-    They are restarted when they die or say that they are not well, replaced one after another when
-    something of this has changed, and become more and fewer by the requests that are at them: all
-    of that is Serve's doing. Their `prefix_cache_seed` is the same for all, and random unless the
-    options have one.
+    model, options: as for `LLM`.
+
+    Serve restarts replicas that fail or report that they are unhealthy, replaces them one by one
+    when an argument has changed, and scales their number with the number of ongoing requests. All
+    replicas have the same `prefix_cache_seed`, which is random unless it is given in `options`.
     """
     scaling: dict[str, Any] = {"num_replicas": settings.data_parallel_size}
     if settings.max_data_parallel_size is not None:
@@ -60,5 +61,5 @@ def replicas_app(
 
 
 def plan_of(*arguments: Any) -> str:
-    """Of the arguments of `replicas_app`; two applications are alike if these are."""
+    """Return a description of the arguments of `replicas_app`, equal for equal applications."""
     return repr(arguments)

@@ -1,4 +1,4 @@
-"""What an engine's prefix cache gains and loses, for those outside who keep count of it."""
+"""Cache and evict events of an engine's prefix cache, for routers outside of the engine."""
 
 from threading import Lock
 
@@ -7,34 +7,36 @@ from nanoserve.engine.listeners import BlockListener, CachedBlock
 
 
 class BlockEvents(BlockListener):
-    """Records the blocks that `manager` caches and evicts, by their chain hashes.
+    """Listener that records the blocks that `manager` caches and evicts, by their chain hashes.
 
-    Only *which* hashes were touched is noted. What became of them is looked up in the prefix cache
-    when the events are taken, so the two cannot disagree, whatever was raised in between: a change
-    that is noted after `take` has looked is noted for the next one.
+    It only records *which* hashes were touched. Their state is looked up in the prefix cache when
+    the events are taken, so events and cache cannot disagree, whatever was raised in between: a
+    change that is recorded after the look-up of `take` is reported by the next `take`.
 
-    With several groups of layers (`nanoserve.engine.kv_groups`), a block counts as there if the
-    first group has it. A router follows a prompt from its first block on, so to it that means:
+    With several KV cache groups (`nanoserve.engine.kv_groups`), a block counts as cached if the
+    first group has it. A router matches a prompt from its first block on, which means:
 
-    - Beside layers with a sliding window, the first group is one with full attention. It has every
-      block of a hit, but a hit takes all groups: the router may expect more than there is.
-    - If all layers have a window, blocks behind it are the first to go, and a hit does not need
-      them. The router believes that nothing is left of a prompt whose first block is gone, though
-      the engine may still find the end of it: such a prompt goes where least waits.
+    - In a model with sliding window layers and full attention layers, the first group is one with
+      full attention. It has every block of a hit, but a hit needs all groups, so the router may
+      expect more cached tokens than there are.
+    - If all layers have a sliding window, the blocks before the window are evicted first, and a hit
+      does not need them. For a prompt whose first block was evicted, the router expects no hit,
+      although the engine may still find the last blocks; it sends such a prompt to the least loaded
+      replica.
     """
 
     def __init__(self, manager: BlockManager) -> None:
         self._manager = manager
-        self._lock = Lock()  # an engine steps in one thread, and another one takes
-        self._taken: set[bytes] = set()  # what all that was taken adds up to
+        self._lock = Lock()  # the engine's thread records events, and another thread takes them
+        self._taken: set[bytes] = set()  # cached hashes according to all events taken so far
         self._touched: set[bytes] = set()
         manager.listeners.append(self)
-        self._touched.update(manager.prefix_cache.hashes())  # what it has now is news, too
+        self._touched.update(manager.prefix_cache.hashes())  # report the initial content, too
 
     def take(self) -> tuple[list[bytes], list[bytes]]:
-        """Return the hashes of the blocks (stored, removed) since the last call; none is in both.
+        """Return the hashes of the blocks (stored, removed) since the last call, without overlap.
 
-        A block that came and went meanwhile is in neither.
+        A block that was both cached and evicted meanwhile is in neither list.
         """
         stored: list[bytes] = []
         removed: list[bytes] = []

@@ -1,4 +1,4 @@
-"""Which replicas are there: an ingress follows what each of them tells."""
+"""Tracking of the available replicas: an ingress reads a stream of updates from each of them."""
 
 import asyncio
 import contextlib
@@ -20,18 +20,20 @@ from nanoserve.serve.response_stream import EngineDeadError
 
 logger = logging.getLogger(__name__)
 
-A_MOMENT = 0.02  # seconds between two looks whether something has happened
+A_MOMENT = 0.02  # polling interval in seconds
 CALL_ERRORS = (RayError, RayServeException, EngineDeadError, NotThereError)
-_MOST_MISSED = 8  # times HEARD_EVERY seconds that a replica may leave a question unanswered
-_AGAIN_AFTER = 0.5  # seconds before a replica that was lost is asked again
+_MOST_MISSED = 8  # times HEARD_EVERY seconds without an answer before a replica is lost
+_AGAIN_AFTER = 0.5  # seconds before a lost replica is contacted again
 
 
 class Following:
-    """Of all replicas that Serve would send to. One that tells is a member of `placement`.
+    """Connections to all replicas to which Serve would send requests (the candidates).
 
-    take: called with the name of a replica and what it has told. lost: with the name of one from
-    which nothing will be taken any more. is_idle: whether nothing is left to come from one.
-    All methods but `note` are for the thread of one event loop.
+    A replica whose stream is being read is a member of `placement`.
+
+    take: called with the name of a replica and its updates. lost: called with the name of a replica
+    whose updates will no longer be read. is_idle: returns True if a replica has no requests left.
+    All methods except `note` must run in the thread of `loop`.
     """
 
     def __init__(
@@ -42,35 +44,38 @@ class Following:
         lost: Callable[[str], None],
         is_idle: Callable[[str], bool],
     ) -> None:
-        self.name = uuid4().hex[:12]  # by which replicas tell ingresses apart
-        self.placement: Placement  # from `open` on
-        self._is_paused = False  # replicas that join are paused, too
+        self.name = uuid4().hex[:12]  # identifies this ingress to the replicas
+        self.placement: Placement  # set by `open`
+        self._is_paused = False  # if True, replicas are paused when they join
         self._handle, self._loop = handle, loop
         self._streams, self._own_name = handle.options(stream=True), pickle.dumps(self.name)
         self._take, self._lost, self._is_idle = take, lost, is_idle
-        self._candidates: set[str] = set()  # that Serve would send to
+        self._candidates: set[str] = set()  # replicas to which Serve would send requests
         self._followers: dict[str, asyncio.Task[None]] = {}
-        self._hearing: dict[str, asyncio.Task[None]] = {}
+        self._heartbeats: dict[str, asyncio.Task[None]] = {}
         self._is_open = False
 
     def pause(self, is_paused: bool) -> None:
-        """Pause replicas that join from now on, or no longer; members get messages of their own."""
+        """Set whether replicas that join later are paused; members receive separate messages."""
         self._is_paused = is_paused
 
     async def describe(self) -> Any:
-        """What anybody says of the engines. From here on, Serve's router tells who is there."""
+        """Return the arguments of `EngineFront`, from any replica.
+
+        From now on, Serve's router reports the candidates.
+        """
         first = FirstCall(b"", self.note)
         return pickle.loads(await self._handle.describe.remote(first))
 
     async def open(self, placement: Placement) -> None:
-        """Begin, and return when a replica is there."""
+        """Start following all candidates; return when a replica is available."""
         self.placement, self._is_open = placement, True
         self._update(self._candidates)
         while not self.is_any_there:
             await asyncio.sleep(A_MOMENT)
 
     async def close(self) -> None:
-        """What is left at the replicas is aborted."""
+        """Stop following; the replicas abort the remaining requests of this ingress."""
         self._is_open = False
         tasks = [*self._followers.values()]
         for task in tasks:
@@ -79,43 +84,43 @@ class Following:
 
     @property
     def is_any_there(self) -> bool:
-        """Whether a request can be sent."""
+        """True if a request can be sent."""
         return bool(self.placement.members.keys() & self._candidates)
 
     def note(self, names: set[str]) -> None:
-        """In the thread of Serve's router: these are the candidates at present."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody wants to know
+        """Set the current candidates; called in the thread of Serve's router."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so the fleet has ended
             self._loop.call_soon_threadsafe(self._update, names)
 
     def lose(self, name: str) -> None:
-        """Nothing that comes from there is taken any more. Idempotent."""
+        """Remove a replica, whose updates are no longer read. Idempotent."""
         if name in self.placement.members:
             self.placement.leave(name)
             self._lost(name)
 
     def leave_if_done(self, name: str | None) -> None:
-        """A replica that is being stopped may finish what it has, and is then left."""
+        """Stop following a replica that is being stopped and has finished its requests."""
         is_stopping = name in self._followers and name not in self._candidates
         if is_stopping and self._is_idle(name):
             self._followers[name].cancel()
 
     async def reach(self, name: str, method: str, content: bytes) -> Any:
-        """What a replica's method returns; None if it is gone."""
+        """Call a method of a replica and return its result; None if the replica is lost."""
         response = getattr(self._handle, method).remote(Call(content, name))
-        told = asyncio.ensure_future(_outcome(response))
+        outcome = asyncio.ensure_future(_outcome(response))
         try:
-            while not (await asyncio.wait({told}, timeout=HEARD_EVERY))[0]:
+            while not (await asyncio.wait({outcome}, timeout=HEARD_EVERY))[0]:
                 if name not in self.placement.members:
                     return None
-            return told.result()
+            return outcome.result()
         except NotThereError:
             return None
         except CALL_ERRORS as error:
-            logger.warning("replica %s could not be asked: %r", name, error)
+            logger.warning("the call of %s in replica %s has failed: %r", method, name, error)
             return None
         finally:
             cancel(response)
-            told.cancel()
+            outcome.cancel()
 
     def _update(self, names: set[str]) -> None:
         self._candidates = names
@@ -126,13 +131,13 @@ class Following:
                 self.leave_if_done(name)
 
     async def _follow(self, name: str) -> None:
-        """Take what a replica tells, as long as it does."""
+        """Read the updates of a replica until its stream ends or fails."""
         stream = self._streams.listen.remote(Call(self._own_name, name))
         try:
             num_kv_blocks, blocks = pickle.loads(await anext(stream))
             number = self.placement.join(name, num_kv_blocks).number
-            logger.info("replica %d is there: %s", number, name)
-            self._hearing[name] = self._loop.create_task(self._keep_hearing(name))
+            logger.info("replica %d is available: %s", number, name)
+            self._heartbeats[name] = self._loop.create_task(self._send_heartbeats(name))
             if self._is_paused:
                 await self.reach(name, "pause", pickle.dumps(True))
             if blocks is not None:
@@ -142,26 +147,29 @@ class Following:
         except CALL_ERRORS as error:
             logger.warning("replica %s is lost: %r", name, error)
         except StopAsyncIteration:
-            logger.warning("replica %s has nothing to tell", name)
+            logger.warning("replica %s has ended its stream", name)
         finally:
             cancel(stream)
-            if name in self._hearing:
-                self._hearing.pop(name).cancel()
+            if name in self._heartbeats:
+                self._heartbeats.pop(name).cancel()
             self.lose(name)
             del self._followers[name]
-            # If it still is a candidate, it may be there again.
+            # A replica that is still a candidate is contacted again.
             self._loop.call_later(_AGAIN_AFTER, lambda: self._update(self._candidates))
 
-    async def _keep_hearing(self, name: str) -> None:
-        """Tell a replica again and again that somebody waits for what it computes."""
+    async def _send_heartbeats(self, name: str) -> None:
+        """Send heartbeats to a replica, so that it knows that this ingress waits for its results.
+
+        A replica that does not answer is no longer followed.
+        """
         while True:
             began = time.monotonic()
-            asked = asyncio.ensure_future(self.reach(name, "hear", self._own_name))
+            answer = asyncio.ensure_future(self.reach(name, "heartbeat", self._own_name))
             try:
-                # Waits are counted: whoever was stopped together with all replicas, as on a
-                # machine that slept, has waited once, however long that took.
+                # Counts waits instead of seconds: while this process and the replicas are stopped
+                # together, as on a suspended machine, only one wait passes.
                 for _ in range(_MOST_MISSED):
-                    if (await asyncio.wait({asked}, timeout=HEARD_EVERY))[0]:
+                    if (await asyncio.wait({answer}, timeout=HEARD_EVERY))[0]:
                         break
                 else:
                     seconds = time.monotonic() - began
@@ -169,20 +177,20 @@ class Following:
                     self._followers[name].cancel()
                     return
             finally:
-                asked.cancel()
-            told = asked.result()
-            if told is not None:
-                self.placement.note_others(name, *told)
+                answer.cancel()
+            others = answer.result()
+            if others is not None:
+                self.placement.note_others(name, *others)
             await asyncio.sleep(HEARD_EVERY)
 
 
 def cancel(response: Any) -> None:
-    """End a call of Serve's, if it has not ended; one that has failed would raise here."""
+    """Cancel a Serve call unless it has ended. Errors of a failed call are suppressed."""
     with contextlib.suppress(*CALL_ERRORS):
         response.cancel()
 
 
 async def _outcome(response: Any) -> Any:
-    """Of a call of Serve's; one that nobody waits for any more is no error."""
+    """Return the result of a Serve call; None if it was cancelled."""
     with contextlib.suppress(RequestCancelledError):
         return await response

@@ -1,16 +1,16 @@
-"""What several engines tell Prometheus, as one text."""
+"""Merging of the Prometheus metrics of several engines."""
 
 from collections.abc import Mapping
 
 
-def merged(told: Mapping[int, bytes]) -> bytes:
-    """The expositions of replicas, by number: each sample gets the label `replica`.
+def merged(expositions: Mapping[int, bytes]) -> bytes:
+    """Merge the metrics of replicas, given by replica number: each sample gets a label `replica`.
 
-    Samples of one name stand together, under its HELP and TYPE, as Prometheus wants them.
+    Samples of one name are grouped under its HELP and TYPE lines, as Prometheus requires.
     """
     heads: dict[str, list[str]] = {}
     samples: dict[str, list[str]] = {}
-    for number, text in sorted(told.items()):
+    for number, text in sorted(expositions.items()):
         name = ""
         for line in text.decode().splitlines():
             if line.startswith("# HELP "):
@@ -26,7 +26,10 @@ def merged(told: Mapping[int, bytes]) -> bytes:
 
 
 def _labelled(sample: str, number: int) -> str:
-    """`name{a="b"} 1` or `name 1`. A name has neither brace nor space."""
+    """Add the label `replica` to a sample: `name{a="b"} 1` or `name 1`.
+
+    A name contains neither a brace nor a space.
+    """
     name, brace, rest = sample.partition("{")
     if not brace or " " in name:
         name, _, value = sample.partition(" ")

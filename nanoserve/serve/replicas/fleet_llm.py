@@ -1,4 +1,4 @@
-"""`AsyncLLM` and its server, with a fleet of replicas in place of one engine."""
+"""`AsyncLLM` and its HTTP server for a fleet of replicas instead of one engine."""
 
 import asyncio
 from collections.abc import Callable
@@ -22,14 +22,13 @@ from nanoserve.serve.response_stream import EngineDeadError
 
 T = TypeVar("T")
 
-_SCRAPE_SECONDS = 2.0  # that a replica has to tell its metrics: Prometheus gives up after ten
+_SCRAPE_SECONDS = 2.0  # timeout for the metrics of a replica; that of Prometheus is 10 s
 
 
 class FleetLLM(AsyncLLM):
-    """The replicas behind a handle of Ray Serve, asked as one model.
+    """Asynchronous engine over all replicas behind a Ray Serve handle, used like one model.
 
-    What is called in the engine is called in all of them: `call_in_engine` returns a dictionary, by
-    the number of the replica.
+    `call_in_engine` calls its function in all replicas, and returns {replica number: result}.
     """
 
     owner: Fleet
@@ -37,12 +36,15 @@ class FleetLLM(AsyncLLM):
     def __init__(self, handle: DeploymentHandle, stream_interval: int = 1) -> None:
         self._handle = handle
         super().__init__(handle.deployment_name, stream_interval=stream_interval)
-        # Other ingresses may have requests at the same replicas.
+        # Unique across the ingresses that share the replicas.
         self._request_ids = map(f"{self.owner.name}-{{}}".format, count())
 
     async def call_in_replica(self, number: int, function: Callable[[GuardedEngine], T]) -> T:
-        """`ValueError` if there is no such replica."""
-        return await self._told_by(partial(self.owner.call_one, number, function))
+        """Call `function(engine)` in one replica and return its result.
+
+        Raises `ValueError` if there is no such replica.
+        """
+        return await self._result_of(partial(self.owner.call_one, number, function))
 
     def _make_owner(
         self,
@@ -55,32 +57,34 @@ class FleetLLM(AsyncLLM):
 
 
 class FleetServer(ApiServer):
-    """The same endpoints. Metrics have a label more, and the page shows one replica at a time."""
+    """HTTP server for replicas.
+
+    Metrics have an additional label `replica`, and the live view shows one replica at a time.
+    """
 
     llm: FleetLLM
 
     async def health(self) -> Response:
-        """200 while there is a replica; 503 while there is none, although requests may wait for
-        the next one."""
+        """Return 200 while a replica is available, else 503, although requests may wait for one."""
         is_healthy = self.llm.is_running and not self.is_draining and self.llm.owner.replicas
         return Response(status_code=200 if is_healthy else 503)
 
     async def _read_metrics(self) -> bytes:
-        """Read those of all replicas that answer, each with its number as a label."""
+        """Return the metrics of all replicas that answer, each with its number as a label."""
         numbers = list(self.llm.owner.replicas)
-        told = await asyncio.gather(*map(self._exposition, numbers))
-        return merged({number: one for number, one in zip(numbers, told, strict=True) if one})
+        texts = await asyncio.gather(*map(self._exposition, numbers))
+        return merged({number: text for number, text in zip(numbers, texts, strict=True) if text})
 
     async def _exposition(self, number: int) -> bytes | None:
-        """None if it does not come in time: a replica that hangs must not hide the others."""
-        asked = self.llm.call_in_replica(number, exposition)
+        """Return the metrics of a replica; None after a timeout, so that a hung one is left out."""
+        text = self.llm.call_in_replica(number, exposition)
         try:
-            return await asyncio.wait_for(asked, _SCRAPE_SECONDS)
-        except (asyncio.TimeoutError, ValueError, EngineDeadError):  # it is late, or gone by now
+            return await asyncio.wait_for(text, _SCRAPE_SECONDS)
+        except (asyncio.TimeoutError, ValueError, EngineDeadError):  # late, or terminated meanwhile
             return None
 
     def _measure(self) -> None:
-        """Replicas do so from their first request on, whoever asks them."""
+        """Do nothing: each replica starts its metrics itself, before its first request."""
 
     def _show_live(self) -> LiveReplicas:
         return LiveReplicas(self.app, self.llm.call_in_replica, lambda: self.llm.owner.replicas)

@@ -1,10 +1,10 @@
-"""The server as a deployment of Ray Serve, for `serve run` and `serve deploy`.
+"""HTTP server as a deployment of Ray Serve, for `serve run` and `serve deploy`.
 
     serve run nanoserve.serve.replicas.ingress:build model=tiny-qwen3 data_parallel_size=2
 
-In a YAML file, `args` are the same, and `deployments` may say of `replicas` and `ingress` what else
-Serve knows: `autoscaling_config`, `num_replicas`, `ray_actor_options`, and so on. Requests come by
-Serve's own HTTP proxies, which have its port, TLS and limits.
+In a YAML file, `args` has the same arguments, and `deployments` may set other options of Serve for
+`replicas` and `ingress`: `autoscaling_config`, `num_replicas`, `ray_actor_options` and so on.
+Requests arrive through Serve's own HTTP proxies, which set the port, TLS and limits.
 """
 
 import json
@@ -25,10 +25,13 @@ from nanoserve.utils.checks import require
 
 
 class Forward:
-    """An ASGI application that is made with its deployment, and not where that is defined."""
+    """ASGI application that forwards to the server of its `Ingress`.
+
+    The server is created in the deployment, whereas Serve needs an application at its definition.
+    """
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "lifespan":  # of this one, which has nothing to begin or to end
+        if scope["type"] == "lifespan":  # this application has nothing to start or stop
             while True:
                 kind = (await receive())["type"]
                 await send({"type": f"{kind}.complete"})
@@ -40,7 +43,7 @@ class Forward:
 
 @serve.ingress(Forward())
 class Ingress:
-    """OpenAI's protocol in front of the replicas. There may be several of it."""
+    """Deployment with OpenAI's endpoints in front of the replicas. There may be several of them."""
 
     def __init__(
         self, replicas: DeploymentHandle, settings: dict[str, Any], stream_interval: int
@@ -48,28 +51,29 @@ class Ingress:
         self.server = FleetServer(FleetLLM(replicas, stream_interval), ServerSettings(**settings))
 
     async def check_health(self) -> None:
-        """Without replicas it is well: requests wait for them."""
+        """Raise if the fleet has ended. An ingress without replicas is healthy: requests wait."""
         await self.server.llm.check_health()
 
     def __del__(self) -> None:
-        """Serve calls this before it stops one; the replicas need not wait for it any more."""
+        """Shut down; Serve calls this before it stops an ingress, so replicas can drop it."""
         if hasattr(self, "server"):
             self.server.llm.shutdown()
 
 
 def build(args: dict[str, Any]) -> Application:
-    """The application of `model`, options of the engine, and fields of `ReplicaSettings` and
-    `ServerSettings`, with `stream_interval` and the `resources` of each replica, as
-    {"num_cpus": 4, "num_gpus": 1}; without those, a CPU each and a GPU for each rank of a model
-    with `device="cuda"`.
+    """Return the Serve application of an ingress and its replicas.
 
-    Values that are texts, as all of `serve run` are, are read as JSON if they can be.
-    `prefix_cache_seed` should be given: it is random otherwise, in each deployment another one, and
-    replicas are replaced whenever one of their options has changed.
+    args: `model`, engine options, fields of `ReplicaSettings` and `ServerSettings`,
+    `stream_interval`, and the Ray `resources` of each replica, such as
+    {"num_cpus": 4, "num_gpus": 1}. By default, a replica gets one CPU, and with `device="cuda"` a
+    GPU per rank. Strings, such as all arguments of `serve run`, are parsed as JSON if possible.
+
+    `prefix_cache_seed` should be given. Otherwise each deployment draws a random one, which
+    replaces all replicas, as any changed option does.
     """
     given = {name: _value(value) for name, value in args.items()}
     model = given.pop("model", "tiny-qwen3")
-    require("ray_address" not in given, "ray_address is where Serve runs already: leave it out")
+    require("ray_address" not in given, "ray_address is set by Serve's own cluster: leave it out")
     replicas, server = (
         {field.name: given.pop(field.name) for field in fields(kind) if field.name in given}
         for kind in (ReplicaSettings, ServerSettings)

@@ -1,4 +1,4 @@
-"""The live view of several engines: a watcher sees the one that it has chosen."""
+"""Live view of several engines: a watcher chooses the replica to see."""
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
@@ -15,10 +15,10 @@ CallInReplica = Callable[[int, Callable[[GuardedEngine], Any]], Awaitable[Any]]
 
 
 class LiveReplicas:
-    """`GET /live?replica=1`, or of the first one that is there.
+    """Live view `GET /live?replica=1` of replicas; by default of the first one.
 
-    Before what a plain server's has, its stream has an event `replicas`: the numbers of all, and
-    which of them this is.
+    Its stream begins with an additional event `replicas`: the numbers of all replicas and of the
+    one that is shown.
     """
 
     def __init__(
@@ -39,14 +39,14 @@ class LiveReplicas:
         numbers = sorted(self._numbers())
         number = chosen if chosen is not None or not numbers else numbers[0]
         if number not in numbers:
-            raise ApiError(404, f"{number=} is no replica; there are {numbers}", "replica")
+            raise ApiError(404, f"replica={number} must be one of {numbers}", "replica")
         if number not in self._views:
             self._views[number] = ReplicaView(number, partial(self._call, number), self._numbers)
         return self._views[number]
 
 
 class ReplicaView(LiveView):
-    """Of one replica, which says which others there are."""
+    """Live view of one replica, which also lists the other replicas."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ReplicaView(LiveView):
         self._number, self._numbers = number, numbers
 
     async def events(self) -> AsyncIterator[str]:
-        told = {"replicas": sorted(self._numbers()), "shown": self._number}
-        yield f"event: replicas\ndata: {json.dumps(told)}\n\n"
+        shown = {"replicas": sorted(self._numbers()), "shown": self._number}
+        yield f"event: replicas\ndata: {json.dumps(shown)}\n\n"
         async for event in super().events():
             yield event

@@ -1,27 +1,27 @@
-"""Who has got how much of the work lately: the slow signal of `PrefixRouter`."""
+"""Recent share of each replica in the work of all: the slow signal of `PrefixRouter`."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
 
-_MEMORY = 100  # requests for each replica; the older, the less they count
+_MEMORY = 100  # time constant of the exponential decay, in requests per replica
 
 
 @dataclass
 class Share:
-    """Of what was sent to a replica: sums that fade."""
+    """Exponentially decaying sums over the requests sent to a replica."""
 
-    num_tokens: float = 0.0  # that were left to compute
+    num_tokens: float = 0.0  # tokens to compute, without cached ones
     num_requests: float = 0.0
 
 
 class WorkShares:
-    """Of each replica, by its name."""
+    """Work shares of all replicas, by name."""
 
     def __init__(self) -> None:
         self._shares: dict[str, Share] = {}
 
     def add(self, replica: str) -> None:
-        """With the mean share: what went to others before it came says nothing about it."""
+        """Add a replica with the mean share, as earlier requests could not have gone to it."""
         count = max(1, len(self._shares))
         self._shares[replica] = Share(self._num_tokens() / count, self._num_requests() / count)
 
@@ -29,7 +29,7 @@ class WorkShares:
         del self._shares[replica]
 
     def note(self, replica: str, num_tokens: int) -> None:
-        """A request has gone to `replica`, with so much left to compute."""
+        """Record a request sent to `replica`, with `num_tokens` tokens to compute."""
         kept = 1 - 1 / (_MEMORY * len(self._shares))
         for share in self._shares.values():
             share.num_tokens *= kept
@@ -39,14 +39,14 @@ class WorkShares:
 
     @property
     def work_of_a_request(self) -> float:
-        """Tokens that one has left to compute, on average; 0 before the first."""
+        """Mean number of tokens to compute per request; 0 before the first request."""
         num_requests = self._num_requests()
         return self._num_tokens() / num_requests if num_requests else 0.0
 
     def excess(self, replicas: Collection[str]) -> dict[str, float]:
-        """How far the share of each is above the mean of `replicas`, as a part of that mean.
+        """Return how far each share exceeds the mean of `replicas`, relative to that mean.
 
-        Few requests are no share yet: they are set against what a full memory would hold.
+        After few requests, the result is scaled down by the fill level of the decaying sums.
         """
         shares = {replica: self._shares[replica].num_tokens for replica in replicas}
         mean = sum(shares.values()) / len(shares)

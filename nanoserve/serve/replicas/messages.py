@@ -1,37 +1,37 @@
-"""What is sent to a replica: here it knows where it may go, there it is only its content."""
+"""Calls to replicas, with the routing information that Ray Serve's router reads in this process."""
 
 from collections.abc import Callable, Collection
 from typing import Any
 
 from nanoserve.engine.request import Request
 
-# Tokens that a completion is thought to bring, whatever it may bring. With many more, the router
-# spreads conversations for outputs that never come (benchmarks/routing.py).
+# Expected output tokens of a completion if max_tokens allows more. A much larger value makes the
+# router spread conversations because of output that is never generated (benchmarks/routing.py).
 _MOST_EXPECTED = 64
 
 
 def expected_output(request: Request) -> int:
-    """Tokens that a request will bring, as far as that is known."""
+    """Return the expected number of output tokens of a request."""
     most = request.params.max_tokens or _MOST_EXPECTED
     return len(request.sequences) * min(_MOST_EXPECTED, most)
 
 
 class NotThereError(RuntimeError):
-    """No replica that a call may go to is there."""
+    """No replica is available for a call."""
 
 
 class Call:
-    """For one replica by its name, or for any (None).
+    """Call to the replica of the given name, or to any replica (None).
 
-    Ray Serve asks its router where a call shall go, and its router asks the call. On the way it is
-    pickled, and all that arrives is `content`.
+    Ray Serve's router calls `choose` to route it. A call is pickled as its `content` alone, which
+    is what the replica receives.
     """
 
     def __init__(self, content: bytes, replica: str | None = None) -> None:
         self.content, self.replica = content, replica
 
     def choose(self, candidates: Collection[str]) -> str | None:
-        """One of `candidates`; None if it cannot go to any of them now."""
+        """Return one of `candidates`; None if none of them can take the call now."""
         if self.replica is None:
             return next(iter(candidates), None)
         return self.replica if self.replica in candidates else None
@@ -41,7 +41,10 @@ class Call:
 
 
 class FirstCall(Call):
-    """Makes Serve's router tell from now on, in its thread, which replicas there are."""
+    """Call after which Serve's router passes the names of all replicas to `note_replicas`.
+
+    It does so now and on every change, in the router's thread.
+    """
 
     def __init__(self, content: bytes, note_replicas: Callable[[set[str]], None]) -> None:
         super().__init__(content)
@@ -49,9 +52,9 @@ class FirstCall(Call):
 
 
 class Order(Call):
-    """A request: from when it is queued to its last output, wherever it is computed.
+    """Request on its way from the queue to its last output, on whichever replica.
 
-    `place` chooses one of the candidates for it.
+    place: chooses one of the candidate replicas for it.
     """
 
     def __init__(
@@ -62,14 +65,14 @@ class Order(Call):
     ) -> None:
         super().__init__(content)
         self.request, self._place = request, place
-        self.num_failures = 0  # of replicas that had it
-        self.unreached: set[str | None] = set()  # that were chosen for it in vain
-        self.hashes: list[bytes] = []
-        self.num_matched = 0  # tokens that the replica which has it is thought to have cached
+        self.num_failures = 0  # replicas that failed while they had it
+        self.unreached: set[str | None] = set()  # chosen replicas that Serve could not reach
+        self.hashes: list[bytes] = []  # of the full blocks of its prompt
+        self.num_matched = 0  # prompt tokens that its replica is expected to have cached
         self.num_sequences = len(request.sequences)
-        self.num_tokens = 0  # that have come of it
-        self.counted = 0  # of its work, at the replica that has it
-        self.response: Any = None  # Serve's, while it is at a replica or on its way
+        self.num_tokens = 0  # output tokens received so far
+        self.counted = 0  # its work that is included in the load of its replica
+        self.response: Any = None  # Serve's response, while the call is under way
         self.is_aborted = self.is_over = False
 
     def choose(self, candidates: Collection[str]) -> str | None:
@@ -77,7 +80,7 @@ class Order(Call):
 
     @property
     def work(self) -> int:
-        """Tokens that are still to be computed, as far as that is known."""
+        """Expected number of tokens that are still to be computed."""
         left = max(self.num_sequences, expected_output(self.request) - self.num_tokens)
         if self.num_tokens:
             return left

@@ -1,4 +1,4 @@
-"""What an engine has brought to one of those who give it requests, until that one is told."""
+"""Output queue of a replica for one ingress."""
 
 import asyncio
 import contextlib
@@ -11,9 +11,10 @@ from nanoserve.serve.token_stream import NewTokens
 
 
 class Outbox:
-    """Further tokens of a sequence join those that wait; of blocks, what has changed in the end.
+    """Queue of updates that were not sent yet.
 
-    Only for the event loop's thread.
+    New tokens of a sequence are merged with its queued ones, and of cache events only the net
+    change is kept. Not thread-safe: only for the thread of the event loop.
     """
 
     def __init__(self) -> None:
@@ -36,7 +37,7 @@ class Outbox:
         self._news.set()
 
     def add_blocks(self, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """The prefix cache has gained and lost these."""
+        """Add hashes of blocks that the prefix cache has stored and removed."""
         for ours, theirs, hashes in (
             (self._stored, self._removed, stored),
             (self._removed, self._stored, removed),
@@ -49,14 +50,14 @@ class Outbox:
                 self._news.set()
 
     async def wait(self, seconds: float) -> bool:
-        """Whether there is something new, as soon as there is."""
+        """Wait at most `seconds` for updates; return True if there are any."""
         if not self._news.is_set():
             with contextlib.suppress(asyncio.TimeoutError):
                 await asyncio.wait_for(self._news.wait(), seconds)
         return self._news.is_set()
 
     def take(self) -> tuple[Any, ...]:
-        """(tokens, outputs, stored, removed): all that is new since the last time."""
+        """Return all updates since the last call: (tokens, outputs, stored, removed)."""
         self._news.clear()
         taken = (
             list(map(tuple, self._tokens.values())),
@@ -69,5 +70,5 @@ class Outbox:
 
 
 def news_of(tokens: Iterable[tuple[Any, ...]], outputs: list[RequestOutput]) -> News:
-    """What `take` has put together, where it is read."""
+    """Convert the tokens and outputs of `Outbox.take` to updates, at the receiver."""
     return News([NewTokens(*new) for new in tokens], outputs)

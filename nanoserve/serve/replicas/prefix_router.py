@@ -1,23 +1,24 @@
-"""Which of several engines gets a request: who has its prefix, unless too much waits there.
+"""Prefix-aware router: prefers the replica that has cached the prefix of a request, unless its
+load is too high.
 
-Replicas do not share a KV cache, so where a request goes decides how much of its prompt is computed
-again. Two simple rules fail in opposite ways. The least loaded one forgets what is cached; the one
-with the longest match makes the owner of a popular prefix slower and slower, while others idle.
-Here both count, in one score for this request and each replica:
+Replicas do not share a KV cache, so the choice of a replica determines how much of a prompt is
+computed again. Two simple rules fail in opposite ways: choosing the least loaded replica ignores
+the caches, and choosing the longest match overloads the replica with a popular prefix while others
+are idle. This router combines both in a score of a request and a replica:
 
     score = matched tokens / prompt tokens * favour - beta * load / (prompt tokens + typical work)
 
-The highest wins; of equal ones the least loaded, and of those any. With nothing shared that is the
-least loaded one, whatever beta is.
+The highest score wins; among equal scores the lowest load, and then a random choice. Without cache
+hits this is the least loaded replica for any beta.
 
-Load is what waits now, in tokens. It jumps by a whole prompt with each request, so it is set
-against this prompt and what a few requests leave to compute, lately and on average: else it tears
-conversations apart whenever another one is at work beside them. And it is small where the fleet
-keeps up, so it does not spread a popular prefix by itself. Therefore there is a second, slow
-signal. Of what the last requests left to compute, a hundred for each replica, every replica has its
-share. Its *favour* is 1 up to the mean share, and falls with what is beyond it, to 0 at
-1 + 1 / gamma times the mean. So whoever has a popular prefix alone loses requests to others, who
-from then on have it, too.
+Load is the work that waits now, in tokens. It rises by a whole prompt with each request, so it is
+divided by the length of this prompt plus the recent average work of a few requests; otherwise it
+would separate conversations from their caches whenever another request runs next to them. It is
+also small while the fleet keeps up, so it does not spread a popular prefix by itself. For that
+there is a second, slow signal: each replica's share of the work of the last requests, a hundred per
+replica. The *favour* is 1 up to the mean share, and falls linearly to 0 at 1 + 1 / gamma times the
+mean. A replica that alone has cached a popular prefix therefore loses requests to others, which
+then cache the prefix as well.
 """
 
 import random
@@ -34,31 +35,31 @@ from nanoserve.utils.checks import check_int, check_number, require
 
 DEFAULT_BETA = 1.0
 DEFAULT_GAMMA = 5.0
-_FEW = 6  # requests, whose work is the typical work
+_FEW = 6  # number of average requests whose work is the "typical work"
 _NO_PARAMS = SamplingParams()
 
 
 @dataclass
 class Known:
-    """What a replica is thought to have."""
+    """Blocks that a replica is expected to have cached."""
 
-    bit: int  # that stands for it in the sets of replicas
+    bit: int  # represents the replica in sets of replicas, which are integers
     num_kv_blocks: int
-    # Least recently used first: what was sent. Or, in any order, what the replica itself has told.
+    # Blocks of the prompts sent there, least recently used first; or, if exact, the reported ones.
     blocks: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     is_exact: bool = False
 
 
 class PrefixRouter:
-    """Knows by their chain hashes which blocks each replica has, and chooses.
+    """Router that tracks the cached blocks of each replica by their chain hashes.
 
-    All replicas must have `prefix_cache_seed` and `block_size` as their engines' options: then the
-    hashes here are those of the engines. There are two ways to know. *Approximate*: `sent` notes
-    where each prompt went, in a list that forgets the least recently used beyond the replica's
-    pool. *Exact*: `update` is told what the replica has published and evicted, see
-    `nanoserve.serve.replicas.block_events`; from its first call on, `sent` has nothing to add.
+    The engines of all replicas must have the same `prefix_cache_seed` and `block_size` as the
+    router, so that their hashes are equal. There are two ways of tracking. *Approximate*: `sent`
+    records the blocks of each prompt sent to a replica, and drops the least recently used ones
+    beyond the size of its block pool. *Exact*: `update` applies the cache and evict events of the
+    replica, see `nanoserve.serve.replicas.block_events`; after its first call, `sent` has no effect.
 
-    Not for several threads at once.
+    Not thread-safe.
     """
 
     def __init__(
@@ -76,14 +77,15 @@ class PrefixRouter:
         self._hasher = PrefixCache(1, block_size, seed=seed)
         self._known: dict[str, Known] = {}
         self._shares = WorkShares()
-        # By hash, the sum of the bits of those that have the block: a walk down a chain is then one
-        # `&` a block, for all replicas together.
+        # For each hash, the sum of the bits of the replicas that have the block: matching a chain
+        # then takes one `&` per block, for all replicas together.
         self._holders: dict[bytes, int] = {}
 
     def hashes(self, token_ids: list[int], cache_key: tuple[str, ...] = ()) -> list[bytes]:
-        """Of the full blocks of a prompt, as the engines have them; a hit leaves its last token.
+        """Return the hashes of the full blocks of a prompt, equal to those of the engines.
 
-        `cache_key` is that of the sequence, see `InputProcessor`.
+        The last token is left out, because a hit never includes it. `cache_key` is that of the
+        sequence, see `InputProcessor`.
         """
         num_blocks = max(len(token_ids) - 1, 0) // self.block_size
         seq = Sequence("", token_ids, _NO_PARAMS, len(token_ids), cache_key=cache_key)
@@ -95,8 +97,8 @@ class PrefixRouter:
         return list(self._known)
 
     def add_replica(self, replica: str, num_kv_blocks: int) -> None:
-        """`num_kv_blocks` is the size of its pool. It has nothing yet."""
-        require(replica not in self._known, f"{replica=} is known already: remove it first")
+        """Add a replica with an empty cache; `num_kv_blocks` is the size of its block pool."""
+        require(replica not in self._known, f"{replica=} was already added: remove it first")
         num_kv_blocks = check_int("num_kv_blocks", num_kv_blocks, 1)
         taken = sum(known.bit for known in self._known.values())
         self._known[replica] = Known(~taken & (taken + 1), num_kv_blocks)  # the lowest free bit
@@ -108,7 +110,10 @@ class PrefixRouter:
         del self._known[replica]
 
     def matches(self, hashes: AbstractSequence[bytes], replicas: Iterable[str]) -> dict[str, int]:
-        """How many tokens of a prompt each of `replicas` is thought to have. One walk for all."""
+        """Return the number of prompt tokens that each of `replicas` is expected to have cached.
+
+        The chain is read once for all replicas together.
+        """
         bits = {self._known_of(replica).bit: replica for replica in replicas}
         matched, left = dict.fromkeys(bits.values(), 0), sum(bits)
         for index, block_hash in enumerate(hashes):
@@ -124,12 +129,12 @@ class PrefixRouter:
     def choose(
         self, hashes: AbstractSequence[bytes], num_prompt_tokens: int, loads: Mapping[str, float]
     ) -> str:
-        """One of the keys of `loads`, which says in tokens how much work waits at each replica.
+        """Return the replica for a prompt: one of the keys of `loads`.
 
-        That is: tokens of prompts that are not computed yet, and what its running sequences will
-        still generate, as far as that is known.
+        loads: the work that waits at each replica, in tokens: prompt tokens that are not computed
+        yet, and the expected further output of its running sequences.
         """
-        require(bool(loads), "there is no replica to choose from: add one, or wait for one")
+        require(bool(loads), "loads is empty: it must have at least one replica")
         num_prompt_tokens = check_int("num_prompt_tokens", num_prompt_tokens, 1)
         matched = self.matches(hashes, loads)
         scale = num_prompt_tokens + _FEW * self._shares.work_of_a_request
@@ -138,7 +143,7 @@ class PrefixRouter:
         best_rank = (-float("inf"), 0.0)
         for replica, load in loads.items():
             if not load >= 0:
-                raise ValueError(f"load={load!r} of {replica=} must be a number of tokens, >= 0")
+                raise ValueError(f"load={load!r} of {replica=} must be a number of tokens >= 0")
             favour = min(1.0, max(0.0, 1 - self.gamma * excess[replica]))
             score = matched[replica] / num_prompt_tokens * favour - self.beta * load / scale
             rank = (score, -load)
@@ -151,11 +156,11 @@ class PrefixRouter:
         return chosen
 
     def sent(self, replica: str, hashes: AbstractSequence[bytes]) -> None:
-        """A prompt has gone to `replica`, which will have its blocks for a while."""
+        """Record that a prompt was sent to `replica`, which will cache its blocks."""
         known = self._known_of(replica)
         if known.is_exact:
             return
-        # Last first, as an engine frees them, so that a chain is forgotten from its tail.
+        # Last block first, the order in which engines free them: chains are dropped from their end.
         for block_hash in reversed(hashes):
             self._add(known, block_hash)
             known.blocks.move_to_end(block_hash)
@@ -163,7 +168,8 @@ class PrefixRouter:
             self._discard(known, next(iter(known.blocks)))
 
     def update(self, replica: str, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """`replica` has published and evicted these blocks since the last time; none is in both."""
+        """Apply the blocks that `replica` has cached and evicted since the last call; no block may
+        be in both."""
         known = self._known_of(replica)
         if not known.is_exact:
             self._forget_all(known)
@@ -176,7 +182,7 @@ class PrefixRouter:
     def _known_of(self, replica: str) -> Known:
         known = self._known.get(replica)
         if known is None:
-            raise ValueError(f"{replica=} is none of {self.replicas}: call add_replica first")
+            raise ValueError(f"{replica=} is not one of {self.replicas}: call add_replica first")
         return known
 
     def _add(self, known: Known, block_hash: bytes) -> None:
@@ -196,7 +202,7 @@ class PrefixRouter:
             self._discard(known, block_hash)
 
     def _note(self, matched: dict[str, int], bits: dict[int, str], gone: int, depth: int) -> None:
-        """Those of `gone` have so many blocks of the chain."""
+        """Record that the replicas in the set `gone` match the first `depth` blocks of a chain."""
         while gone:
             bit = gone & -gone
             matched[bits[bit]] = depth * self.block_size

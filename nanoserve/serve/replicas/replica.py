@@ -1,10 +1,10 @@
-"""One replica: an engine in a process of Ray Serve's, for any number of ingresses.
+"""Replica: an engine in a process of Ray Serve, shared by any number of ingresses.
 
-An ingress gives it requests, each with a call that lasts as long as the request: Serve counts them,
-scales by them, lets them end before it stops a replica, and cancels the one whose client has gone.
-What comes of all its requests an ingress reads from one stream. To send a token through Ray takes
-0.5 ms on either side, so a stream for each request would cost more than a small model itself; here
-it is one message for all that has come within 10 ms.
+An ingress sends each request with a call that lasts as long as the request. Serve counts these
+calls, scales the number of replicas by them, waits for their end before it stops a replica, and
+cancels the call of a client that has disconnected. The results of all its requests an ingress
+reads from a single stream. Sending a message through Ray takes 0.5 ms on either side, so a stream
+per request would cost more than a small model; instead, the updates of 10 ms share one message.
 """
 
 import asyncio
@@ -30,29 +30,30 @@ from nanoserve.serve.response_stream import EngineDeadError
 
 logger = logging.getLogger(__name__)
 
-HEARD_EVERY = 1.0  # seconds between two signs of life of an ingress
-_LOST_AFTER = 15.0  # seconds without one, and what it wanted is aborted
-_INTERVAL = 0.01  # seconds between two messages, at least
+HEARD_EVERY = 1.0  # seconds between two heartbeats of an ingress
+_LOST_AFTER = 15.0  # seconds without a heartbeat before the requests of an ingress are aborted
+_INTERVAL = 0.01  # least time between two messages, in seconds
 
 
 class Ingress:
-    """Somebody who gives requests."""
+    """Ingress as seen by a replica: its running requests and its output queue."""
 
     def __init__(self) -> None:
         self.outbox = Outbox()
         self._silence, self._looked = 0.0, time.monotonic()
         self.num_listeners = 0
-        self.running: dict[str, tuple[Request, asyncio.Future[None]]] = {}  # done when it has ended
+        # Each request, and a future that is done when the request has ended.
+        self.running: dict[str, tuple[Request, asyncio.Future[None]]] = {}
 
-    def hear(self) -> None:
-        """It has said something."""
+    def heartbeat(self) -> None:
+        """Record a heartbeat of the ingress."""
         self._silence, self._looked = 0.0, time.monotonic()
 
     def is_lost(self) -> bool:
-        """Tell whether it has been silent for too long. Called about once a second.
+        """Return True if there was no heartbeat for too long. Called about once a second.
 
-        From one look to the next, no more than two seconds count: if it was longer, this process
-        was stopped itself, perhaps together with the ingress.
+        Between two calls, at most two seconds are counted: after a longer time, this process itself
+        was stopped, possibly together with the ingress.
         """
         now = time.monotonic()
         self._silence += min(now - self._looked, 2 * HEARD_EVERY)
@@ -61,17 +62,20 @@ class Ingress:
 
     @property
     def work(self) -> tuple[int, int]:
-        """Sequences, and about how many tokens they are."""
+        """Number of running sequences, and their expected number of tokens."""
         requests = [request for request, _ in self.running.values()]
         num_tokens = sum(len(one.prompt_token_ids) + expected_output(one) for one in requests)
         return sum(len(one.sequences) for one in requests), num_tokens
 
 
 class Replica:
-    """`model` and `options` are those of `LLM`; `measure` gets the engine before any request.
+    """Replica of an engine; `model` and `options` are those of `LLM`.
 
-    `is_exact`: tell all ingresses which blocks the prefix cache gains and loses. `plan` is told to
-    who asks for it. All methods but `check_health` take what a `Call` has as its content.
+    measure: called with the engine before the first request. is_exact: if True, the cache and evict
+    events of the prefix cache are sent to all ingresses. plan: description of the application,
+    returned by the method `plan`.
+
+    All methods except `check_health` take the content of a `Call`.
     """
 
     def __init__(
@@ -87,20 +91,23 @@ class Replica:
         self._engine, self._plan = llm.engine, plan
         blocks = self._engine.scheduler.block_manager
         self._events = BlockEvents(blocks) if is_exact else None
-        self._blocks: set[bytes] = set()  # all that was told of them
+        self._blocks: set[bytes] = set()  # cached blocks according to all events sent so far
         measure(self._engine)
         gc.collect()
-        gc.freeze()  # what is loaded stays; to look through all of it again would take 200 ms
+        gc.freeze()  # loaded objects stay alive; each full collection would scan them for 200 ms
         self._ingresses: dict[str, Ingress] = {}
         self._ingress_of: dict[str, Ingress] = {}  # by request
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._posted: deque[News | None] = deque()  # and not delivered yet
+        self._posted: deque[News | None] = deque()  # not delivered yet
         self._is_woken = False
         self._thread = EngineThread(llm, self._post)
 
     async def check_health(self) -> None:
-        """Serve asks this again and again, of all but those that it is about to stop; and of those
-        an ingress is not heard any more. Raises `EngineDeadError`, too, for a step that hangs."""
+        """Raise `EngineDeadError` if the engine has failed or a step hangs.
+
+        Serve calls this periodically, except for replicas that are being stopped. It also aborts
+        the requests of ingresses without heartbeats.
+        """
         self._check_is_running()
         if self._thread.stall is not None:
             raise EngineDeadError(self._thread.stall)
@@ -111,23 +118,23 @@ class Replica:
                     del self._ingresses[name]
 
     async def describe(self, content: bytes) -> bytes:
-        """What an ingress must know to make requests: what an `EngineFront` is made of."""
+        """Return the pickled arguments of `EngineFront`, which an ingress needs for requests."""
         engine = self._engine
-        told = (engine.config, engine.model_config, engine.tokenizer)
-        return pickle.dumps((*told, engine.input_processor.max_model_len))
+        front = (engine.config, engine.model_config, engine.tokenizer)
+        return pickle.dumps((*front, engine.input_processor.max_model_len))
 
     async def plan(self, content: bytes) -> str:
-        """What it was made of: see `nanoserve.serve.replicas.app.plan_of`."""
+        """Return the description of the application, see `nanoserve.serve.replicas.app.plan_of`."""
         return self._plan
 
     async def generate(self, content: bytes) -> None:
-        """Take a request, and return when the last of it is on its way to its ingress."""
+        """Compute a request; return when its last output is in the queue of its ingress."""
         self._check_is_running()
         name, clocks, request, is_followed = pickle.loads(content)
         request_id, ingress = request.request_id, self._join(name)
         if request_id in self._ingress_of:
-            raise RuntimeError(f"{request_id} is here already")
-        # Elsewhere, a monotonic clock has another beginning; the time of day has not.
+            raise RuntimeError(f"request_id={request_id!r} is already running in this replica")
+        # Monotonic clocks of different machines have different origins; the time of day has not.
         shift = (time.perf_counter() - time.time()) - (clocks[0] - clocks[1])
         request.sequences[0].metrics.arrival_time += shift
         is_over = asyncio.get_running_loop().create_future()
@@ -137,20 +144,20 @@ class Replica:
         try:
             await is_over
         except asyncio.CancelledError:
-            self._thread.abort(request_id)  # its last output comes as ever
+            self._thread.abort(request_id)  # its last output is sent as usual
             raise
 
     async def listen(self, content: bytes) -> AsyncIterator[bytes]:
-        """Yield what comes of an ingress's requests, until it does not want to know any more.
+        """Yield the updates of an ingress's requests, until the ingress stops reading.
 
-        First the size of the KV pool and, where that is to be exact, all blocks that are cached.
+        The first item is the number of KV blocks and, for exact routing, the cached blocks.
         """
         ingress = self._join(pickle.loads(content))
         ingress.num_listeners += 1
         try:
             blocks = None if self._events is None else list(self._blocks)
             yield pickle.dumps((self._engine.scheduler.block_manager.num_blocks, blocks))
-            # Where the ingress is no more, Serve would wait for this before it stops the replica.
+            # Ends for a lost ingress: Serve waits for open streams before it stops a replica.
             while ingress.running or not ingress.is_lost():
                 if await ingress.outbox.wait(1):
                     yield pickled(ingress.outbox.take())
@@ -160,10 +167,13 @@ class Replica:
             if not ingress.num_listeners:
                 self._abort_all(ingress)
 
-    async def hear(self, content: bytes) -> tuple[int, int]:
-        """An ingress lives. What the others have here: sequences, and tokens of work."""
+    async def heartbeat(self, content: bytes) -> tuple[int, int]:
+        """Record a heartbeat of an ingress; return the load of all other ingresses here.
+
+        The load is a number of sequences and their expected number of tokens.
+        """
         own = self._join(pickle.loads(content))
-        own.hear()
+        own.heartbeat()
         others = [one.work for one in self._ingresses.values() if one is not own]
         return sum(number for number, _ in others), sum(work for _, work in others)
 
@@ -172,7 +182,7 @@ class Replica:
         return pickle.dumps((None, None))
 
     async def call(self, content: bytes) -> bytes:
-        """What a pickled function of the engine has returned, or raised: (value, error)."""
+        """Call a pickled function with the engine; return the pickled (value, error)."""
         self._check_is_running()
         loop = asyncio.get_running_loop()
         result: asyncio.Future[bytes] = loop.create_future()
@@ -181,33 +191,33 @@ class Replica:
             loop.call_soon_threadsafe(_settle, result, pickled((value, error)))
 
         self._thread.call(partial(_call, content), done)
-        told = await result
-        self._tell_blocks()  # it may have been a reset of the cache
-        return told
+        answer = await result
+        self._send_blocks()  # the function may have reset the prefix cache
+        return answer
 
     def _check_is_running(self) -> None:
         if not self._thread.is_running:
-            raise EngineDeadError(f"the engine has died: {self._thread.error!r}")
+            raise EngineDeadError(f"the engine has failed: {self._thread.error!r}")
 
     def _join(self, name: str) -> Ingress:
-        self._loop = asyncio.get_running_loop()  # all methods run in this one
+        self._loop = asyncio.get_running_loop()  # Serve runs all methods in one event loop
         return self._ingresses.setdefault(name, Ingress())
 
     def _abort_all(self, ingress: Ingress) -> None:
         if ingress.running:
-            logger.warning("nobody waits for %d requests any more", len(ingress.running))
+            logger.warning("an ingress is lost: its %d requests are aborted", len(ingress.running))
         for request_id in ingress.running:
             self._thread.abort(request_id)
 
     def _post(self, news: News | None) -> None:
-        """In the engine's thread: a step has brought this, or it was the last one."""
+        """Receive the updates of a step, in the engine's thread; None is the end of all updates."""
         self._posted.append(news)
         if not self._is_woken and self._loop is not None:
             self._is_woken = True
             self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
-        self._is_woken = False  # first: what is posted from here on may be overlooked below
+        self._is_woken = False  # first: the loop below may miss updates that are posted from now on
         while self._posted:
             news = self._posted.popleft()
             if news is None:
@@ -217,9 +227,9 @@ class Replica:
                 self._ingress_of[new.request_id].outbox.add_tokens(new)
             for output in news.outputs:
                 self._hand_out(output)
-        self._tell_blocks()
+        self._send_blocks()
 
-    def _tell_blocks(self) -> None:
+    def _send_blocks(self) -> None:
         if self._events is not None:
             stored, removed = self._events.take()
             self._blocks.update(stored)
@@ -236,15 +246,18 @@ class Replica:
             _settle(is_over, None)
 
     def _note_end(self) -> None:
-        """The engine has died: Serve will start another replica, and this one's calls fail."""
+        """Fail all calls, because the engine has failed; Serve starts another replica."""
         for ingress in self._ingresses.values():
             for _, is_over in ingress.running.values():
                 if not is_over.done():
-                    is_over.set_exception(EngineDeadError("the engine has died"))
+                    is_over.set_exception(EngineDeadError("the engine has failed"))
 
 
 def _call(function: bytes, engine: GuardedEngine) -> Any:
-    """Unpickled only here, so that one that cannot be is an error like others."""
+    """Unpickle and call a function of the engine.
+
+    It is unpickled here so that a failure of that is reported like any other error of the call.
+    """
     return pickle.loads(function)(engine)
 
 

@@ -1,4 +1,4 @@
-"""Ray Serve's side of routing: what it asks for each call, and when its replicas change."""
+"""Request router of Ray Serve: routes each call, and reports changes of the replicas."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +9,12 @@ from nanoserve.serve.replicas.messages import FirstCall, NotThereError
 
 
 class FleetRouter(RequestRouter):
-    """Goes where each call itself wants to go: see `nanoserve.serve.replicas.messages.Call.choose`.
+    """Router that lets each call choose its replica: see `nanoserve.serve.replicas.messages.Call.choose`.
 
-    Serve makes one of these in every process that has a handle of the replicas, and calls it there,
-    in its own thread: no other process is asked. One replica is proposed, and not several of which
-    Serve would take the least busy one. A call that has nowhere to go fails at once: Serve works on
-    few calls at a time, and those that wait would keep others from replicas that are there.
+    Serve creates a router in every process that has a handle of the replicas, and calls it there,
+    in its own thread, so routing involves no other process. It proposes a single replica, because
+    Serve would choose the least busy one of several. A call without a replica fails at once: Serve
+    routes few calls at a time, and waiting ones would block others from available replicas.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -32,14 +32,14 @@ class FleetRouter(RequestRouter):
         if isinstance(call, FirstCall):
             self._note_replicas = call.note_replicas
             self._tell()
-        pending_request.routing_context.should_backoff = True  # before it asks again
+        pending_request.routing_context.should_backoff = True  # before the next attempt
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         name = call.choose(replicas)
         if name is not None:
             return [[replicas[name]]]
         if not pending_request.future.done():
             pending_request.future.set_exception(NotThereError("there is no such replica"))
-        return [candidate_replicas]  # none of them is used: Serve sees that the call has ended
+        return [candidate_replicas]  # not used: Serve finds that the call has already ended
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)

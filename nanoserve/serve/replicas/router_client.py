@@ -1,9 +1,9 @@
-"""The fleet: what an `AsyncLLM` has in place of an engine, when there are several.
+"""Fleet of replicas: the owner of engines that an `AsyncLLM` uses when there are several.
 
-It gives each request to a replica through Ray Serve and posts what comes of it. A replica may die
-at any moment. What nothing has come of yet is then computed by another one; the rest ends with an
-error, for a client has seen the beginning of an answer that nobody else may continue. Serve starts
-another replica, which joins as soon as it tells that it is there.
+It sends each request to a replica through Ray Serve, and posts the results. A replica may fail at
+any moment. Its requests without output are then computed by another replica. The others end with an
+error, because the client has already received the beginning of an output that another replica would
+not continue in the same way. Serve starts a new replica, which joins when it reports itself.
 """
 
 import asyncio
@@ -35,26 +35,26 @@ from nanoserve.serve.token_stream import NewTokens
 
 logger = logging.getLogger(__name__)
 
-_LATE = 5.0  # seconds that a request's last output may take after its call has ended
-_LONGEST_ABSENCE = 600.0  # seconds without any replica, and what waits for one is given up
-_MOST_FAILURES = 2  # of a request, which may be the cause of them
+_LATE = 5.0  # seconds that the last output of a request may take after the end of its call
+_LONGEST_ABSENCE = 600.0  # seconds without any replica before waiting requests fail
+_MOST_FAILURES = 2  # replicas that may fail with a request, which may be the cause, before it fails
 
 
 class Fleet:
-    """The replicas behind `handle`, as one owner of engines; see `EngineThread` for what is said of
-    `post` and of the methods that are not explained here.
+    """Owner of the engines behind `handle`, with the interface of `EngineThread`.
 
-    All of it happens in one thread, in an event loop of its own.
+    See there for `post` and the methods without a docstring. All work is done in one thread with
+    its own event loop.
     """
 
     def __init__(self, handle: DeploymentHandle, post: Callable[[News | None], None]) -> None:
         self.error: BaseException | None = None
         self.is_running = True
-        self.stall: str | None = None  # Serve ends a replica that hangs
+        self.stall: str | None = None  # always None: Serve stops a replica that hangs
         self._handle, self._post = handle, post
         self._orders: dict[str, Order] = {}
         self._tasks: set[asyncio.Task[None]] = set()
-        self._turns: dict[str, asyncio.Lock] = {}  # of what is asked of a replica
+        self._turns: dict[str, asyncio.Lock] = {}  # by replica: keeps its calls in order
         self._loop = asyncio.new_event_loop()
         ours = self._loop, self._take, self._lose, self._is_idle
         self._following = Following(handle, *ours)
@@ -72,7 +72,7 @@ class Fleet:
 
     @property
     def name(self) -> str:
-        """That no other ingress has."""
+        """Name of this ingress, different from those of all others."""
         return self._following.name
 
     @property
@@ -81,13 +81,13 @@ class Fleet:
 
     @property
     def replicas(self) -> dict[int, str]:
-        """Who is there: by the numbers that people know them by, Serve's names."""
+        """Serve's names of the available replicas, by their numbers, which users see."""
         members = dict(self._placement.members)
         return {member.number: name for name, member in members.items()}
 
     def add(self, request: Request, is_followed: bool) -> None:
         params = request.params
-        if params.seed in (None, -1):  # drawn here, as an engine draws it: replicas would agree
+        if params.seed in (None, -1):  # drawn here: all replicas would draw the same seeds
             params.seed = self._rng.getrandbits(64)
         clocks = time.perf_counter(), time.time()
         content = pickle.dumps((self.name, clocks, request, is_followed))
@@ -98,15 +98,15 @@ class Fleet:
 
     def pause(self, is_paused: bool) -> None:
         self._following.pause(is_paused)
-        self._soon(self._ask_all, "pause", pickle.dumps(is_paused), _ignore)
+        self._soon(self._call_all, "pause", pickle.dumps(is_paused), _ignore)
 
     def call(self, function: Callable[[GuardedEngine], Any], done: Done) -> None:
-        """As for one engine, in all of them: what they return is in a dictionary, by number."""
-        self._soon(self._ask_all, "call", pickle.dumps(function), done)
+        """Call `function` in the engines of all replicas; `done` gets {number: result}."""
+        self._soon(self._call_all, "call", pickle.dumps(function), done)
 
     def call_one(self, number: int, function: Callable[[GuardedEngine], Any], done: Done) -> None:
-        """In one of them; `ValueError`, told to `done`, if there is no such replica."""
-        self._soon(self._ask_one, number, pickle.dumps(function), done)
+        """Call `function` in one replica; `done` gets a `ValueError` if it does not exist."""
+        self._soon(self._call_one, number, pickle.dumps(function), done)
 
     def stop(self) -> None:
         self._soon(self._stop)
@@ -114,11 +114,11 @@ class Fleet:
     def join(self) -> None:
         self._thread.join()
 
-    # Below, all runs in the fleet's own thread.
+    # The methods below run in the fleet's own thread.
 
     def _soon(self, function: Callable[..., Any], *arguments: Any) -> None:
-        # In a context of its own: in that of a request which Serve has brought, Serve takes each
-        # call for that very request, and of two at a time sends only one.
+        # In a new context: within the context of a request that Serve has delivered, Serve takes
+        # every call for that same request, and sends only one of two concurrent ones.
         with contextlib.suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(function, *arguments, context=Context())
 
@@ -135,7 +135,7 @@ class Fleet:
 
     def _start(self, work: Any) -> None:
         task = self._loop.create_task(work)
-        self._tasks.add(task)  # else nobody would keep it
+        self._tasks.add(task)  # the event loop itself keeps only weak references to tasks
         task.add_done_callback(self._tasks.discard)
 
     def _stop(self) -> None:
@@ -164,7 +164,7 @@ class Fleet:
                 cancel(order.response)
 
     async def _carry(self, order: Order) -> None:
-        """To a replica, and to another one if need be, until it is over."""
+        """Send a request to a replica, and to another one after a failure, until it has ended."""
         error: Exception | None = None
         while not (order.is_over or order.is_aborted):
             order.response = self._handle.generate.remote(order)
@@ -188,15 +188,18 @@ class Fleet:
             aborted = [CompletionOutput(index, "", [], "abort") for index in indexes]
             self._finish(order, aborted, None)
         elif not order.is_over:
-            self._give_up(order, "the replica that computed this has died; ask again")
+            self._give_up(order, "the replica that computed this request has failed; try again")
 
     def _may_try_again(self, order: Order, error: Exception) -> bool:
-        """After an error, whose replica is sent nothing until it has told that it is there."""
+        """Return True if a request may be sent again after an error.
+
+        A failed replica receives no requests until it reports itself again.
+        """
         name = order.replica
         if name is None:
-            return True  # it was lost before it had it
+            return True  # the replica was lost before it had the request
         if isinstance(error, RayTaskError) and not isinstance(error, EngineDeadError):
-            logger.error("replica %s has refused a request", name, exc_info=error)
+            logger.error("replica %s has rejected a request", name, exc_info=error)
             return False
         self._following.lose(name)
         self._placement.release(order)
@@ -204,35 +207,36 @@ class Fleet:
         return not order.num_tokens and order.num_failures < _MOST_FAILURES
 
     async def _wait_for_end(self, order: Order) -> None:
-        """Its call has ended; its last output comes by the stream."""
+        """Wait for the last output, which may arrive by the stream after the call has ended."""
         end = time.monotonic() + _LATE
         while not order.is_over and order.replica is not None and time.monotonic() < end:
             await asyncio.sleep(A_MOMENT)
 
     def _lose(self, name: str) -> None:
-        """A replica is gone, or does not tell any more."""
+        """Cancel the calls to a replica that has terminated or stopped sending."""
         for order in self._orders.values():
             if order.replica == name and order.response is not None:
                 cancel(order.response)
 
     async def _watch_absence(self) -> None:
-        """Requests wait for a replica, but not for ever."""
+        """End all requests with an error if there is no replica for too long."""
         last_seen = time.monotonic()
         while True:
             if self._placement.members:
                 last_seen = time.monotonic()
             elif time.monotonic() - last_seen > _LONGEST_ABSENCE:
                 for order in list(self._orders.values()):
-                    self._give_up(order, "there has been no replica for too long")
+                    problem = f"no replica has been available for {_LONGEST_ABSENCE:.0f} seconds"
+                    self._give_up(order, problem)
             await asyncio.sleep(1)
 
-    def _give_up(self, order: Order, told: str) -> None:
-        self._finish(order, [], EngineDeadError(told))
+    def _give_up(self, order: Order, problem: str) -> None:
+        self._finish(order, [], EngineDeadError(problem))
 
     def _finish(
         self, order: Order, outputs: list[CompletionOutput], error: Exception | None
     ) -> None:
-        """An end that no replica has told of."""
+        """End a request whose end no replica has reported."""
         request = order.request
         metrics = request.sequences[0].metrics
         whole = request.request_id, request.prompt, request.prompt_token_ids, outputs, True, metrics
@@ -256,9 +260,9 @@ class Fleet:
         stored: list[bytes],
         removed: list[bytes],
     ) -> None:
-        """What a replica has brought; but nothing of a request that is elsewhere by now."""
-        told, is_here = news_of(tokens, outputs), partial(self._is_at, name)
-        news = News([*filter(is_here, told.tokens)], [*filter(is_here, told.outputs)])
+        """Process the updates of a replica, except for requests that have moved to another one."""
+        received, is_here = news_of(tokens, outputs), partial(self._is_at, name)
+        news = News([*filter(is_here, received.tokens)], [*filter(is_here, received.outputs)])
         for new in news.tokens:
             self._placement.note_tokens(self._orders[new.request_id], len(new.token_ids))
         for output in news.outputs:
@@ -273,45 +277,49 @@ class Fleet:
         if any(news):
             self._post(news)
 
-    def _is_at(self, name: str, told: NewTokens | RequestOutput) -> bool:
-        order = self._orders.get(told.request_id)
+    def _is_at(self, name: str, item: NewTokens | RequestOutput) -> bool:
+        order = self._orders.get(item.request_id)
         return order is not None and order.replica == name
 
     def _is_idle(self, name: str) -> bool:
         return all(order.replica != name for order in self._orders.values())
 
-    # ---------------------------------------------------------------- orders to the engines
+    # ---------------------------------------------------------------- calls to the engines
 
-    def _ask_all(self, method: str, content: bytes, done: Done) -> None:
+    def _call_all(self, method: str, content: bytes, done: Done) -> None:
         self._start(self._gather(method, content, done))
 
-    def _ask_one(self, number: int, content: bytes, done: Done) -> None:
-        self._start(self._ask(number, content, done))
+    def _call_one(self, number: int, content: bytes, done: Done) -> None:
+        self._start(self._call_replica(number, content, done))
 
     async def _gather(self, method: str, content: bytes, done: Done) -> None:
         replicas = self.replicas
-        asked = (self._in_turn(name, method, content) for name in replicas.values())
-        answers = dict(zip(replicas, await asyncio.gather(*asked), strict=True))
-        told = {number: answer for number, answer in answers.items() if answer is not None}
-        errors = [error for _, error in told.values() if error is not None]
-        done({number: value for number, (value, _) in told.items()}, errors[0] if errors else None)
+        calls = (self._in_turn(name, method, content) for name in replicas.values())
+        answers = dict(zip(replicas, await asyncio.gather(*calls), strict=True))
+        results = {number: answer for number, answer in answers.items() if answer is not None}
+        errors = [error for _, error in results.values() if error is not None]
+        values = {number: value for number, (value, _) in results.items()}
+        done(values, errors[0] if errors else None)
 
-    async def _ask(self, number: int, content: bytes, done: Done) -> None:
+    async def _call_replica(self, number: int, content: bytes, done: Done) -> None:
         replicas = self.replicas
         if number not in replicas:
-            done(None, ValueError(f"replica={number} is not there; there are {sorted(replicas)}"))
+            done(None, ValueError(f"replica={number} must be one of {sorted(replicas)}"))
             return
-        told = await self._in_turn(replicas[number], "call", content)
-        done(*told or (None, EngineDeadError(f"replica {number} has died")))
+        result = await self._in_turn(replicas[number], "call", content)
+        done(*result or (None, EngineDeadError(f"replica {number} has failed")))
 
     async def _in_turn(self, name: str, method: str, content: bytes) -> Any:
-        """(value, error), in the order in which it was asked; None of a replica that is gone."""
+        """Call a method of a replica, in the order of the calls; return (value, error).
+
+        Returns None if the replica has terminated.
+        """
         async with self._turns.setdefault(name, asyncio.Lock()):
             while any(one.is_aborted and one.replica == name for one in self._orders.values()):
-                await asyncio.sleep(A_MOMENT)  # an abort comes before what was ordered after it
-            told = await self._following.reach(name, method, content)
-            return None if told is None else pickle.loads(told)
+                await asyncio.sleep(A_MOMENT)  # earlier aborts are executed before this call
+            result = await self._following.reach(name, method, content)
+            return None if result is None else pickle.loads(result)
 
 
 def _ignore(value: Any, error: Exception | None) -> None:
-    """Nobody waits for it."""
+    """Ignore the result of a call."""

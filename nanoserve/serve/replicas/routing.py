@@ -1,4 +1,4 @@
-"""Which replica gets a request, by what each is thought to have cached and has left to do."""
+"""Placement of requests on replicas, by their expected cache hits and their load."""
 
 import threading
 from collections.abc import Collection, Iterable
@@ -11,21 +11,20 @@ from nanoserve.serve.replicas.prefix_router import PrefixRouter
 
 @dataclass
 class Member:
-    """A replica that can be sent to."""
+    """Replica that accepts requests."""
 
-    number: int  # that it is known by to people: the lowest that was free
-    load: int = 0  # tokens of work, of the requests that were sent from here
-    num_sequences: int = 0  # of those
-    others_load: int = 0  # the same of other ingresses' requests, as the replica has told last
+    number: int  # shown to users: the lowest free number when it joined
+    load: int = 0  # expected tokens still to compute, for the requests of this ingress
+    num_sequences: int = 0  # sequences in flight, for the requests of this ingress
+    others_load: int = 0  # the load of other ingresses' requests, as last reported by the replica
     others_num_sequences: int = 0
 
 
 class Placement:
-    """Members, what is at each of them, and the choice between them.
+    """Members with their loads, and the choice between them.
 
-    What a member has to do is the sum over the requests in flight there, and not a count of what
-    came and went: nothing can drift. Threads may share it: Serve's router has one, the fleet has
-    another.
+    The load of a member is a sum over the requests in flight there, so that it cannot drift.
+    Thread-safe: it is used in the thread of Serve's router and in that of the fleet.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -36,7 +35,7 @@ class Placement:
 
     @property
     def backlog(self) -> int:
-        """Sequences in flight, less those for whom the replicas have slots; below 0 is room."""
+        """Number of sequences in flight minus slots of all replicas; below 0 if slots are free."""
         with self._lock:
             return sum(
                 member.num_sequences + member.others_num_sequences - self._max_num_seqs
@@ -44,11 +43,11 @@ class Placement:
             )
 
     def hash(self, order: Order) -> None:
-        """Note what a cache might have of its prompt."""
+        """Compute the block hashes of a prompt, if it can have cache hits."""
         request = order.request
-        if self._caches and request.params.prompt_logprobs is None:  # which use no cached prefix
+        if self._caches and request.params.prompt_logprobs is None:  # they disable cache hits
             with self._lock:
-                key = request.sequences[0].cache_key  # the salt is in it
+                key = request.sequences[0].cache_key  # includes the salt
                 order.hashes = self._router.hashes(request.prompt_token_ids, key)
 
     def join(self, name: str, num_kv_blocks: int) -> Member:
@@ -60,15 +59,16 @@ class Placement:
             return self.members[name]
 
     def leave(self, name: str) -> None:
-        """Idempotent."""
+        """Remove a member. Idempotent."""
         with self._lock:
             if self.members.pop(name, None) is not None:
                 self._router.remove_replica(name)
 
     def choose(self, order: Order, candidates: Collection[str]) -> str | None:
-        """One of `candidates` that is a member; None if there is none at present.
+        """Return the best of `candidates` that is a member; None if there is none at present.
 
-        One that was chosen before, and that Serve cannot reach, is the last choice.
+        A replica that was chosen for this request before but could not be reached by Serve is
+        chosen only if there is no other.
         """
         with self._lock:
             order.unreached.add(order.replica)
@@ -92,25 +92,25 @@ class Placement:
             return name
 
     def note_tokens(self, order: Order, num_tokens: int) -> None:
-        """So many more have come of it."""
+        """Add the number of new output tokens of a request."""
         with self._lock:
             order.num_tokens += num_tokens
             self._count(order, order.work)
 
     def release(self, order: Order) -> None:
-        """It is at no replica any more. Idempotent."""
+        """Remove a request from the load of its replica. Idempotent."""
         with self._lock:
             self._release(order)
 
     def note_others(self, name: str, num_sequences: int, load: int) -> None:
-        """What other ingresses have at a replica."""
+        """Set the load of other ingresses at a replica."""
         with self._lock:
             if name in self.members:
                 member = self.members[name]
                 member.others_num_sequences, member.others_load = num_sequences, load
 
     def note_blocks(self, name: str, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """What a replica has told of its cache."""
+        """Apply the cache and evict events of a replica."""
         with self._lock:
             if name in self.members:
                 self._router.update(name, stored, removed)

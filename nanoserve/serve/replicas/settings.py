@@ -1,4 +1,4 @@
-"""What whoever runs replicas chose for them. Imports nothing of Ray."""
+"""Settings of data parallel replicas. Does not import Ray."""
 
 import os
 from dataclasses import dataclass
@@ -11,13 +11,13 @@ ROUTERS = ("approximate", "exact")
 
 @dataclass
 class ReplicaSettings:
-    """Checked on construction: a `ValueError` names the value."""
+    """Settings of replicas, validated on construction: a `ValueError` names the wrong value."""
 
-    data_parallel_size: int = 1  # replicas, or the fewest of them
-    max_data_parallel_size: int | None = None  # the most; None: always as many
-    target_ongoing_requests: float = 64  # requests at a replica, above which another one is started
-    ray_address: str | None = None  # of a cluster; None: Ray is started here, and stopped again
-    router: str = "approximate"  # how it is known what a replica has cached
+    data_parallel_size: int = 1  # number of replicas; the least number if there is a maximum
+    max_data_parallel_size: int | None = None  # greatest number of replicas; None: a fixed number
+    target_ongoing_requests: float = 64  # requests per replica above which another one is started
+    ray_address: str | None = None  # of a cluster; None: start Ray here, and stop it in the end
+    router: str = "approximate"  # how the router tracks the cached blocks of replicas
 
     def __post_init__(self) -> None:
         number = check_int("data_parallel_size", self.data_parallel_size, 1)
@@ -27,27 +27,27 @@ class ReplicaSettings:
             self.max_data_parallel_size = most
         check_number("target_ongoing_requests", self.target_ongoing_requests, 1)
         check_choice("router", self.router, ROUTERS)
-        told = f"ray_address={self.ray_address!r} is for replicas: give data_parallel_size, too"
-        require(self.ray_address is None or self.is_fleet, told)
+        message = f"ray_address={self.ray_address!r} needs replicas: set data_parallel_size, too"
+        require(self.ray_address is None or self.is_fleet, message)
 
     @property
     def is_fleet(self) -> bool:
-        """Whether there is anything to be done with Ray: one engine needs none."""
+        """True if Ray is needed, which is not the case for a single engine."""
         return self.data_parallel_size > 1 or self.max_data_parallel_size is not None
 
     @property
     def num_replicas(self) -> int:
-        """That there may be at a time."""
+        """Greatest number of replicas at a time."""
         return self.max_data_parallel_size or self.data_parallel_size
 
 
 def resources_of(
     options: dict[str, Any], num_replicas: int, num_cores: int, is_cuda: bool
 ) -> dict[str, float]:
-    """What Ray sets aside for each of so many replicas on `num_cores` cores.
+    """Return the Ray resources of each of `num_replicas` replicas on `num_cores` cores.
 
-    On a CPU each gets its part of the cores, and as many threads: Ray sets OMP_NUM_THREADS. More
-    replicas than cores share them. On GPUs each gets one for each of its ranks.
+    On CPUs, each replica gets an equal part of the cores, at least one, and as many threads,
+    because Ray sets OMP_NUM_THREADS. On GPUs, each replica gets one GPU per rank.
     """
     num_ranks = options.get("tensor_parallel_size", 1) * options.get("pipeline_parallel_size", 1)
     if is_cuda:
@@ -59,7 +59,7 @@ def resources_of(
 
 
 def num_cores_here() -> int:
-    """That this process may use."""
+    """Return the number of cores that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,9 +1,9 @@
-"""Replicas for one server: Ray, Ray Serve and the application, begun and ended with it.
+"""Start of replicas for one server: Ray, Ray Serve and the application, and their shutdown.
 
-The ingress is the server's own process, as without replicas: the same port, TLS, limits, signals
-and grace period, and a token passes one process less than it would behind Serve's proxy. Its router
-is Serve's, in this process, too. Who wants the ingress to be one of Serve's deployments, with
-several of them or a YAML file, uses `nanoserve.serve.replicas.ingress:build`.
+The ingress is the server's own process, with the same port, TLS, limits, signals and grace period
+as without replicas. A token passes through one process less than behind Serve's proxy. Serve's
+router runs in this process as well. For ingresses that are Serve deployments, with several of them
+or a YAML file, use `nanoserve.serve.replicas.ingress:build`.
 """
 
 import contextlib
@@ -32,7 +32,8 @@ try:
     from nanoserve.serve.replicas.fleet_llm import FleetLLM, FleetServer
     from nanoserve.serve.replicas.messages import Call
 except ModuleNotFoundError as error:
-    raise ValueError(f"replicas need Ray Serve ({error}): pip install 'nanoserve[ray]'") from error
+    message = f"replicas need Ray Serve ({error}): run pip install 'nanoserve[ray]'"
+    raise ValueError(message) from error
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ def start_server(
     settings: ServerSettings,
     stream_interval: int,
 ) -> Iterator[FleetServer]:
-    """What `ApiServer` is, of replicas; for arguments and errors see there, and `replicas`."""
+    """Start replicas and yield their server; see `ApiServer` and `replicas` for the errors."""
     names = settings.served_model_name or [model]
     settings = replace(settings, served_model_name=names)
     names_metrics = names[0], settings.metrics_prefix
@@ -65,20 +66,21 @@ def replicas(
     model_name: str,
     metrics_prefix: str,
 ) -> Iterator[DeploymentHandle]:
-    """A handle of replicas that are there.
+    """Start replicas and yield their handle; stop them on exit.
 
-    On a cluster where they run already, as after a server that was killed, they are taken over; if
-    something has changed, Serve replaces them one after another. Raises `ValueError`, as `LLM`
-    does, for what cannot be served, and `RuntimeError` if no replica comes up.
+    Replicas that already run on the cluster, for example after their server was killed, are
+    reused; if an argument has changed, Serve replaces them one by one. Raises `ValueError`, as
+    `LLM` does, for a model or options that cannot be served, and `RuntimeError` if no replica
+    starts.
     """
     options, num_replicas = dict(options), settings.num_replicas
     if Path(model).exists():
-        model = str(Path(model).resolve())  # a replica may run in another folder
+        model = str(Path(model).resolve())  # a replica may have another working directory
     is_local = settings.ray_address is None
     config = engine_config(model, options)
-    kv_events = "kv_events_config is for one engine: replicas would publish at one address"
+    kv_events = "kv_events_config needs a single engine: all replicas would use one address"
     require(config.kv_events_config is None, kv_events)
-    if is_local:  # else it is the cluster's machines that must have it
+    if is_local:  # otherwise the machines of the cluster must have the checkpoint
         checkpoint = Checkpoint.open(model, config, config.revision)
         checkpoint.model_config(config, supported_architectures())
         is_cuda, num_cores = device_kind(config.device) == "cuda", num_cores_here()
@@ -94,21 +96,21 @@ def replicas(
         name = re.sub(r"\W", "-", f"nanoserve-{model_name}")
         try:
             if _plan_of_what_runs(name) == plan_of(*plan):
-                logger.info("replicas of %s run already", model_name)
+                logger.info("replicas of %s are already running", model_name)
                 yield serve.get_app_handle(name)
             else:
                 yield serve.run(replicas_app(*plan), name=name, route_prefix=None)
         finally:
-            with contextlib.suppress(Exception):  # of a cluster that is gone nothing is left
+            with contextlib.suppress(Exception):  # the cluster may have terminated
                 serve.delete(name)
 
 
 @contextlib.contextmanager
 def _ray(settings: ReplicaSettings, num_cpus: float) -> Iterator[None]:
-    """Ray and Serve, here or in a cluster that is left as it was."""
+    """Start Ray and Serve here, or connect to a cluster, whose Ray and Serve keep running."""
     if settings.ray_address is None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # A replica that does not answer has nothing to finish; it must make room for the next one.
+        # Stop an unhealthy replica without a grace period: its successor needs the resources.
         os.environ.setdefault("RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS", "1")
         ray.init(
             address="local",
@@ -121,12 +123,12 @@ def _ray(settings: ReplicaSettings, num_cpus: float) -> Iterator[None]:
         try:
             ray.init(address=settings.ray_address, logging_level=logging.WARNING)
         except (ConnectionError, RuntimeError) as error:
-            told = f"ray_address={settings.ray_address!r}: {error}; if that cluster wants a token"
-            raise ValueError(f"{told}, set RAY_AUTH_MODE=token") from error
+            message = f"ray_address={settings.ray_address!r}: {error}; if the cluster needs a token"
+            raise ValueError(f"{message}, set RAY_AUTH_MODE=token") from error
     try:
-        # Nothing comes by Serve's own proxies.
+        # Requests do not arrive through Serve's own proxies.
         serve.start(proxy_location="Disabled", logging_config={"log_level": "WARNING"})
-        # What it says here of a replica that has died, it says for each request that was there.
+        # Serve would log the failure of a replica once for each of its requests.
         logging.getLogger("ray.serve").setLevel(logging.ERROR)
         yield
     finally:
@@ -137,19 +139,19 @@ def _ray(settings: ReplicaSettings, num_cpus: float) -> Iterator[None]:
 
 
 def _check_room(resources: dict[str, float], num_replicas: int) -> None:
-    """Raise `ValueError` where Serve would wait for ever."""
+    """Raise `ValueError` if Ray lacks resources, for which Serve would wait for ever."""
     there = ray.cluster_resources()
     for name, wanted in (("CPU", resources["num_cpus"]), ("GPU", resources.get("num_gpus", 0))):
         has = there.get(name, 0)
-        told = (
-            f"data_parallel_size={num_replicas} replicas of {wanted:g} {name}s are more than the "
-            f"{has:g} that Ray has: fewer replicas, or more machines"
+        message = (
+            f"data_parallel_size={num_replicas} replicas with {wanted:g} {name}s each need more "
+            f"than the {has:g} that Ray has: use fewer replicas, or more machines"
         )
-        require(num_replicas * wanted <= has, told)
+        require(num_replicas * wanted <= has, message)
 
 
 def _plan_of_what_runs(name: str) -> str | None:
-    """Of replicas that are there already; None if there are none, or none that answers."""
+    """Return the plan of the replicas that already run; None if there are none or none answers."""
     try:
         handle = serve.get_app_handle(name)
         return handle.plan.remote(Call(b"")).result(timeout_s=10)

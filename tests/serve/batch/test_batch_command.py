@@ -163,9 +163,9 @@ def test_lines_that_no_server_would_see(tmp_path: Path, capsys: Any) -> None:
             assert name in found[name]["error"]["message"]
         told = capsys.readouterr().err
         assert f"{source}:7: the line is not JSON" in told
-        assert f"{source}:8: custom_id='good' came before" in told
-        assert "6 answers" in told and "5 of them errors" in told and "2 bad lines" in told
-    assert ", 6 of them from before" in told
+        assert f"{source}:8: custom_id='good' is not unique" in told
+        assert "6 answers" in told and "5 of them errors" in told and "2 invalid lines" in told
+    assert ", 6 of them from earlier runs" in told
 
 
 def test_samples_do_not_depend_on_what_ran_before_or_beside(tmp_path: Path) -> None:
@@ -354,7 +354,7 @@ def test_who_is_killed_goes_on_where_it_was(tmp_path: Path, by_size: Callable[..
     process = start(source, out)
     _, told = process.communicate(timeout=300)
     assert process.returncode == 0, told
-    assert f"{num_before:,} of them from before" in told
+    assert f"{num_before:,} of them from earlier runs" in told
     assert answers(out).keys() == {each["custom_id"] for each in requests}
     undisturbed = tmp_path / "undisturbed"
     assert run(source, undisturbed, "--max-num-seqs", "20") == 0

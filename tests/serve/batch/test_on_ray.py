@@ -62,11 +62,11 @@ def test_replicas_that_have_no_room_are_told() -> None:
     config = EngineConfig("tiny-qwen3", tensor_parallel_size=2)
     there = {"CPU": 4.0, "GPU": 4.0}
     assert _resources(config, 1, 2, there) == {"num_cpus": 1, "num_gpus": 2}
-    with pytest.raises(ValueError, match="replicas=3 take 2 GPU each, and Ray has 4"):
+    with pytest.raises(ValueError, match="replicas=3 need 2 GPUs each, and Ray has 4"):
         _resources(config, 1, 3, there)
-    with pytest.raises(ValueError, match="replicas=3 take 2 CPU each, and Ray has 4"):
+    with pytest.raises(ValueError, match="replicas=3 need 2 CPUs each, and Ray has 4"):
         _resources(EngineConfig("tiny-qwen3", device="cpu"), 2, 3, there)
-    with pytest.raises(ValueError, match="take 1 GPU each, and Ray has 0"):
+    with pytest.raises(ValueError, match="need 1 GPUs each, and Ray has 0"):
         _resources(EngineConfig("tiny-qwen3", device="cuda"), 1, 1, {"CPU": 4.0})
     assert _resources(EngineConfig("tiny-qwen3"), 2, 2, {"CPU": 4.0})["num_gpus"] == 0
 
@@ -89,12 +89,12 @@ def test_a_replica_answers_a_chunk(tmp_path: Path) -> None:
     finally:
         replica._answerer.close()
     assert [*found["number"]] == [1, 2]
-    assert '"custom_id": "a"' in found["content"][0] and found["told"][0] == ""
-    assert '"status_code": 400' in found["content"][1] and "'b'" in found["told"][1]
+    assert '"custom_id": "a"' in found["content"][0] and found["error"][0] == ""
+    assert '"status_code": 400' in found["content"][1] and "'b'" in found["error"][1]
     assert not replica._running
     # Nobody is left to answer, which is no line's fault.
     found = outcomes(replica, places[2:])
-    assert [*found["number"]] == [0] and "not running" in found["told"][0]
+    assert [*found["number"]] == [0] and "not running" in found["error"][0]
 
 
 def test_nobody_else_need_hold_what_a_replica_does(tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ def test_a_replica_that_cannot_start_says_why(wrong: str, tmp_path: Path) -> Non
     size = source.stat().st_size + (wrong == "size")
     asked = ANSWERER | ({"model": "no-such-model"} if wrong == "model" else {})
     found = outcomes(Replica(source, size, "", asked), places_of(source))
-    told = "must be on every machine" if wrong == "size" else "no-such-model"
-    assert [*found["number"]] == [0] and told in found["told"][0]
+    told = "must exist on every machine" if wrong == "size" else "no-such-model"
+    assert [*found["number"]] == [0] and told in found["error"][0]
 
 
 # ---------------------------------------------------------------- with Ray
@@ -229,8 +229,8 @@ def test_what_no_replica_can_do_is_told_in_one_line(number: int, tmp_path: Path)
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--trace", "x.jsonl"], "trace is for one engine"),
-        (["--distributed-executor-backend=ray", "--tensor-parallel-size=2"], "Ray places"),
+        (["--trace", "x.jsonl"], "trace needs a single engine"),
+        (["--distributed-executor-backend=ray", "--tensor-parallel-size=2"], "must be 'mp'"),
         (["--dtype", "float7"], "float7"),
     ],
 )

@@ -84,8 +84,8 @@ def test_the_line_that_ends_engines_is_found(seed: int) -> None:
             answer = json.loads(one.content)
             assert answer["custom_id"] == f"{one.number}"
             assert answer["response"]["status_code"] == 500
-            assert "the engine ends when it answers this line" in answer["error"]["message"]
-            assert f"custom_id='{one.number}'" in one.told
+            assert "the engine crashes on this line" in answer["error"]["message"]
+            assert f"custom_id='{one.number}'" in one.error
     assert engines.num_made == engines.num_closed <= 1 + 6 * len(deadly)
 
 

@@ -411,7 +411,7 @@ def test_too_many_watchers_are_turned_away_and_a_place_is_free_again() -> None:
         refused: list[dict[str, Any]] = []
         await LiveResponse(view)(scope, receive, sent_to(refused))
         assert refused[0]["status"] == 503 and b"retry-after" in dict(refused[0]["headers"])
-        assert "watching" in json.loads(refused[1]["body"])["error"]["message"]
+        assert "watchers" in json.loads(refused[1]["body"])["error"]["message"]
         gone.set()
         await asyncio.gather(*watchers)
         assert view.num_watchers == 0

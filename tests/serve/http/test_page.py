@@ -333,9 +333,9 @@ def test_a_schema_that_is_switched_off_can_be_had_again(tab: Tab) -> None:
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ('{"type": ', "no JSON"),
+        ('{"type": ', "not JSON"),
         ('["object"]', "this is a list"),
-        pytest.param("no JSON", "no JSON", marks=FULL),
+        pytest.param("no JSON", "not JSON", marks=FULL),
         pytest.param('"object"', "this is a string", marks=FULL),
         pytest.param("null", "this is null", marks=FULL),
     ],
@@ -350,7 +350,7 @@ def test_what_is_no_schema_is_told_at_once_and_not_sent(tab: Tab, text: str, tol
     page.click("#settings .primary")
     assert page.is_visible("#settings")  # not with that schema
     page.click("#settings .close")
-    assert "no JSON object" in page.inner_text("#has-schema")
+    assert "not a JSON object" in page.inner_text("#has-schema")
     tab.ask("one")
     assert page.is_visible("#settings") and told in page.inner_text("#wrong-schema")
     page.fill("[name=schema]", "{}")
@@ -481,7 +481,7 @@ def test_what_the_browser_does_not_keep_is_there_while_the_page_is(open_tab: Any
     tab = open_tab(script=refuse)
     tab.ask(QUESTION)
     assert tab.answer()
-    assert "cannot keep" in tab.page.inner_text("#toast")
+    assert "cannot store" in tab.page.inner_text("#toast")
     tab.page.keyboard.press("Control+k")
     assert tab.titles() == [QUESTION]
 

@@ -86,7 +86,7 @@ def test_what_has_begun_ends_with_an_error_and_what_has_not_is_begun_elsewhere(
             await until(lambda: llm.owner.backlog == 3)
             serve.kill("a")
             for stream in running:
-                with pytest.raises(EngineDeadError, match="has died; ask again"):
+                with pytest.raises(EngineDeadError, match="has failed; try again"):
                     async for _ in stream:
                         pass
             assert not any(task.done() for task in waiting) and not llm.owner.replicas
@@ -201,7 +201,7 @@ def test_what_is_asked_of_one_replica(serve: FakeServe) -> None:
     async def run() -> None:
         async with fleet(serve) as llm:
             assert await llm.call_in_replica(0, num_unfinished) == 0
-            with pytest.raises(ValueError, match="replica=3 is not there"):
+            with pytest.raises(ValueError, match="replica=3 must be one of"):
                 await llm.call_in_replica(3, num_unfinished)
             with pytest.raises(AttributeError):
                 await llm.call_in_engine(fail)
@@ -243,7 +243,7 @@ def test_the_router_may_be_told_exactly_what_is_cached(serve: FakeServe) -> None
                 await until(lambda: len(second.owner.replicas) == 2)
                 for number in range(3):
                     await text_of(second, prompt + str(number))
-                    assert serve.sent[-1] == ("generate", owner) or serve.sent[-1][0] == "hear"
+                    assert serve.sent[-1] == ("generate", owner) or serve.sent[-1][0] == "heartbeat"
                 generated = [name for method, name in serve.sent if method == "generate"]
                 assert generated == [owner] * 4
                 known = second.owner._placement._router._known[owner]

@@ -235,11 +235,11 @@ def test_bad_options(options: dict, named: str) -> None:
 
 def test_bad_calls() -> None:
     router = make_router(1)
-    with pytest.raises(ValueError, match="no replica to choose"):
+    with pytest.raises(ValueError, match="loads is empty"):
         router.choose([], 1, {})
-    with pytest.raises(ValueError, match=r"'x' is none of \['0'\]"):
+    with pytest.raises(ValueError, match=r"'x' is not one of \['0'\]"):
         router.choose([], 1, {"x": 0.0})
-    with pytest.raises(ValueError, match="'0' is known already"):
+    with pytest.raises(ValueError, match="'0' was already added"):
         router.add_replica("0", 3)
     with pytest.raises(ValueError, match="num_kv_blocks=0"):
         router.add_replica("1", 0)

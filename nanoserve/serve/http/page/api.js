@@ -1,9 +1,9 @@
-// Requests to the server this page comes from, and what it says when it refuses one.
+// Requests to the server of this page, and its error messages.
 
 import { apiKey, setApiKey } from "./storage.js";
 
 export class ApiError extends Error {
-  // retryAfter: seconds, if the server has named them.
+  // retryAfter: seconds, if the server has sent them.
   constructor(message, status = 0, retryAfter = null) {
     super(message);
     this.status = status;
@@ -14,12 +14,12 @@ export class ApiError extends Error {
 let askForKey = async () => null;
 let asking = null;
 
-// `ask(wasWrong)` resolves with a key, or with null if none is given.
+// `ask(wasWrong)` resolves with a key, or with null if the user enters none.
 export function onKeyNeeded(ask) {
   askForKey = ask;
 }
 
-// The response, if it is a good one. Paths are relative, so that the page works behind a prefix.
+// Return the response, or throw its error. Paths are relative, so the page works behind a prefix.
 export async function ask(path, options = {}) {
   for (;;) {
     const key = apiKey();
@@ -43,7 +43,7 @@ async function send(path, { body, signal }, key) {
   }
 }
 
-// Whether there is another key to try. Several requests may ask at once, and one dialog answers all.
+// Return true if there is another key to try. Concurrent requests share one dialog.
 async function newKey(refused, signal) {
   if (apiKey() !== refused) return true;
   asking ??= askForKey(Boolean(refused)).finally(() => (asking = null));
@@ -60,7 +60,7 @@ async function errorOf(response) {
     response.status, Number.isFinite(seconds) ? Math.max(0, seconds) : null);
 }
 
-// OpenAI's shape, {"error": {"message": ...}}, or what stands in its place.
+// Return the message in OpenAI's format, {"error": {"message": ...}}, or another one in the body.
 function messageIn(text) {
   try {
     const { error, detail } = JSON.parse(text);

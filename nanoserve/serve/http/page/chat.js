@@ -1,33 +1,33 @@
-// One answer, from the question to its last token.
+// An answer, from the request to its last token.
 //
 // The message of an answer is {role: "assistant", content, thinking, state, ...}. `state` is
-// "waiting" (nothing has come), "streaming", "done", "stopped" (by the reader) or "error" (with
-// `error`, a text). `format` is "json" if it was asked for by a schema. `notice` says what is being
-// waited for. `reason` is the server's finish reason, `timing` is {first, seconds, tokens, isExact}:
-// seconds to the first token, from there to the last, and how many there were.
+// "waiting" (nothing was received), "streaming", "done", "stopped" (by the user) or "error" (with
+// `error`, a string). `format` is "json" if a schema was set. `notice` describes a wait, if any.
+// `reason` is the server's finish reason, `timing` is {first, seconds, tokens, isExact}: seconds to
+// the first token, seconds from there to the last token, and the number of tokens.
 
 import { ApiError, ask } from "./api.js";
 import { eventsOf } from "./sse.js";
 
 const MOST_RETRIES = 3; // of a server that is busy
-const LONGEST_WAIT = 60; // seconds; a server that asks for more is believed at once
+const LONGEST_WAIT = 60; // seconds; after a longer Retry-After the request fails at once
 
 export class Answer {
   #controller = new AbortController();
   #times = { sent: 0, first: 0, last: 0, pieces: 0 };
 
-  // `changed` is called whenever the message has changed.
+  // `changed` is called after every change of the message.
   constructor(message, changed) {
     this.message = message;
     this.changed = changed;
   }
 
-  // Closing the connection is what ends a request on the server.
+  // Closing the connection aborts the request on the server.
   stop() {
     this.#controller.abort();
   }
 
-  // Resolves when it is over, however it ended; the message says how.
+  // Resolves at the end of the answer, also after an error, which the message then contains.
   async run(body) {
     const { message } = this;
     try {
@@ -44,7 +44,7 @@ export class Answer {
     this.changed();
   }
 
-  // A server that is busy says when to come again.
+  // A busy server sends the time after which to try again.
   async #send(body) {
     const { signal } = this.#controller;
     for (let retries = 0; ; retries++) {
@@ -70,9 +70,9 @@ export class Answer {
     this.changed();
   }
 
-  // Whether the answer came to its end.
+  // Resolves with true if the answer is complete.
   async #read(body) {
-    let isWhole = false; // reading on to the end leaves the connection for the next request
+    let isWhole = false; // read to the end, so that the connection can be reused
     for await (const { data } of eventsOf(body)) {
       if (data === "[DONE]") isWhole = true;
       else this.#take(JSON.parse(data));
@@ -111,7 +111,7 @@ export class Answer {
     if (!isOurs) console.warn(error);
   }
 
-  // Without the server's count, the pieces that came are nearly as many as the tokens.
+  // Without the server's count, use the number of events, which is close to that of tokens.
   #time() {
     const { sent, first, last, pieces } = this.#times;
     if (!first) return;
@@ -120,17 +120,17 @@ export class Answer {
   }
 }
 
-// The messages of a request. What a model has thought is not shown to it again, as the templates of
-// the models that think have it; nor are answers in which nothing came.
+// Return the messages of a request. Reasoning is left out, as in the templates of reasoning models,
+// and so are empty answers.
 export function messagesOf(conversation, system) {
   const said = ({ role, content }) => (role === "user" ? content : splitThinking(content).answer.trim());
-  const told = conversation.messages
+  const messages = conversation.messages
     .map((message) => ({ role: message.role, content: said(message) }))
     .filter(({ role, content }) => role === "user" || content);
-  return system ? [{ role: "system", content: system }, ...told] : told;
+  return system ? [{ role: "system", content: system }, ...messages] : messages;
 }
 
-// Some servers send what a model thinks as part of its text. A template may have written "<think>".
+// Some servers send reasoning as part of the text. The template may have opened "<think>" already.
 export function splitThinking(text) {
   const open = text.trimStart().startsWith("<think>");
   const end = text.indexOf("</think>");

@@ -1,5 +1,5 @@
-// The conversations of this browser, newest first. Each is kept under a key of its own, so that two
-// tabs do not overwrite what the other one has.
+// The conversations in this browser, newest first. Each has its own storage key, so that two tabs do
+// not overwrite each other's conversations.
 //
 // A conversation: {id, title, isNamed, changed, messages}. A message: {role: "user", content}, or
 // {role: "assistant", content, thinking, state, ...}; see chat.js.
@@ -19,14 +19,14 @@ export class Conversations {
   }
 
   create() {
-    // `randomUUID` is not there on a plain http: address of another machine.
+    // `randomUUID` is undefined on a plain http: address of another machine.
     const id = `${Date.now().toString(36)}-${Math.random().toString(36).slice(2, 10)}`;
     const made = { id, title: "New conversation", isNamed: false, changed: Date.now(), messages: [] };
     this.all.unshift(made);
     return made;
   }
 
-  // Keep what has changed. An empty conversation is not worth a place.
+  // Save a changed conversation, unless it is empty.
   keep(conversation) {
     conversation.changed = Date.now();
     this.#sort();
@@ -46,7 +46,7 @@ export class Conversations {
     this.write(conversation);
   }
 
-  // A first question is a title until somebody finds a better one.
+  // The first question is the title until the user renames the conversation.
   nameAfter(conversation, question) {
     if (conversation.isNamed || conversation.messages.length > 1) return;
     const line = question.trim().replace(/\s+/g, " ");
@@ -71,7 +71,7 @@ export class Conversations {
   }
 }
 
-// Other versions of this page, or other programs, may have left something else there.
+// Other versions of this page, or other programs, may have stored other data there.
 function isConversation(found) {
   const isMessage = (message) =>
     ["user", "assistant"].includes(message?.role) && typeof message.content === "string";
@@ -83,7 +83,7 @@ function isConversation(found) {
   );
 }
 
-// An answer that was coming when the page was closed has ended with it.
+// An answer that was streaming when the page was closed has ended.
 function settle(message) {
   if (["waiting", "streaming"].includes(message.state)) message.state = "stopped";
 }

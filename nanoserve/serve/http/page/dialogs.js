@@ -1,4 +1,4 @@
-// The key to a server that wants one.
+// The dialog for the API key.
 
 import { onKeyNeeded } from "./api.js";
 import { byId } from "./element.js";

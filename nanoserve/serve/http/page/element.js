@@ -1,5 +1,5 @@
-// How this page makes DOM nodes: text is always text. Nothing here, or anywhere on the page, turns a
-// string into HTML, so what a model or a stranger writes cannot become part of the page.
+// Creation of DOM nodes, with text always as text. Nothing on the page parses a string as HTML, so
+// that text from a model or from other people cannot become markup or a script.
 
 export const byId = (id) => document.getElementById(id);
 
@@ -28,13 +28,13 @@ export function icon(name) {
   return made;
 }
 
-// A button that shows an icon, and says what it does to those who cannot see it.
+// A button with an icon, and with a label for screen readers.
 export function iconButton(name, label, onclick) {
   const attributes = { type: "button", class: "quiet", "aria-label": label, title: label, onclick };
   return element("button", attributes, icon(name));
 }
 
-// Focus for those who have keys to type with: elsewhere a keyboard would pop up.
+// Focus an element unless that would open an on-screen keyboard.
 export function focusIfKeys(node) {
   if (matchMedia("(hover: hover)").matches) node.focus();
 }

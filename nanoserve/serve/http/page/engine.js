@@ -1,4 +1,4 @@
-// The engine, live: numbers, requests, the KV pool. Watches /live while somebody can see it.
+// Live view of the engine: numbers, requests, the KV cache. Reads /live while it is visible.
 
 import { ask } from "./api.js";
 import { byId, duration, element, plural } from "./element.js";
@@ -8,17 +8,17 @@ import { drawBars, drawLine, Rates } from "./rates.js";
 import { eventsOf } from "./sse.js";
 import { load, save } from "./storage.js";
 
-const MOST_REQUESTS = 12; // of each kind that are listed
+const MOST_REQUESTS = 12; // listed requests of each kind
 const HOW_TO_ASK = "Point at a block or a request to see who holds what.";
-const FIRST_PAUSE = 1; // seconds before another try to connect; doubled each time
+const FIRST_PAUSE = 1; // seconds before the next attempt to connect; doubled each time
 const LONGEST_PAUSE = 30;
 
 export class EnginePanel {
   #controller = null; // of the connection, while there is one
   #state = null; // {requests, waiting, numbers}, of the last event
   #isScheduled = false;
-  #hint = null; // what the pointer is on: {x, y} on the canvas
-  #replica = null; // the number of the one that was chosen, where there are several
+  #hint = null; // position of the pointer on the canvas: {x, y}
+  #replica = null; // number of the chosen replica, if there are several
 
   constructor() {
     this.pool = new Pool();
@@ -33,11 +33,11 @@ export class EnginePanel {
     document.documentElement.addEventListener("themechange", () => this.#schedule());
     new ResizeObserver(() => (this.#watchIfSeen(), this.#schedule())).observe(byId("engine"));
     this.#listen();
-    setInterval(() => this.#controller && this.#schedule(), 1000); // time passes without events, too
+    setInterval(() => this.#controller && this.#schedule(), 1000); // rates change without events, too
     this.#watchIfSeen();
   }
 
-  // ---------------------------------------------------------------- being seen
+  // ---------------------------------------------------------------- visibility
 
   #toggle() {
     const isHidden = document.body.classList.toggle("no-engine");
@@ -53,7 +53,7 @@ export class EnginePanel {
     this.#watchIfSeen();
   }
 
-  // Nobody who cannot see it makes the engine tell what it does.
+  // Connect only while the view is visible, so that the engine is not observed otherwise.
   #watchIfSeen() {
     const isSeen = !document.hidden && byId("engine").offsetParent !== null;
     byId("toggle-engine").setAttribute("aria-pressed", String(byId("engine").offsetParent !== null));
@@ -78,10 +78,10 @@ export class EnginePanel {
       } catch (error) {
         if (signal.aborted) return;
         if (error.status === 404 && this.#replica !== null) {
-          this.#replica = null; // it is gone: any other will do
+          this.#replica = null; // it has terminated: show any other one
           continue;
         }
-        this.#tell(error.status === 404 ? "This server shows nothing of its engine." : error.message);
+        this.#tell(error.status === 404 ? "This server has no live view." : error.message);
         if (error.status === 404) return;
       }
       await new Promise((resolve) => setTimeout(resolve, pause * 1000));
@@ -109,7 +109,7 @@ export class EnginePanel {
     this.#schedule();
   }
 
-  // A server of several engines shows one of them at a time.
+  // With several engines, one of them is shown at a time.
   #offer({ replicas, shown }) {
     const options = replicas.map((number) => element("option", { value: number, selected: number === shown }, `${number}`));
     byId("replica").replaceChildren(...options);
@@ -147,10 +147,10 @@ export class EnginePanel {
     byId("num-running").textContent = requests.length;
     byId("num-waiting").textContent = numbers.num_waiting + numbers.num_held;
     byId("step-time").textContent = stepSeconds === null ? "–" : duration(stepSeconds);
-    const { ttfts, prefix_cache_queries: asked, prefix_cache_hits: hits } = numbers;
+    const { ttfts, prefix_cache_queries: queried, prefix_cache_hits: hits } = numbers;
     byId("ttft").textContent = ttfts.length ? duration(ttfts.at(-1)) : "–";
-    byId("hit-rate").textContent = asked ? `${Math.round((100 * hits) / asked)} %` : "–";
-    byId("hit-rate").title = `${plural(hits, "token")} of ${plural(asked, "token")} of prompts were cached`;
+    byId("hit-rate").textContent = queried ? `${Math.round((100 * hits) / queried)} %` : "–";
+    byId("hit-rate").title = `${plural(hits, "token")} of ${plural(queried, "prompt token")} were cached`;
     const style = getComputedStyle(byId("rate-line"));
     drawLine(byId("rate-line"), this.rates.lastMinute(), style.color);
     drawBars(byId("ttft-bars"), ttfts, style.color);
@@ -164,7 +164,7 @@ export class EnginePanel {
     ];
     const numMore = requests.length + numbers.num_waiting - rows.length;
     if (numMore > 0) rows.push(element("li", { class: "more" }, `and ${numMore} more`));
-    // The one that has the focus, or is about to be clicked, must stay where it is.
+    // An element that has the focus, or is about to be clicked, must keep its place.
     reconcile(byId("requests"), rows);
     byId("no-requests").hidden = rows.length > 0;
   }
@@ -190,14 +190,14 @@ export class EnginePanel {
     byId("num-shared").textContent = pool.numShared.toLocaleString("en");
     byId("num-cached").textContent = pool.numCachedFree.toLocaleString("en");
     byId("num-free").textContent = numFree.toLocaleString("en");
-    const each = canvas.perCell > 1 ? ` Each square is ${canvas.perCell} blocks, filled as they are.` : "";
+    const each = canvas.perCell > 1 ? ` Each square shows ${canvas.perCell} blocks.` : "";
     const size = `${plural(pool.numBlocks, "block")} of ${plural(pool.blockSize, "token")}.`;
     byId("pool-about").textContent = size + each;
     byId("pool").setAttribute("aria-label",
       `KV cache: ${pool.numUsed} blocks in use, ${pool.numCachedFree} free but cached, ${numFree} empty`);
   }
 
-  // ---------------------------------------------------------------- who holds it
+  // ---------------------------------------------------------------- holders of a block
 
   #listen() {
     byId("replica").addEventListener("change", () => this.#chooseReplica());
@@ -209,7 +209,7 @@ export class EnginePanel {
     canvas.addEventListener("pointermove", at);
     canvas.addEventListener("pointerdown", at);
     canvas.addEventListener("pointerleave", (event) => {
-      if (event.pointerType !== "mouse") return; // what a finger has chosen stays
+      if (event.pointerType !== "mouse") return; // a block chosen by touch stays chosen
       this.#hint = null;
       this.#choose(null);
     });
@@ -258,7 +258,7 @@ export class EnginePanel {
   }
 }
 
-// Make `list` look like `rows`, and keep the rows that are there already.
+// Update `list` to `rows`, and keep existing rows.
 function reconcile(list, rows) {
   rows.forEach((row, i) => {
     const there = list.children[i];
@@ -272,7 +272,7 @@ function reconcile(list, rows) {
   while (list.children.length > rows.length) list.lastChild.remove();
 }
 
-// The colours of the style sheet, as the browser has worked them out: those of the legend.
+// The colours of the legend, as computed by the browser from the style sheet.
 function inks() {
   const colour = (id) => getComputedStyle(byId(id)).backgroundColor;
   const ink = getComputedStyle(byId("engine")).color;

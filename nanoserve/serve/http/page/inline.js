@@ -1,5 +1,5 @@
-// Markdown within a paragraph: code, emphasis, links. One pass from left to right, and no regular
-// expression that could go back: the time is linear in the text, whatever it is.
+// Markdown within a paragraph: code, emphasis, links. One pass from left to right, without regular
+// expressions that backtrack, so the time is linear in the length of any text.
 
 import { element } from "./element.js";
 
@@ -9,7 +9,7 @@ const LONGEST_URL = 2000;
 const isSpace = (character) => character === undefined || character.trim() === "";
 const isWord = (character) => character !== undefined && /[\p{L}\p{N}]/u.test(character);
 
-// A fragment with what `text` says.
+// Return a fragment with the rendered `text`.
 export function inline(text) {
   const reader = new InlineReader(text);
   reader.read();
@@ -19,11 +19,11 @@ export function inline(text) {
 }
 
 class InlineReader {
-  // Delimiters lie among the nodes as the text that they are, until a partner makes more of them.
+  // Delimiters are text nodes until a matching one is found.
   nodes = [];
-  #open = new Map(); // what may still be closed: where it lies in `nodes`
-  #from = 0; // text from here on is in no node yet
-  #backticks = null; // where runs of backticks begin, by their length
+  #open = new Map(); // open delimiters, with their positions in `nodes`
+  #from = 0; // position in the text from which no node was made yet
+  #backticks = null; // positions of runs of backticks, by length
 
   constructor(text) {
     this.text = text;
@@ -36,7 +36,7 @@ class InlineReader {
     this.#flush(text.length);
   }
 
-  // What begins at `at`: where the reading goes on, or undefined if it is text.
+  // Parse an element at `at`: return the position after it, or undefined if it is plain text.
   #step(at) {
     const { text } = this;
     switch (text[at]) {
@@ -89,7 +89,7 @@ class InlineReader {
     return this.#from;
   }
 
-  // Each position is looked at once: those that lie behind are dropped for good.
+  // Each position is examined once: earlier ones are removed.
   #nextBackticks(length, from) {
     this.#backticks ??= this.#findBackticks();
     const places = this.#backticks.get(length);
@@ -147,8 +147,8 @@ class InlineReader {
     return true;
   }
 
-  // All that lies behind an opener goes into the elements that take its place. A node goes no deeper
-  // than there are kinds of openers.
+  // All nodes after an opener move into the elements that replace it. The nesting is at most as deep
+  // as there are kinds of openers.
   #wrap(kind, make) {
     const at = this.#open.get(kind);
     const inside = this.nodes.splice(at);
@@ -192,7 +192,7 @@ class InlineReader {
   }
 }
 
-// Only these lead anywhere: a `javascript:` or `data:` address stays the text that it is.
+// Only http(s) addresses become links: a `javascript:` or `data:` address stays text.
 function webAddress(text) {
   if (!/^https?:\/\//i.test(text)) return null;
   try {

@@ -1,26 +1,26 @@
-// JSON that people paste and models write.
+// JSON from users and from models.
 
-const DEEPEST = 40; // levels that are indented: what is nested deeper would be mostly spaces
+const DEEPEST = 40; // indented levels: deeper ones would consist mostly of spaces
 const TOKEN = /"[^"\\]*(?:\\.[^"\\]*)*"|[{}[\],:]|[^\s{}[\],:"]+/g;
 const OPENING = new Set(["{", "["]);
 const CLOSING = new Set(["}", "]"]);
 
-// {schema, wrong}: the JSON object that `text` is, or else what is wrong with it, in words.
+// Return {schema, wrong}: the JSON object in `text`, or else a description of the error.
 export function schemaIn(text) {
   let value;
   try {
-    value = JSON.parse(text.trim()); // which takes away what comes along when one copies: odd spaces
+    value = JSON.parse(text.trim()); // `trim` also removes special spaces of copied text
   } catch (error) {
-    return { schema: null, wrong: `This is no JSON: ${error.message.replace(/\.$/, "")}.` };
+    return { schema: null, wrong: `This is not JSON: ${error.message.replace(/\.$/, "")}.` };
   }
   if (value instanceof Object && !Array.isArray(value)) return { schema: value, wrong: "" };
   const kind = Array.isArray(value) ? "a list" : value === null ? "null" : `a ${typeof value}`;
-  return { schema: null, wrong: `A schema is a JSON object, {…}, and this is ${kind}.` };
+  return { schema: null, wrong: `A schema must be a JSON object, {…}, and this is ${kind}.` };
 }
 
-// The same JSON, one value a line. Its values are left as they are written: parsed and written anew,
-// a number of twenty digits would be another one, and a key that came twice would be there once.
-// Text that is no JSON, or not all of it, comes back as it is.
+// Return the same JSON with one value per line. Values are not parsed and encoded again, which would
+// change a number of twenty digits and drop a repeated key. Text that is not JSON, or incomplete, is
+// returned unchanged.
 export function setOut(text) {
   try {
     JSON.parse(text);

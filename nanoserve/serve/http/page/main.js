@@ -1,4 +1,4 @@
-// The page: puts its parts together, and says what buttons and keys do.
+// Entry point of the page: connects its parts, and handles buttons and keys.
 
 import { ask } from "./api.js";
 import { Answer, messagesOf } from "./chat.js";
@@ -11,15 +11,15 @@ import { Sidebar, toast } from "./sidebar.js";
 import { load, onStorageTrouble, save } from "./storage.js";
 import { ConversationView } from "./view.js";
 
-const SAVE_EVERY = 1000; // milliseconds, while an answer comes
+const SAVE_EVERY = 1000; // milliseconds, while an answer is streaming
 
-onStorageTrouble(() => toast("This browser cannot keep conversations: they will be gone with the page."));
+onStorageTrouble(() => toast("This browser cannot store conversations: they are lost when the page closes."));
 prepareKeyDialog();
 
 const conversations = new Conversations();
 const settings = new Settings();
 new EnginePanel();
-const running = new Map(); // the answer that is coming, by conversation: several may come at once
+const running = new Map(); // the streaming answer of each conversation; several may run at once
 const composer = byId("composer");
 const input = composer.elements.question;
 const view = new ConversationView({ ask: askAbout, edit, regenerate });
@@ -45,7 +45,7 @@ function isReady() {
   return settings.check();
 }
 
-// Ask for an answer to what the current conversation ends with.
+// Request an answer to the last message of the current conversation.
 async function answer() {
   const conversation = current;
   const messages = messagesOf(conversation, settings.system);
@@ -77,8 +77,8 @@ function regenerate(message) {
   answer();
 }
 
-// The question goes back to where questions are written, and what followed it is gone once another
-// one is sent; until then nothing is lost.
+// Copy the question to the input field. The messages after it are removed when the edited question is
+// sent, and not before.
 function edit(message) {
   if (running.has(current)) return;
   input.value = message.content;
@@ -162,7 +162,7 @@ byId("model").addEventListener("change", () => {
 
 // ---------------------------------------------------------------- buttons and keys
 
-// As high as its text, up to what the style allows.
+// Make the field as high as its text, up to the maximum of the style sheet.
 function fit() {
   input.style.height = "auto";
   input.style.height = `${input.scrollHeight}px`;
@@ -180,7 +180,7 @@ composer.addEventListener("submit", (event) => {
 });
 input.addEventListener("input", fit);
 input.addEventListener("keydown", (event) => {
-  // While a word is being composed, as in Chinese, Enter chooses it.
+  // While a word is being composed, for example in Chinese, Enter selects it.
   if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
   event.preventDefault();
   send();
@@ -190,7 +190,7 @@ byId("cancel-edit").addEventListener("click", stopEditing);
 byId("drop-schema").addEventListener("click", () => {
   const dropped = settings.schemaField.clear();
   toast("Answers are free text again.", "Undo", () => settings.schemaField.set(dropped));
-  focusIfKeys(input); // the button is gone
+  focusIfKeys(input); // the button with the focus was removed
 });
 byId("new").addEventListener("click", startNew);
 byId("new-small").addEventListener("click", startNew);

@@ -1,11 +1,11 @@
-// Markdown as DOM nodes: paragraphs, headings, lists, quotes, fenced code, tables, rules. Text comes
-// in while it is shown, so only blocks that have changed are made anew: an answer of n tokens costs
-// no n^2, and what somebody has selected stays selected.
+// Markdown as DOM nodes: paragraphs, headings, lists, quotes, fenced code, tables, rules. Text
+// arrives while it is shown, so only changed blocks are rendered again: the cost of an answer is not
+// quadratic in its length, and selected text stays selected.
 
 import { element, iconButton } from "./element.js";
 import { inline } from "./inline.js";
 
-const DEEPEST = 6; // levels of quotes and lists; what is deeper is text
+const DEEPEST = 6; // levels of quotes and lists; deeper ones are text
 
 const FENCE = /^ {0,3}(`{3,}|~{3,})([^`]*)$/;
 const HEADING = /^ {0,3}(#{1,6})(?:[ \t]+(.*))?$/;
@@ -13,7 +13,7 @@ const QUOTE = /^ {0,3}>/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: +|$)/;
 const DIVIDER = /^[ \t|:-]+$/;
 
-// Show `text` in `container`. `keep` is what this function returned for it before.
+// Show `text` in `container`. `keep` is the last result of this function for the container.
 export function showMarkdown(container, text, keep = []) {
   const blocks = blocksOf(text.split("\n"));
   const isSame = (block, i) => block.source === keep[i]?.source && block.kind === keep[i].kind;
@@ -40,7 +40,7 @@ function blocksOf(lines, depth = 0) {
   return blocks;
 }
 
-// The block that begins with line `at`, and the line behind it.
+// Return the block that begins at line `at`, and the number of the line after it.
 function blockAt(lines, at, depth) {
   const line = lines[at];
   const fence = FENCE.exec(line);
@@ -67,7 +67,7 @@ function isRule(line) {
   return marks.length > 2 && "-*_".includes(marks[0]) && marks === marks[0].repeat(marks.length);
 }
 
-// A fence that is still open holds all that follows: the rest of it has not come yet.
+// An open fence contains all following lines: its end has not arrived yet.
 function codeAt(lines, at, [, fence, info]) {
   let end = at + 1;
   const closes = (line) => line.trim().startsWith(fence) && line.trim().replaceAll(fence[0], "") === "";
@@ -102,7 +102,7 @@ function listAt(lines, at, depth) {
   return [{ kind: "list", isOrdered, isLoose, start, items }, end];
 }
 
-// The lines of one item, without their indentation, and the line behind it.
+// Return the lines of one item, without their indentation, and the number of the line after it.
 function itemAt(lines, at, mark, depth) {
   const width = mark[0].trim() === mark[0].trimEnd() ? mark[0].length : mark[0].trimEnd().length + 1;
   const inside = [lines[at].slice(width)];
@@ -183,19 +183,19 @@ function codeNode({ code, language }) {
   return element("div", { class: "code" }, head, pre);
 }
 
-// Puts `text` on the clipboard; the button says how that went.
+// Copy `text` to the clipboard; the button shows the result.
 export async function copyText(text, button) {
   const before = button.getAttribute("aria-label");
-  let told = "Copied";
+  let result = "Copied";
   try {
     await navigator.clipboard.writeText(text);
   } catch {
-    told = "The browser did not allow it";
+    result = "The browser did not allow it";
   }
-  button.dataset.told = told;
-  button.setAttribute("aria-label", told);
+  button.dataset.result = result;
+  button.setAttribute("aria-label", result);
   setTimeout(() => {
-    delete button.dataset.told;
+    delete button.dataset.result;
     button.setAttribute("aria-label", before);
   }, 1500);
 }

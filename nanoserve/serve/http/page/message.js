@@ -1,4 +1,4 @@
-// A message on the page, kept up to date while it comes.
+// A message on the page, updated while it is streaming.
 
 import { splitThinking } from "./chat.js";
 import { duration, element, icon, iconButton, plural } from "./element.js";
@@ -6,7 +6,7 @@ import { setOut } from "./json.js";
 import { copyText, showMarkdown } from "./markdown.js";
 
 export class UserMessage {
-  // `edit` is called to change the question and ask again.
+  // `edit` is called to edit the question and send it again.
   constructor(message, edit) {
     const copy = iconButton("copy", "Copy the question", () => copyText(message.content, copy));
     const again = iconButton("edit", "Edit and ask again", edit);
@@ -22,10 +22,10 @@ export class UserMessage {
 }
 
 export class AssistantMessage {
-  #shown = []; // what showMarkdown has returned
+  #shown = []; // last result of showMarkdown
   #isScheduled = false;
 
-  // `regenerate` is called for another answer to the same question.
+  // `regenerate` is called to request another answer to the same question.
   constructor(message, regenerate) {
     this.message = message;
     this.text = element("div", { class: "markdown" });
@@ -56,7 +56,7 @@ export class AssistantMessage {
     this.show();
   }
 
-  // Tokens may come faster than a screen can show them.
+  // Tokens may arrive faster than the screen refreshes.
   update() {
     if (this.#isScheduled) return;
     this.#isScheduled = true;
@@ -72,14 +72,14 @@ export class AssistantMessage {
     const isComing = state === "waiting" || state === "streaming";
     const split = splitThinking(message.content);
     const thinking = (message.thinking || split.thinking).trim();
-    const told = split.answer.replace(/^\s+/, "");
-    const answer = message.format === "json" && told ? jsonBlock(told, isComing) : told;
+    const text = split.answer.replace(/^\s+/, "");
+    const answer = message.format === "json" && text ? jsonBlock(text, isComing) : text;
     this.#shown = showMarkdown(this.text, answer, this.#shown);
     this.thoughts.hidden = !thinking;
     this.thinking.textContent = thinking;
-    this.summary.textContent = isComing && !answer ? "Thinking…" : "What it thought";
+    this.summary.textContent = isComing && !answer ? "Thinking…" : "Reasoning";
     this.node.classList.toggle("coming", isComing);
-    this.node.setAttribute("aria-busy", String(isComing)); // readers begin when it is whole
+    this.node.setAttribute("aria-busy", String(isComing)); // screen readers wait until it is complete
     this.waiting.hidden = !(isComing && !answer && !thinking && !message.notice);
     this.actions.hidden = isComing;
     this.#showNote(isComing, answer);
@@ -95,8 +95,8 @@ export class AssistantMessage {
   }
 }
 
-// JSON as a block of code: as it comes, and set out once it is whole. A server that knows nothing of
-// schemas may send anything; the fence is longer than all that could end it.
+// Return JSON as a code block: unchanged while streaming, indented once it is complete. A server
+// without structured output may send any text, so the fence is longer than any run of backticks.
 function jsonBlock(text, isComing) {
   const runs = text.match(/`+/g) ?? [];
   const fence = "`".repeat(1 + runs.reduce((most, run) => Math.max(most, run.length), 2));
@@ -116,8 +116,8 @@ function timingText({ timing }) {
   if (!timing) return "";
   const { tokens, isExact, first, seconds } = timing;
   const parts = [`${isExact ? "" : "about "}${plural(tokens, "token")}`];
-  // The first token has taken `first`; those behind it are what `seconds` were spent on. If all came
-  // at once there is no telling.
+  // The first token took `first`, and the later ones took `seconds`. If all tokens arrived at once,
+  // the rate is unknown.
   if (tokens > 1 && seconds > 0.005) {
     parts.push(`${Math.round((tokens - 1) / seconds).toLocaleString("en")} tokens/s`);
   }

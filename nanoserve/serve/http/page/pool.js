@@ -1,5 +1,5 @@
-// The KV pool as the engine has it: who holds which block, and which blocks are in the prefix cache.
-// It follows the events of /live, as nanoserve/serve/http/dashboard_state.py describes them.
+// State of the KV cache: the sequences that hold each block, and the blocks in the prefix cache. It is
+// updated by the events of /live, which nanoserve/serve/http/dashboard_state.py describes.
 
 export class Pool {
   constructor() {
@@ -10,9 +10,9 @@ export class Pool {
     this.numBlocks = pool.num_blocks;
     this.blockSize = pool.block_size;
     this.tables = new Map(); // by arrival number
-    this.holders = new Map(); // of each block that is held: arrival numbers, in order of admission
+    this.holders = new Map(); // by block, if in use: arrival numbers, in order of admission
     this.cached = new Set();
-    this.fresh = new Set(); // blocks that the last event has given to somebody
+    this.fresh = new Set(); // blocks that were allocated by the last event
     this.numCachedFree = 0;
     this.numShared = 0;
   }
@@ -21,7 +21,7 @@ export class Pool {
     this.clear(pool);
     for (const [seq, runs] of Object.entries(tables)) this.#extend(Number(seq), blocksIn(runs));
     for (const block of blocksIn(cached)) this.cached.add(block);
-    this.fresh.clear(); // all of it is new to us, and perhaps nothing to the engine
+    this.fresh.clear(); // a snapshot does not show which blocks were allocated last
     this.#count();
   }
 
@@ -71,7 +71,7 @@ export class Pool {
   }
 }
 
-// [first, length, first, length, ...] as the blocks that it stands for.
+// Return the blocks of [first, length, first, length, ...].
 export function* blocksIn(runs) {
   for (let i = 0; i < runs.length; i += 2) {
     for (let block = runs[i]; block < runs[i] + runs[i + 1]; block++) yield block;

@@ -1,6 +1,6 @@
-// The KV pool drawn: a cell for a block, or for several where a block would be too small to see.
+// Drawing of the KV cache: a cell per block, or per several blocks where a cell would be too small.
 
-// Paul Tol's light colours: told apart with any colour vision, on light and on dark.
+// Paul Tol's light colours, distinguishable with any colour vision, on light and dark backgrounds.
 const PALETTE = ["#77aadd", "#ee8866", "#eedd88", "#ffaabb", "#44bb99", "#bbcc33", "#99ddff", "#aaaa00"];
 const SMALLEST = 5; // pixels of a cell with its gap
 const LARGEST = 20;
@@ -9,7 +9,7 @@ const MOST_HEIGHT = 300;
 export const colourOf = (seq) => PALETTE[(seq - 1) % PALETTE.length];
 
 export class PoolCanvas {
-  chosen = null; // the sequence whose blocks stand out
+  chosen = null; // the sequence whose blocks are highlighted
 
   constructor(canvas, pool) {
     this.canvas = canvas;
@@ -17,8 +17,8 @@ export class PoolCanvas {
     this.columns = this.cell = this.perCell = 1;
   }
 
-  // How the pool fits into the width that there is. As wide cells as the height allows; several
-  // blocks to a cell if not even the smallest ones fit.
+  // Compute the layout for the available width: the widest cells that the height allows, and several
+  // blocks per cell if even the smallest cells do not fit.
   #layOut() {
     const width = this.canvas.parentElement.clientWidth;
     const { numBlocks } = this.pool;
@@ -42,7 +42,7 @@ export class PoolCanvas {
     return scale;
   }
 
-  // `ink` are the colours {free, cached, line, fresh} of the page as it is now.
+  // `ink` has the current colours of the page: {free, cached, line, fresh}.
   draw(ink) {
     const scale = this.#layOut();
     const context = this.canvas.getContext("2d");
@@ -57,7 +57,7 @@ export class PoolCanvas {
     context.globalAlpha = 1;
   }
 
-  // What the blocks of a cell are; of several, how many are what.
+  // Return the states of the blocks of a cell; for several blocks, the number in each state.
   #contents(index) {
     const { pool } = this;
     const found = { size: 0, used: 0, cached: 0, owner: 0, isShared: false, isFresh: false, isChosen: false };
@@ -78,7 +78,7 @@ export class PoolCanvas {
   }
 
   #blocksOf(index) {
-    const first = 1 + index * this.perCell; // block 0 is never given out
+    const first = 1 + index * this.perCell; // block 0 is never allocated
     const length = Math.min(this.perCell, this.pool.numBlocks - first + 1);
     return Array.from({ length }, (_, i) => first + i);
   }
@@ -116,7 +116,7 @@ export class PoolCanvas {
     context.strokeRect(x + width / 2, y + width / 2, side - width, side - width);
   }
 
-  // The blocks at a place of the canvas: [first, last], or null.
+  // Return the blocks at a position on the canvas: [first, last], or null.
   blocksAt(x, y) {
     const column = Math.floor(x / this.cell);
     if (column < 0 || column >= this.columns || y < 0) return null;

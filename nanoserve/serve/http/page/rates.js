@@ -1,11 +1,11 @@
-// Tokens a second, now and over the last minute, out of totals that come when they come; and the
+// Tokens per second, now and over the last minute, computed from totals at irregular times; and the
 // small charts of them.
 
 const MINUTE = 60;
-const WINDOW = 1; // seconds that "now" is
+const WINDOW = 1; // seconds over which the current rate is averaged
 
 export class Rates {
-  #offset = 0; // of the server's clock before ours, in seconds
+  #offset = 0; // of the server's clock relative to the browser's, in seconds
   #points = []; // {time, tokens, steps, seconds}: totals, oldest first
 
   add({ time, num_output_tokens: tokens, num_steps: steps, step_seconds: seconds }) {
@@ -16,7 +16,7 @@ export class Rates {
     while (this.#points.length > 2 && this.#points[1].time < time - MINUTE - WINDOW) this.#points.shift();
   }
 
-  // Tokens a second in the last one; mean seconds of its steps, or null if there was none.
+  // Tokens in the last second, and the mean duration of its steps, or null if there was none.
   now() {
     const end = this.#at(this.#clock());
     const start = this.#at(this.#clock() - WINDOW);
@@ -37,7 +37,7 @@ export class Rates {
     return performance.now() / 1000 + this.#offset;
   }
 
-  // The totals at a time: those of the last point before it, or of the first one.
+  // The totals at a given time: those of the last point before it, or of the first point.
   #at(time) {
     let [low, high] = [0, this.#points.length];
     while (low < high) {

@@ -1,5 +1,5 @@
-// The JSON schema that answers are to follow: where it is written, and where it is told that one is
-// set, by the line that questions are written in.
+// The JSON schema for answers: its input field, and the note next to the question field that one is
+// set.
 
 import { byId, focusIfKeys } from "./element.js";
 import { schemaIn } from "./json.js";
@@ -20,12 +20,12 @@ export class SchemaField {
     this.field = field;
     byId("example-schema").addEventListener("click", () => {
       this.set(JSON.stringify(EXAMPLE, null, 2));
-      focusIfKeys(field); // the button is gone
+      focusIfKeys(field); // the button with the focus was removed
       field.scrollTop = 0;
     });
   }
 
-  // A schema, or null: free text, or something that is no schema, with which nothing is sent.
+  // The schema, or null: for free text, or for an invalid schema, with which nothing is sent.
   get schema() {
     return this.isSet ? schemaIn(this.field.value).schema : null;
   }
@@ -34,13 +34,13 @@ export class SchemaField {
     return this.field.value.trim() !== "";
   }
 
-  // As if it had been typed: whoever listens to the form hears of it.
+  // Set the text as if it had been typed, so that listeners of the form are notified.
   set(text) {
     this.field.value = text;
     this.field.dispatchEvent(new Event("input", { bubbles: true }));
   }
 
-  // The text that was there.
+  // Clear the field and return its text.
   clear() {
     const { value } = this.field;
     this.set("");
@@ -53,7 +53,7 @@ export class SchemaField {
     field.setCustomValidity(wrong);
     field.setAttribute("aria-invalid", String(wrong !== ""));
     byId("wrong-schema").textContent = wrong;
-    byId("example-schema").hidden = isSet; // it would overwrite what somebody has written
+    byId("example-schema").hidden = isSet; // it would overwrite the user's text
     byId("has-schema").hidden = !isSet;
     byId("has-schema").classList.toggle("wrong", wrong !== "");
     byId("schema-note").textContent = isSet ? noteText(wrong) : "";
@@ -61,5 +61,5 @@ export class SchemaField {
 }
 
 function noteText(wrong) {
-  return wrong ? "The schema in the parameters is no JSON object." : "The answer will be JSON, by your schema.";
+  return wrong ? "The schema in the parameters is not a JSON object." : "The answer will be JSON that follows your schema.";
 }

@@ -1,4 +1,4 @@
-// What a request asks for. A field that is left empty is left out, and the server's default counts.
+// Parameters of a request. Empty fields are left out, so that the server's defaults apply.
 
 import { byId } from "./element.js";
 import { SchemaField } from "./schema.js";
@@ -19,7 +19,7 @@ export class Settings {
     }
     this.form.addEventListener("input", () => this.#keep());
     this.form.addEventListener("submit", (event) => {
-      event.preventDefault(); // it has checked the fields; there is nowhere to send them to
+      event.preventDefault(); // the browser has validated the fields; the form is not sent
       this.dialog.close();
     });
     byId("reset").addEventListener("click", () => {
@@ -30,7 +30,7 @@ export class Settings {
     this.#show();
   }
 
-  // Whether all fields are in range; if not, they are shown, with what is wrong.
+  // Return true if all fields are valid; otherwise show them with their errors.
   check() {
     if (this.form.checkValidity()) return true;
     if (!this.dialog.open) this.dialog.showModal();
@@ -62,7 +62,7 @@ export class Settings {
     this.#show();
   }
 
-  // A dot on the button says that something here is not as the server would have it.
+  // A dot on the button shows that a parameter differs from the server's default.
   #show() {
     const isChanged = [...NUMBERS, ...TEXTS].some((name) => this.form.elements[name].value !== "");
     byId("open-settings").classList.toggle("changed", isChanged);

@@ -5,11 +5,11 @@ import { byId, element, iconButton } from "./element.js";
 const UNDO_SECONDS = 8;
 
 export class Sidebar {
-  #renaming = null; // the field in which somebody does
+  #renaming = null; // the input field of the new title, while a conversation is renamed
   #items = new WeakMap(); // by conversation
 
-  // `actions` are {choose, removed}, each called with a conversation; `isRunning` says of one
-  // whether an answer is coming in it.
+  // `actions` are {choose, removed}, each called with a conversation; `isRunning` returns true for
+  // a conversation with a streaming answer.
   constructor(conversations, actions, isRunning) {
     this.conversations = conversations;
     this.actions = actions;
@@ -18,10 +18,10 @@ export class Sidebar {
     this.list = byId("conversations");
   }
 
-  // What is there stays where it is, as long as it can: it may have the focus.
+  // Existing items are moved only if necessary: one of them may have the focus.
   show(current = this.current) {
     this.current = current;
-    if (this.#renaming) return; // what is being typed must not be lost to an answer that ends
+    if (this.#renaming) return; // the end of an answer must not discard a title being typed
     const shown = this.conversations.all.filter(({ messages }) => messages.length);
     const items = shown.map((conversation) => this.#item(conversation));
     const { children } = this.list;
@@ -63,7 +63,7 @@ export class Sidebar {
     input.value = conversation.title;
     this.#renaming = input;
     const done = (isWanted) => {
-      if (this.#renaming !== input) return; // leaving the field ends it, too
+      if (this.#renaming !== input) return; // already ended, as the field has lost the focus
       this.#renaming = null;
       item.replaceChildren(...before);
       if (isWanted) this.conversations.rename(conversation, input.value);
@@ -92,7 +92,7 @@ export class Sidebar {
 
 let timer = null;
 
-// A line at the bottom that goes away by itself, with something to do about it.
+// Show a notice at the bottom, with an optional action, that disappears by itself.
 export function toast(text, label = "", action = null) {
   const hide = () => (byId("toast").hidden = true);
   const button = action && element("button", { type: "button", onclick: () => (hide(), action()) }, label);

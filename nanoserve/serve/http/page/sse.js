@@ -1,14 +1,14 @@
-// Server-sent events, out of the body of a response. (`EventSource` can neither POST nor send a key.)
+// Server-sent events from the body of a response. (`EventSource` can neither POST nor send a key.)
 
-// Takes the text in any pieces. Its lines end with "\n", "\r\n" or "\r".
+// Parser for text in pieces of any length. Lines end with "\n", "\r\n" or "\r".
 export class EventParser {
   #rest = "";
   #name = "";
   #data = [];
 
-  // The events that `text` completes, each {name, data}.
+  // Return the events that `text` completes, each {name, data}.
   *feed(text) {
-    // What is left from before has no line end in it, but may end with half of one.
+    // The rest of the previous text contains no line end, but may end with the first half of one.
     const lineEnd = /\r\n|\n|\r(?!$)/g;
     lineEnd.lastIndex = Math.max(0, this.#rest.length - 1);
     const all = this.#rest + text;
@@ -39,7 +39,7 @@ export class EventParser {
   }
 }
 
-// A stream of bytes may be cut within a character: the decoder waits for the rest of it.
+// Bytes may be split within a character: the decoder keeps its first bytes for the next piece.
 export async function* eventsOf(body) {
   const reader = body.getReader();
   const decoder = new TextDecoder();
@@ -51,6 +51,6 @@ export async function* eventsOf(body) {
       yield* parser.feed(decoder.decode(value, { stream: true }));
     }
   } finally {
-    reader.cancel().catch(() => {}); // whoever stops reading ends the request
+    reader.cancel().catch(() => {}); // ends the request when the caller stops reading
   }
 }

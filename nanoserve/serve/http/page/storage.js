@@ -1,9 +1,9 @@
-// What the browser keeps for this page. It may refuse to (private windows, settings), or be full:
-// then the page works on, and keeps things for as long as it is open.
+// Browser storage of this page. It may be unavailable (private windows, settings) or full: then the
+// page keeps its data only for as long as it is open.
 
 let whenFull = () => {};
 
-// Called once, when something could not be kept.
+// Called once, when something could not be stored.
 export function onStorageTrouble(callback) {
   whenFull = callback;
 }
@@ -40,7 +40,7 @@ export function keysWith(prefix) {
   return attempt(() => Object.keys(localStorage).filter((key) => key.startsWith(prefix)), []);
 }
 
-// The key to the server is forgotten with the tab.
+// The API key is deleted when the tab is closed.
 const API_KEY = "nanoserve.api-key";
 let keyInMemory = "";
 

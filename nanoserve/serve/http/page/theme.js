@@ -1,4 +1,4 @@
-// Light or dark. Not a module, so that it runs before the page is first drawn: nothing flashes.
+// Light or dark theme. Not a module, so that it runs before the page is first drawn, without a flash.
 
 (() => {
   const KEY = "nanoserve.theme";
@@ -27,7 +27,7 @@
       try {
         localStorage.setItem(KEY, theme);
       } catch {
-        // it holds for as long as the page is open
+        // without storage, the choice lasts for as long as the page is open
       }
       show(theme);
     });

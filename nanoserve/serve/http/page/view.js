@@ -1,11 +1,10 @@
-// The conversation that is shown: its messages, the questions to begin with, and where it is
-// scrolled to.
+// The conversation that is shown: its messages, the example questions, and the scroll position.
 
 import { byId, element } from "./element.js";
 import { AssistantMessage, UserMessage } from "./message.js";
 
 const EXAMPLES = ["What is a KV cache?", "What is a block table?", "What is 27 + 45?"];
-const NEAR = 60; // pixels from the end that count as at the end
+const NEAR = 60; // largest distance from the end, in pixels, that counts as the end
 
 export class ConversationView {
   #shown = new Map(); // by message
@@ -15,7 +14,7 @@ export class ConversationView {
     this.actions = actions;
     this.log = byId("log");
     this.scroller = byId("scroller");
-    this.follows = true; // the end, while more comes
+    this.follows = true; // scroll to the end while text arrives
     this.scroller.addEventListener("scroll", () => this.#scrolled());
     new ResizeObserver(() => this.follow()).observe(this.log);
     byId("to-end").addEventListener("click", () => this.toEnd());
@@ -25,7 +24,7 @@ export class ConversationView {
     }
   }
 
-  // Show another conversation, or this one, some messages of which are others now.
+  // Show another conversation, or this one after its messages have changed.
   show(conversation) {
     this.#shown = new Map(conversation.messages.map((message) => [message, this.#made(message)]));
     this.log.replaceChildren(...[...this.#shown.values()].map(({ node }) => node));
@@ -55,7 +54,7 @@ export class ConversationView {
     this.#scrolled();
   }
 
-  // Who scrolls up wants to read there, and is left alone.
+  // After the user has scrolled up, the position is not changed.
   #scrolled() {
     const { scrollTop, scrollHeight, clientHeight } = this.scroller;
     this.follows = scrollHeight - scrollTop - clientHeight < NEAR;

@@ -1,1 +1,1 @@
-"""Tools: what a model may call, and what it has called."""
+"""Tool calling: the tools of a request, and the calls in the model's output."""

@@ -1,4 +1,4 @@
-"""Grammars for calls: what must be called is, and strict functions get what they ask for."""
+"""Grammars for tool calls: they enforce required calls and the schemas of strict functions."""
 
 import json
 import re
@@ -17,17 +17,17 @@ from nanoserve.serve.http.tools.tool_choice import Function, ToolUse
 _MOST_CALLS = 16
 _ANY_ARGUMENTS = '{"type": "object"}'
 
-# The id of a special token by its text, or None.
+# Returns the id of a special token by its text, or None.
 SpecialId = Callable[[str], int | None]
 
 
 def guide_of_tools(
     use: ToolUse, special_id: SpecialId, config: StructuredOutputsConfig | None = None
 ) -> StructuredOutputsParams | None:
-    """Return the format of an answer with tools; None if it may say anything.
+    """Return the structured output constraint for an output with tools; None if it is free.
 
-    config: the engine's, which says how schemas are read. Raises `ApiError` that names the function
-    whose schema cannot be obeyed.
+    config: the engine's options, which determine how schemas are compiled. Raises `ApiError` that
+    names the function whose schema is not supported.
     """
     is_strict = any(function.is_strict for function in use.functions)
     if not use.must_call and not is_strict:
@@ -39,11 +39,11 @@ def guide_of_tools(
     rules, begin = [f"calls: {before} call {more} {after}"], form.call_begin
     if use.must_call:
         rules.insert(0, "start: calls")
-    elif form.trigger is None:  # an answer is text or calls, and its first letter tells
+    elif form.trigger is None:  # an output is text or calls: its first character decides
         rules[:0] = ["start: calls | TEXT", r"TEXT: /[^{\s](.|\n)*/"]
-    elif special_id(trigger) is not None:  # free text cannot hold it
+    elif special_id(trigger) is not None:  # free text cannot contain a special token
         rules[:0] = ["start: TEXT | TEXT calls TEXT", r"TEXT: /(.|\n)*/"]
-    else:  # free text, in which what begins as a call goes on as one
+    else:  # free text, in which the trigger must be followed by a valid call
         several = _MOST_CALLS if use.allows_several and not form.before else 1
         if form.before:
             opening = writer.literal(form.before.removeprefix(trigger))
@@ -64,7 +64,7 @@ def guide_of_tools(
 
 
 def schemas_of_tools(use: ToolUse) -> list[tuple[str, StructuredOutputsParams]]:
-    """Return the schemas that `guide_of_tools` enforces, by the fields that hold them."""
+    """Return the schemas that `guide_of_tools` enforces, each with its request field."""
     return [(one.field, _arguments(one)) for one in use.functions if use.must_call or one.is_strict]
 
 
@@ -75,11 +75,11 @@ def behind_reasoning(
     config: StructuredOutputsConfig | None = None,
     field: str = "structured_outputs",
 ) -> StructuredOutputsParams:
-    """Return a format for a model that thinks first: its thoughts are free.
+    """Return a constraint that applies after the reasoning of the model, which is free text.
 
-    thought: where the prompt leaves it. An open one is closed first; a closed one is not opened
-    again, so the format begins at once; and if there is none, the answer may open one. field: of
-    the request, which an `ApiError` names for a format that cannot come behind a thought.
+    thought: state of the reasoning at the end of the prompt. Open reasoning is closed first; after
+    closed reasoning the constraint applies at once; otherwise the output may open some.
+    field: request field that an `ApiError` names for a constraint that cannot follow reasoning.
     """
     if thought is Thought.CLOSED:
         return guide
@@ -99,8 +99,8 @@ def behind_reasoning(
 def _rules_of(
     guide: StructuredOutputsParams, config: StructuredOutputsConfig, field: str
 ) -> list[str]:
-    """The rule `content`, and those that it needs."""
-    if guide.grammar is not None and guide.grammar.startswith("%llguidance"):  # of tools
+    """Return the rule `content` for a constraint, and the rules that it needs."""
+    if guide.grammar is not None and guide.grammar.startswith("%llguidance"):  # made for tools
         lines = guide.grammar.split("\n")[1:]
         return [re.sub("^start:", "content:", line) for line in lines]
     source = guide.source(config)
@@ -113,15 +113,15 @@ def _rules_of(
         return [f"content: {json_rule(spelled(source.text), COMPACT)}"]
     raise ApiError(
         400,
-        f"{field}: with a --reasoning-parser, formats are JSON in one line, regular expressions "
-        f"and choices",
+        f"{field}: with --reasoning-parser, only JSON without free whitespace, regular expressions "
+        f"and choices are supported",
         field,
         "unsupported",
     )
 
 
 def _arguments(function: Function) -> StructuredOutputsParams:
-    """Return what the arguments of a function must look like: an object in any case."""
+    """Return the constraint on the arguments of a function, which are always an object."""
     schema = function.parameters
     if "type" not in schema and "properties" in schema:
         schema = {"type": "object"} | schema
@@ -129,15 +129,15 @@ def _arguments(function: Function) -> StructuredOutputsParams:
 
 
 class _Writer:
-    """Writes rules of Lark's."""
+    """Writer of rules in Lark's syntax."""
 
     def __init__(self, special_id: SpecialId, config: StructuredOutputsConfig) -> None:
         self._special_id, self._config = special_id, config
 
     def calls(self, use: ToolUse, begin: Callable[[str], str], end: str) -> list[str]:
-        """The rule `call`: one of the functions, with arguments by its schema.
+        """Return the rule `call`: one of the functions, with arguments that follow its schema.
 
-        Nothing holds a function to its schema that is not strict and need not be called.
+        The schema of a function that is neither strict nor required is not enforced.
         """
         functions = use.functions
         rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(functions)))]
@@ -157,7 +157,7 @@ class _Writer:
             raise refusal(error, function.field) from error
 
     def literal(self, text: str) -> str:
-        """A text, whose special tokens are themselves and not their letters."""
+        """Return the terminals for a text, with its special tokens as tokens, not as characters."""
         parts: list[str] = []
         for tag in re.findall(r"<\|[^|]*\|>|\[[A-Z_]+\]", text):
             token_id = self._special_id(tag)

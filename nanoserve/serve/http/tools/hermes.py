@@ -1,4 +1,4 @@
-"""The calls of Qwen and Hermes: JSON between `<tool_call>` and `</tool_call>`."""
+"""Parser of the calls of Qwen and Hermes: JSON between `<tool_call>` and `</tool_call>`."""
 
 from nanoserve.serve.http.tools.parse_result import Text, ToolCall, call_of, without_beginning_of
 from nanoserve.serve.http.tools.partial_json import read_object
@@ -7,11 +7,11 @@ _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 def parse(text: str, is_final: bool) -> tuple[str, list[ToolCall]]:
-    """(content, calls). What stands in the tags and is no call is content, as it is.
+    """Return (content, calls). Text between the tags that is not a call is content, unchanged.
 
-    The end of a call is found by its JSON, so an argument may hold a tag. A call that breaks off,
-    or turns out to be no JSON when its name was told, stays an incomplete one, and content goes on
-    where it ceased to be JSON.
+    The end of a call is found by parsing its JSON, so an argument may contain a tag. A call that
+    breaks off, or proves to be invalid JSON after its name was sent, stays incomplete, and content
+    continues where the text stops being JSON.
     """
     content, calls, at = Text(), [], 0
     while True:
@@ -24,7 +24,7 @@ def parse(text: str, is_final: bool) -> tuple[str, list[ToolCall]]:
         found = read_object(text, begin + len(_OPEN))
         call = call_of(text, found)
         ended_at = found.stop if found.end is None else found.end
-        if call is None and ended_at is not None:  # what stands there may yet hold a call
+        if call is None and ended_at is not None:  # the text after the tag may contain a call
             content.add(_OPEN)
             at = begin + len(_OPEN)
             continue
@@ -44,9 +44,9 @@ def parse(text: str, is_final: bool) -> tuple[str, list[ToolCall]]:
 
 
 def _behind_close(text: str, at: int) -> int | None:
-    """Behind the closing tag; `at` itself if there is none, None if it may come.
+    """Return the position after the closing tag; `at` if there is none, None if it may follow.
 
-    Models close a brace too many before it.
+    Models sometimes write a surplus closing brace before the tag, which is skipped.
     """
     behind = at
     while behind < len(text) and text[behind] in "}] \t\n\r":

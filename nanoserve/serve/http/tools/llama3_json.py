@@ -1,4 +1,4 @@
-"""The calls of Llama 3: the whole answer is JSON, one object for each."""
+"""Parser of the calls of Llama 3: the complete output is JSON, with one object per call."""
 
 from nanoserve.serve.http.tools.parse_result import Text, ToolCall, call_of
 from nanoserve.serve.http.tools.partial_json import read_object, skip_space
@@ -7,8 +7,11 @@ TAG = "<|python_tag|>"
 
 
 def parse(text: str, is_final: bool) -> tuple[str, list[ToolCall]]:
-    """(content, calls). An answer that does not begin with an object, or whose object has no
-    arguments, is content: JSON may have been asked for. Behind the calls all else is."""
+    """Return (content, calls).
+
+    An output that does not begin with an object, or whose object has no arguments, is content: the
+    user may have requested JSON. After the calls, any other text is content.
+    """
     content, calls, at = Text(), [], 0
     while True:
         begin = _skip(text, at, bool(calls))
@@ -36,7 +39,7 @@ def parse(text: str, is_final: bool) -> tuple[str, list[ToolCall]]:
 
 
 def _skip(text: str, at: int, is_behind_a_call: bool) -> int:
-    """What may stand before an object."""
+    """Return the position after optional whitespace, separators and the tag before an object."""
     at = skip_space(text, at)
     while is_behind_a_call and text[at : at + 1] in (";", ","):
         at = skip_space(text, at + 1)

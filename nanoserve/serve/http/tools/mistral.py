@@ -1,4 +1,4 @@
-"""The calls of Mistral: behind `[TOOL_CALLS]`, as a list, or by name."""
+"""Parser of the calls of Mistral: after `[TOOL_CALLS]`, as a list of objects or by name."""
 
 import re
 
@@ -16,8 +16,11 @@ _CALL_ID = re.compile(r"\[CALL_ID\][\w-]*")
 
 
 def parse(text: str, is_final: bool) -> tuple[str, list[ToolCall]]:
-    """(content, calls). Older models write a list of objects; newer ones a tag, a name and the
-    arguments for each call. Where it is neither, content goes on."""
+    """Return (content, calls).
+
+    Older models write a list of objects, newer ones a tag, a name and the arguments for each call.
+    Text after a tag that is neither is content.
+    """
     content, calls, at = Text(), [], 0
     while True:
         begin = text.find(TAG, at)
@@ -32,7 +35,7 @@ def parse(text: str, is_final: bool) -> tuple[str, list[ToolCall]]:
         if some:
             content.end_piece()
             calls += some
-        if end is None:  # more may come of it
+        if end is None:  # the calls may continue
             if not some and is_final:
                 content.add(text[begin:])
             break
@@ -43,7 +46,7 @@ def parse(text: str, is_final: bool) -> tuple[str, list[ToolCall]]:
     return content.joined(is_final), calls
 
 
-# Both return the calls that begin at `at`, and where they end: None if more may come of them.
+# Both return the calls that begin at `at`, and the position after them: None if they may continue.
 
 
 def _read_objects(text: str, at: int, is_final: bool) -> tuple[list[ToolCall], int | None]:

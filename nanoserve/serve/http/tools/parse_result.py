@@ -1,4 +1,4 @@
-"""What an answer says, as far as it has come."""
+"""Parts of a parsed output: reasoning, content and tool calls, complete or not."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from nanoserve.serve.http.tools.partial_json import ObjectSoFar, text_of
 
 
 class ToolCall(NamedTuple):
-    """arguments: JSON as the model has written it, so far."""
+    """Tool call. `arguments` is the JSON that the model has written so far."""
 
     name: str
     arguments: str
@@ -14,7 +14,7 @@ class ToolCall(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """All three only grow while an answer does: what was sent need never be taken back."""
+    """Parsed output. Each part only grows with the output, so nothing that was sent is revoked."""
 
     reasoning: str
     content: str
@@ -22,20 +22,23 @@ class Parsed(NamedTuple):
 
 
 class Text:
-    """What is no call, piece by piece; spaces around calls are none of it."""
+    """Content of an output: the text around its calls, without the whitespace next to them."""
 
     def __init__(self) -> None:
-        self._pieces = [""]  # before, between and behind the calls
+        self._pieces = [""]  # before, between and after the calls
 
     def add(self, text: str) -> None:
         self._pieces[-1] += text
 
     def end_piece(self) -> None:
-        """A call stands here."""
+        """Begin a new piece after a call."""
         self._pieces.append("")
 
     def joined(self, is_whole: bool) -> str:
-        """A space at the end may turn out to be one before a call."""
+        """Return the content so far.
+
+        Unless the output is complete, whitespace at its end is held back: a call may follow it.
+        """
         first, *others = self._pieces
         if not others:
             return first if is_whole else first.rstrip()
@@ -43,9 +46,10 @@ class Text:
 
 
 def call_of(text: str, found: ObjectSoFar, needs_arguments: bool = False) -> ToolCall | None:
-    """The call that an object is, once its name is known and its arguments have begun.
+    """Return the call that an object represents, once its name is complete and its arguments have
+    begun; None before that or if it is not a call.
 
-    needs_arguments: without them it is no call, but JSON that has a name.
+    needs_arguments: an object without arguments is not a call, but other JSON with a name.
     """
     member, is_whole = found.members.get("name"), found.end is not None
     if member is None or not member.is_complete or text[member.start] != '"':
@@ -62,8 +66,11 @@ def call_of(text: str, found: ObjectSoFar, needs_arguments: bool = False) -> Too
 
 
 def arguments_of(written: str, is_complete: bool) -> str | None:
-    """An object as it is written. Models also write null for none, and JSON within a text: what
-    these are is known at their end. None if it is not known yet."""
+    """Return the arguments as JSON of an object; None if that is not known yet.
+
+    Models also write null for no arguments, and a string that contains JSON; both can be converted
+    only when they are complete.
+    """
     if written[:1] in ("{", "["):
         return written
     if not is_complete:
@@ -75,7 +82,7 @@ def arguments_of(written: str, is_complete: bool) -> str | None:
 
 
 def without_beginning_of(text: str, tags: tuple[str, ...]) -> str:
-    """Without what may be the beginning of a tag, at the end."""
+    """Return `text` without a suffix that may be the beginning of one of the tags."""
     for length in range(min(len(text), max(map(len, tags)) - 1), 0, -1):
         if any(tag.startswith(text[-length:]) for tag in tags):
             return text[:-length]

@@ -1,4 +1,4 @@
-"""An answer as far as it has come, and what is new in it."""
+"""Parsing of an incomplete output, and the difference between two states of it."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,7 +11,7 @@ NOTHING = Parsed("", "", [])
 
 
 class CallDelta(NamedTuple):
-    """name: only at the first one of a call."""
+    """New part of a tool call. `name` is None except in the first part of a call."""
 
     index: int
     name: str | None
@@ -31,9 +31,9 @@ class Delta:
 def parse_answer(
     text: str, is_final: bool, tools: ToolFormat | None, is_inside: bool | None
 ) -> Parsed:
-    """Of the text so far. Calls are looked for behind the reasoning alone.
+    """Parse the text so far. Calls are searched for only after the reasoning.
 
-    is_inside: whether it begins within a thought; None: nobody asks for those.
+    is_inside: True if the text begins inside of the reasoning; None if reasoning is not parsed.
     """
     reasoning = ""
     if is_inside is not None:
@@ -45,7 +45,7 @@ def parse_answer(
 
 
 def difference(before: Parsed, now: Parsed) -> Delta:
-    """What whoever knows `before` must be told."""
+    """Return the parts of `now` that are new since `before`."""
     delta = Delta(now.reasoning[len(before.reasoning) :], now.content[len(before.content) :])
     for index, call in enumerate(now.calls):
         is_new = index >= len(before.calls)

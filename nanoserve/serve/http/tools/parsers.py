@@ -1,4 +1,4 @@
-"""How models write calls, by vLLM's names for it."""
+"""Formats of tool calls, under vLLM's names of tool call parsers."""
 
 import json
 from collections.abc import Callable
@@ -10,11 +10,12 @@ from nanoserve.serve.http.tools.parse_result import ToolCall
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """One way of writing calls: before + call + separator + call ... + after, where a call is
+    """Format of tool calls: before + call + separator + call ... + after, where a call is
     begin % name + its arguments as JSON + end.
 
-    trigger: what begins tool use amid free text; None if calls are a whole answer. special_tokens:
-    those of the above that are special ones, which the text of an answer must keep.
+    trigger: text that begins a call within free text; None if an output is either text or calls.
+    special_tokens: special tokens of the format, which the output text must keep.
+    is_in_json: True if the name is written as a JSON string.
     """
 
     name: str
@@ -26,10 +27,10 @@ class ToolFormat:
     before: str = ""
     after: str = ""
     special_tokens: tuple[str, ...] = ()
-    is_in_json: bool = True  # whether the name is written as JSON has it
+    is_in_json: bool = True
 
     def call_begin(self, name: str) -> str:
-        """All of a call up to its arguments."""
+        """Return the text of a call up to its arguments."""
         return self.begin % (json.dumps(name, ensure_ascii=False) if self.is_in_json else name)
 
 
@@ -64,7 +65,7 @@ _FORMATS = [
     ),
 ]
 FORMATS = {one.name: one for one in _FORMATS}
-# Newer models of Mistral name the function before its arguments. They are read by the same parser.
+# Newer Mistral models name the function before its arguments. The same parser reads both.
 _MISTRAL_BY_NAME = replace(
     FORMATS["mistral"],
     before="",
@@ -74,12 +75,12 @@ _MISTRAL_BY_NAME = replace(
     after="",
     is_in_json=False,
 )
-# What templates show whose models write calls in ways that nobody here reads.
+# Signs in a template that its model uses a format for which there is no parser.
 _UNKNOWN = ("<function=", "<arg_key>")
 
 
 def detect(chat_template: str | None) -> ToolFormat | None:
-    """How the model of a template writes calls, by what it is shown of them."""
+    """Return the format of calls that a chat template shows to its model; None if unknown."""
     template = chat_template or ""
     if any(sign in template for sign in _UNKNOWN):
         return None

@@ -1,7 +1,7 @@
-"""JSON that is still being written: which members of an object are there, and where they end.
+"""Parser of incomplete JSON: finds the members of an object and where they end.
 
-Read once from left to right, without recursion, and only as far as it is JSON: a model that forgets
-a brace must not have all that it says behind it taken for part of a call.
+It reads once from left to right, without recursion, and stops where the text is no longer JSON:
+after a missing brace, the following text must not be taken for a part of the call.
 """
 
 import json
@@ -17,7 +17,7 @@ _WHOLE_WORD = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?|true|false|null")
 
 
 class Member(NamedTuple):
-    """A member's value is `text[start:end]`, so far."""
+    """Position of the value of a member: `text[start:end]`, so far."""
 
     start: int
     end: int
@@ -25,9 +25,10 @@ class Member(NamedTuple):
 
 
 class ObjectSoFar(NamedTuple):
-    """members: by key, of several equal ones the first. end: behind the closing brace, or None.
+    """Object that may be incomplete.
 
-    stop: where it ceases to be an object, whatever may come; None if it does not.
+    members: by key; the first one of equal keys. end: position after the closing brace, or None.
+    stop: position from which it cannot be an object, whatever follows; None if it still can.
     """
 
     members: dict[str, Member]
@@ -36,7 +37,11 @@ class ObjectSoFar(NamedTuple):
 
 
 class Value(NamedTuple):
-    """end: behind it, None if more of it may come. stop: where it ceases to be a value, or None."""
+    """Extent of a value that may be incomplete.
+
+    end: position after it; None if it may continue. stop: position from which it cannot be a value,
+    or None.
+    """
 
     end: int | None
     stop: int | None = None
@@ -49,7 +54,7 @@ def skip_space(text: str, at: int) -> int:
 
 
 def read_object(text: str, at: int) -> ObjectSoFar:
-    """The object that begins at `at`, behind spaces perhaps."""
+    """Parse the object that begins at `at`, after optional whitespace."""
     members: dict[str, Member] = {}
     at = skip_space(text, at)
     if text[at : at + 1] != "{":
@@ -85,10 +90,10 @@ def read_object(text: str, at: int) -> ObjectSoFar:
 
 
 def read_value(text: str, at: int) -> Value:
-    """The value that begins at `at`."""
-    closing: list[str] = []  # what ends the lists and objects that are open
-    wanted = "value"  # what comes next: a value, a key, or what stands between two of them
-    may_close = False  # instead of it
+    """Parse the value that begins at `at`."""
+    closing: list[str] = []  # closing brackets of the open lists and objects
+    wanted = "value"  # the next item: "value", "key", "colon" or "separator"
+    may_close = False  # True if a closing bracket may come instead
     while True:
         at = skip_space(text, at)
         if at >= len(text):
@@ -124,7 +129,7 @@ def read_value(text: str, at: int) -> Value:
             if known < word.end():
                 return Value(None, known)
             if word.end() == len(text):
-                return Value(None)  # it may go on
+                return Value(None)  # it may continue
             if _WHOLE_WORD.fullmatch(word[0]) is None:
                 return Value(None, known)
             at = word.end()
@@ -136,7 +141,7 @@ def read_value(text: str, at: int) -> Value:
 
 
 def text_of(literal: str) -> str | None:
-    """What a string of JSON says; None if it is none, or says what is no text."""
+    """Return the value of a JSON string; None if it is not a string or not valid Unicode."""
     try:
         value = json.loads(literal, strict=False)
         value.encode()
@@ -146,7 +151,7 @@ def text_of(literal: str) -> str | None:
 
 
 def _longest_beginning(word: str) -> int:
-    """How much of it may be a number or a literal, as far as it has come."""
+    """Return the length of the longest prefix of `word` that can begin a number or a literal."""
     of_number, of_literal = _NUMBER_SO_FAR.match(word).end(), 0
     while of_literal < len(word):
         if not any(literal.startswith(word[: of_literal + 1]) for literal in _LITERALS):

@@ -1,4 +1,4 @@
-"""What a model thinks before it answers, between `<think>` and `</think>`."""
+"""Reasoning of a model before its answer, between `<think>` and `</think>`."""
 
 from enum import Enum
 
@@ -8,39 +8,39 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class Thought(Enum):
-    """The state in which a prompt leaves the thought of an answer."""
+    """State of the reasoning at the end of a prompt."""
 
-    OPEN = "open"  # the answer goes on with it
-    CLOSED = "closed"  # the answer begins, without another one
-    NONE = "none"  # the answer may open one
+    OPEN = "open"  # the output continues it
+    CLOSED = "closed"  # the output has no further reasoning
+    NONE = "none"  # the output may begin with reasoning
 
 
-# By the name of a parser: what its models do where the prompt does not end in a tag.
+# State for a prompt that does not end with a tag, by the name of the parser.
 STARTS = {"qwen3": Thought.NONE, "deepseek_r1": Thought.OPEN}
 
 
 def thought_at_end(prompt: str | None, parser: str, continued: str = "") -> Thought:
-    """Return where a prompt leaves a thought; its end may tell.
+    """Return the state of the reasoning at the end of a prompt.
 
-    continued: the message at the end of the prompt that the answer goes on with, if it does. Its
-    last tag tells.
+    A tag at the end of the prompt determines it, or else the last tag in `continued`: the message
+    at the end of the prompt that the output continues, "" if it continues none.
     """
     end = (prompt or "").rstrip()
     if end.endswith((OPEN, CLOSE)):
         return Thought.OPEN if end.endswith(OPEN) else Thought.CLOSED
     opened, closed = continued.rfind(OPEN), continued.rfind(CLOSE)
-    if opened != closed:  # one of them is there
+    if opened != closed:  # at least one tag was found
         return Thought.OPEN if opened > closed else Thought.CLOSED
     return STARTS[parser]
 
 
 def split(text: str, is_final: bool, is_inside: bool) -> tuple[str, str]:
-    """(reasoning, answer). A thought that never ends is all that there is."""
+    """Return (reasoning, answer). The answer is "" while the reasoning has not ended."""
     begun = text.lstrip()
     if begun.startswith(OPEN):
         thought = begun[len(OPEN) :]
     elif not is_final and OPEN.startswith(begun):
-        return "", ""  # it may be about to open
+        return "", ""  # may become an opening tag
     elif is_inside:
         thought = text
     else:

@@ -1,4 +1,4 @@
-"""The tools that a request brings, and whether one of them must be called."""
+"""Tools of a request, and whether one of them must be called."""
 
 import re
 from dataclasses import dataclass
@@ -11,16 +11,16 @@ from nanoserve.text.tool_arguments import arguments_of
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MOST_TOOLS = 128
-_MOST_ARGUMENTS = 2**18  # of all calls in a conversation, in units of `BodyCost`
+_MOST_ARGUMENTS = 2**18  # cost of all calls in a conversation, in units of `BodyCost`
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _CHOICES = ("none", "auto", "required")
 
 
 @dataclass(frozen=True)
 class Function:
-    """A function that a model may call.
+    """Function that a model may call.
 
-    parameters: a JSON schema of its arguments. number: its place in `tools`.
+    parameters: a JSON schema of its arguments. number: its index in `tools`.
     """
 
     name: str
@@ -30,16 +30,16 @@ class Function:
 
     @property
     def field(self) -> str:
-        """Return the field in which a client has written `parameters`."""
+        """Path of `parameters` in the request, for error messages."""
         return f"tools[{self.number}].function.parameters"
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """What an answer may call, and how.
+    """Functions that a response may call, and the format of calls.
 
-    functions: those that may be called. must_call: whether one has to be. is_named: whether the
-    client has said which. allows_several: calls in one answer.
+    must_call: True if a call is required. is_named: True if the client has named the function.
+    allows_several: True if a response may contain several calls.
     """
 
     format: ToolFormat
@@ -56,35 +56,37 @@ def tool_use_of(
     format: ToolFormat,
     is_shown: bool,
 ) -> ToolUse | None:
-    """None if nothing is to be called. Raises `ApiError` for what is no tool or no choice of one.
+    """Return the tool use of a request; None if nothing may be called.
 
-    is_shown: whether the model gets to see them. It can be forced to call what it does not know.
+    is_shown: True if the chat template shows tools to the model. Without that, a model can only be
+    forced to call one. Raises `ApiError` for invalid tools or an invalid choice.
     """
     functions = [_function_of(tool, number) for number, tool in enumerate(tools or [])]
     names = [function.name for function in functions]
     if len(names) > _MOST_TOOLS:
-        raise ApiError(400, f"tools has {len(names)} of them; at most {_MOST_TOOLS}", "tools")
+        message = f"tools has {len(names)} entries; at most {_MOST_TOOLS} are allowed"
+        raise ApiError(400, message, "tools")
     for name in names:
         if names.count(name) > 1:
             raise ApiError(400, f"tools has two functions named {name!r}", "tools")
     wanted = _name_in(choice)
     if wanted is None and choice is not None and choice not in _CHOICES:
-        told = f"tool_choice={choice!r:.100} must be one of {_CHOICES}, or name a function"
-        raise ApiError(400, told, "tool_choice")
+        message = f"tool_choice={choice!r:.100} must be one of {_CHOICES}, or name a function"
+        raise ApiError(400, message, "tool_choice")
     if wanted is not None and wanted not in names:
-        told = f"tool_choice names {wanted!r:.64}, and tools has {names}"
-        raise ApiError(400, told, "tool_choice")
+        message = f"tool_choice names {wanted!r:.64}, which is not one of the tools: {names}"
+        raise ApiError(400, message, "tool_choice")
     if not functions or choice == "none":
         if choice == "required":
             raise ApiError(400, "tool_choice='required' needs tools to choose from", "tool_choice")
         return None
     must_call = wanted is not None or choice == "required"
     if not must_call and not is_shown:
-        told = (
-            "tools: the chat template of this model shows it none, or nobody knows how it writes "
-            "calls (--tool-call-parser of the server). tool_choice='required' forces one"
+        message = (
+            "tools: the chat template of this model does not support tools, or its format of calls "
+            "is unknown (--tool-call-parser of the server). tool_choice='required' forces a call"
         )
-        raise ApiError(400, told, "tools", "unsupported")
+        raise ApiError(400, message, "tools", "unsupported")
     if wanted is not None:
         functions = [function for function in functions if function.name == wanted]
     several = allows_several is not False and wanted is None
@@ -102,26 +104,26 @@ def check_arguments(messages: list[dict[str, Any]]) -> None:
             if isinstance(arguments, str):
                 total += BodyCost.of(arguments)
     if total > _MOST_ARGUMENTS:
-        told = "messages: the arguments of tool calls have too many items: a number counts 1, a "
-        told += f"string 2, a name 4, a list or an object 16; at most {_MOST_ARGUMENTS}"
-        raise ApiError(400, told, "messages")
+        problem = "messages: the arguments of tool calls have too many items: a number counts 1, a "
+        problem += "string 2, a name 4, a list or an object 16; the sum may be at most "
+        raise ApiError(400, f"{problem}{_MOST_ARGUMENTS}", "messages")
 
 
 def with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
-    """A message whose calls have their arguments as objects: templates write them out themselves.
+    """Return a message with the arguments of its calls as objects, which templates expect.
 
-    OpenAI's clients send them as the text that they have got.
+    OpenAI's clients send them as strings of JSON. Raises `ApiError` for invalid calls.
     """
     calls = message.get("tool_calls")
     if calls is None:
         return message
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        raise ApiError(400, "messages: tool_calls must be a list of calls", "messages")
+        raise ApiError(400, "messages: tool_calls must be a list of objects", "messages")
     parsed = []
     for call in calls:
         function = call.get("function")
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ApiError(400, "messages: a tool call has no function with a name", "messages")
+            raise ApiError(400, "messages: a tool call needs a function with a name", "messages")
         try:
             arguments = arguments_of(function)
         except ValueError as error:
@@ -131,7 +133,7 @@ def with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_both_names_of_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its reasoning under both names: a template looks at one of them."""
+    """Return a message with its reasoning under both names, of which a template uses one."""
     newer, older = message.get("reasoning"), message.get("reasoning_content")
     if (newer is None) == (older is None):
         return message
@@ -141,12 +143,12 @@ def with_both_names_of_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 def _function_of(tool: dict[str, Any], number: int) -> Function:
     function = tool.get("function")
     if tool.get("type", "function") != "function" or not isinstance(function, dict):
-        told = f"tools[{number}] must be {{'type': 'function', 'function': {{...}}}}"
-        raise ApiError(400, told, "tools", "unsupported")
+        message = f"tools[{number}] must be {{'type': 'function', 'function': {{...}}}}"
+        raise ApiError(400, message, "tools", "unsupported")
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        told = f"tools[{number}]: name={name!r:.80} must be 1 to 64 of a-z, A-Z, 0-9, _ and -"
-        raise ApiError(400, told, "tools")
+        message = f"tools[{number}]: name={name!r:.80} must be 1 to 64 of a-z, A-Z, 0-9, _ and -"
+        raise ApiError(400, message, "tools")
     if parameters is not None and not isinstance(parameters, dict):
         field = f"tools[{number}].function.parameters"
         raise ApiError(400, f"{field} must be a JSON schema", field)
@@ -155,12 +157,12 @@ def _function_of(tool: dict[str, Any], number: int) -> Function:
 
 
 def _name_in(choice: str | dict[str, Any] | None) -> str | None:
-    """Of {"type": "function", "function": {"name": ...}}."""
+    """Return the name in {"type": "function", "function": {"name": ...}}; None for a string."""
     if not isinstance(choice, dict):
         return None
     function = choice.get("function")
     name = function.get("name") if isinstance(function, dict) else None
     if choice.get("type") != "function" or not isinstance(name, str):
-        told = "tool_choice must be {'type': 'function', 'function': {'name': text}}"
-        raise ApiError(400, told, "tool_choice")
+        message = "tool_choice must be {'type': 'function', 'function': {'name': '...'}}"
+        raise ApiError(400, message, "tool_choice")
     return name

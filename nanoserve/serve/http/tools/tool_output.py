@@ -1,4 +1,4 @@
-"""An answer with calls, or with reasoning before it."""
+"""Responses with tool calls or reasoning."""
 
 import json
 import random
@@ -15,7 +15,10 @@ from nanoserve.serve.http.tools.tool_choice import ToolUse
 
 
 class ToolAnswer(ChatAnswer):
-    """A message, or `n` of them. The text so far is parsed anew each time, and what is new told."""
+    """Response with tool calls or reasoning.
+
+    For each output, the complete text so far is parsed again, and the difference is sent.
+    """
 
     def __init__(self, use: ToolUse | None, reasoning_parser: str | None, *args: Any) -> None:
         super().__init__(*args)
@@ -25,7 +28,7 @@ class ToolAnswer(ChatAnswer):
             prompt, continued = self.requests[0].prompt, self._body.continued
             thought = thought_at_end(prompt, reasoning_parser, continued)
             self._is_inside = thought is Thought.OPEN
-        self._texts: dict[int, str] = {}  # by choice, as those below
+        self._texts: dict[int, str] = {}  # by choice, like the two below
         self._parsed: dict[int, Parsed] = {}
         self._ids: dict[int, list[str]] = {}
 
@@ -42,19 +45,19 @@ class ToolAnswer(ChatAnswer):
     def _news(self, index: int, completion: CompletionOutput) -> str:
         before, now = self._parsed.get(index, NOTHING), self._parse(index, completion)
         self._parsed[index] = now
-        new, told = difference(before, now), {}
+        new, delta = difference(before, now), {}
         if new.reasoning:
-            told |= {"reasoning": new.reasoning, "reasoning_content": new.reasoning}
+            delta |= {"reasoning": new.reasoning, "reasoning_content": new.reasoning}
         if new.content:
-            told["content"] = new.content
+            delta["content"] = new.content
         if new.calls:
-            told["tool_calls"] = [
+            delta["tool_calls"] = [
                 {"index": number, "function": {"arguments": arguments}}
                 if name is None
                 else self._call(index, number, name, arguments) | {"index": number}
                 for number, name, arguments in new.calls
             ]
-        return json.dumps(told) if told else ""
+        return json.dumps(delta) if delta else ""
 
     def _message(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
         parsed = self._parsed[index] = self._parse(index, completion)
@@ -71,7 +74,7 @@ class ToolAnswer(ChatAnswer):
         return message | {"refusal": None}
 
     def _reason(self, index: int, completion: CompletionOutput) -> str | None:
-        """Calls are a reason to stop, unless the client has said which one to make."""
+        """Return the finish reason: "tool_calls" after calls that the model itself has chosen."""
         has_called = self._use is not None and not self._use.is_named and self._parsed[index].calls
         if completion.finish_reason == "stop" and has_called:
             return "tool_calls"
@@ -83,6 +86,6 @@ class ToolAnswer(ChatAnswer):
 
     def _new_id(self) -> str:
         if self._use is not None and self._use.format.name == "mistral":
-            # Templates of these models accept nothing else when the call comes back.
+            # Templates of these models accept no other ids when the client sends the call back.
             return "".join(random.choices(string.ascii_letters + string.digits, k=9))
         return f"call_{uuid4().hex[:24]}"
