@@ -47,7 +47,7 @@ _VLLM_SETTINGS = {
 
 
 def load(name: str) -> ModuleType:
-    """A module of nanoserve.cli.bench alone: nanoserve sets up threads, which is nothing for peers."""
+    """Load one module of nanoserve/cli/bench without nanoserve, which would set up threads."""
     spec = importlib.util.spec_from_file_location(
         f"_{name}", ROOT / f"nanoserve/cli/bench/{name}.py"
     )

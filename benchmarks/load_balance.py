@@ -7,7 +7,8 @@ ways to cut this work into programs:
 
     per row       a program for each row and KV head, or several where rows are few, in equal splits
                   that are a power of two; rows follow each other on the places of the GPU
-    equal shares  what nanoserve/kernels/triton/decode_attention_kernels.py does: the tiles of all rows lie
+    equal shares  what nanoserve/kernels/triton/decode_attention_kernels.py does: the tiles of all
+    rows lie
                   in one line, which is cut into as many shares as make two programs for each
                   multiprocessor; a share has a program for every KV head, side by side
 

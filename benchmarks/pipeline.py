@@ -42,8 +42,8 @@ _BRAIN = 2e-4  # seconds for a step's plan and its results
 class SimulatedStages:
     """Stages in a time of their own: what counts is when each has a step to compute.
 
-    The last one is the brain's, as in `nanoserve.features.parallel.pipeline`: it computes a step when that is
-    collected, and nothing while the brain plans.
+    The last one is the brain's, as in `nanoserve.features.parallel.pipeline`: it computes a step
+    when that is collected, and nothing while the brain plans.
     """
 
     def __init__(self, config: EngineConfig) -> None:

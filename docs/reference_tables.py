@@ -134,7 +134,7 @@ def _type_of_option(name: str) -> str:
 
 
 def _flag(name: str) -> str:
-    from nanoserve.cli.main import engine_flags
+    from nanoserve.cli import engine_flags
 
     if name == "model":
         return "`MODEL`, `--model`"
@@ -361,25 +361,22 @@ def server_flags(title: str) -> str:
     """The flags of `nanoserve serve` in one of its groups: "server" or "replicas"."""
     rows = []
     for action in server_actions(title):
-        flag = action.option_strings[0]
         value = action.metavar or ("" if action.nargs == 0 else action.dest.upper())
         flags = ", ".join(f"`{one}`" for one in action.option_strings)
         default = _default_of_flag(action)
-        rows.append((flags, f"`{value}`" if value else "", default, words.FLAGS[flag]))
+        rows.append((flags, f"`{value}`" if value else "", default, _safe(action.help)))
     return table(("flag", "value", "default", "what it does"), rows)
 
 
 def server_actions(title: str) -> list[Any]:
     """The flags of one group of `nanoserve serve` that its `--help` shows."""
-    from nanoserve.cli.main import serve
+    from nanoserve.cli import serve
 
     groups = {group.title: group._group_actions for group in serve._parser()._action_groups}
     shown = {
         name: [action for action in groups[name] if action.help != SUPPRESS]
         for name in ("server", "replicas")
     }
-    flags = [action.option_strings[0] for actions in shown.values() for action in actions]
-    same_names("flags of the server", words.FLAGS, flags)
     return shown[title]
 
 
@@ -524,8 +521,7 @@ def attention_backends() -> str:
 
 def named_models() -> str:
     """Models that need neither a path nor the hub."""
-    from nanoserve.checkpoint.packaged import PACKAGED
-    from nanoserve.checkpoint.tiny_qwen3 import BUNDLED
+    from nanoserve.checkpoint.packaged import BUNDLED, PACKAGED
 
     rows = [(f'`"{name}"`', "ships with nanoserve") for name in BUNDLED]
     rows += [

@@ -3,71 +3,12 @@
 Keys are names of the code; `reference_tables` raises where a key and the code do not agree.
 """
 
-# Options of `EngineConfig` whose comment there is missing, or no sentence.
+# Options of `EngineConfig` that are no flags; those have a comment there.
 OPTIONS = {
     "model": "A checkpoint folder, a GGUF file, a bundled or packaged model, or a name on the "
     "Hugging Face hub; see [models](models.md#names).",
-    "tokenizer": "Where the tokenizer is: a folder, a GGUF file or a name, as for `model`. "
-    "None: with the model.",
-    "skip_tokenizer_init": "True loads no tokenizer: prompts and outputs are token ids only.",
-    "chat_template": "A Jinja file, or its text, in the place of the checkpoint's template.",
-    "revision": "Branch, tag or commit of a model from the hub. None: the newest.",
-    "download_dir": "Where files from the hub are kept. None: the hub's own cache.",
-    "trust_remote_code": "True lets a tokenizer run code that comes with its checkpoint. Code of "
-    "a checkpoint never runs for a model.",
-    "dtype": 'Type of the computation and of plain weights. "auto": the checkpoint\'s own.',
-    "load_format": '"dummy" makes random weights from a `config.json`, for benchmarks; the others '
-    "read the checkpoint's files.",
-    "quantization_group_size": 'Weights that share a scale in `quantization="int4"`. None: 32.',
-    "seed": "Seeds the requests that bring no seed of their own.",
-    "generation_config": '"auto": sampling parameters that a request does not give are those of '
-    'the checkpoint\'s `generation_config.json`. "vllm": they are not.',
-    "override_generation_config": "Sampling parameters that go before those of "
-    "`generation_config.json`.",
-    "hf_overrides": "Entries that go before those of `config.json`, such as "
-    '`{"rope_scaling": {...}}`.',
-    "max_model_len": "Longest prompt and output together, in tokens. None: the model's limit, or "
-    "what the KV pool can hold if that is less.",
-    "max_num_seqs": "The most sequences that run at a time.",
-    "long_prefill_token_threshold": "The most tokens of one sequence in a step; 0 is no limit.",
-    "scheduling_policy": '"fcfs": first come, first served. "priority": the lowest value of a '
-    "request's `priority` first.",
-    "block_size": "Tokens per KV block.",
-    "num_kv_blocks": "Size of the KV pool, in blocks. None: `kv_cache_memory_bytes` decides.",
-    "kv_cache_memory_bytes": "Size of the KV pool, in bytes. None: up to 4 GiB on a CPU; on a GPU "
-    "what `gpu_memory_utilization` leaves.",
-    "kv_cache_dtype": '"auto": K and V in the dtype of the model. "int8", "fp8": in 8 bits with a '
-    'scale per token and head. "fp8" is "fp8_e4m3".',
-    "enable_prefix_caching": "Whether K and V of shared prefixes are reused.",
-    "prefix_cache_seed": "Seeds the hashes of blocks. None: a random seed, so that hashes differ "
-    "from engine to engine.",
-    "enable_prompt_tokens_details": "Whether a request is told how many of its prompt's tokens "
-    "were cached. That shows whether others have asked the same.",
-    "speculative_config": "Proposes draft tokens and verifies several in a step: a dictionary, see "
-    "[below](#speculative_config).",
-    "structured_outputs_config": "How grammars are computed: a dictionary, see "
-    "[below](#structured_outputs_config).",
     "logits_processors": "Callables that change the logits of all rows of a step at once, and "
     "vLLM's classes; see [recipes](../recipes/index.md).",
-    "max_logprobs": "The most log-probabilities that a request may ask for; -1 is the whole "
-    "vocabulary.",
-    "trace": "File that gets a record of every step, which `nanoserve trace` shows.",
-    "disable_log_stats": "False counts what `LLM.get_metrics` returns, under the names of "
-    "[metrics](metrics.md).",
-    "kv_events_config": "Publishes which KV blocks are cached and evicted: a dictionary, see "
-    "[below](#kv_events_config).",
-    "num_threads": "Threads that compute on a CPU. None: torch's number, or one for less than 64 "
-    "MiB of weights.",
-    "device": '"auto": an NVIDIA GPU if there is one, else the CPU.',
-    "attention_backend": '"auto": on a CPU "numba" if it is installed, else "torch"; on a GPU '
-    '"triton". See [models](models.md#attention-backends).',
-    "enforce_eager": "True records no CUDA graphs. Accepted on a CPU, where there are none.",
-    "gpu_memory_utilization": "Part of the GPU's memory that this engine may take.",
-    "tensor_parallel_size": "Ranks that share each layer: GPUs, or processes on a CPU.",
-    "distributed_timeout_seconds": "How long a rank waits for another one within a step, in "
-    "seconds.",
-    "worker_timeout_seconds": "A process of the engine that shows no sign of life for so many "
-    "seconds is killed; a busy one shows some.",
 }
 
 # What an endpoint answers.
@@ -199,7 +140,10 @@ BOUNDS = {
         "nanoserve.utils.list_checks.MOST_TOKEN_IDS": (
             "entries", "a list of token ids of `SamplingParams`, and `logit_bias`"),
         "nanoserve.utils.list_checks.MOST_STOPS": ("texts", "`stop`"),
-        "nanoserve.utils.list_checks.MOST_STOP_CHARACTERS": ("characters", "all of `stop` together"),
+        "nanoserve.utils.list_checks.MOST_STOP_CHARACTERS": (
+        "characters",
+        "all of `stop` together",
+    ),
         "nanoserve.utils.list_checks.MOST_LOGPROB_IDS": ("entries", "`logprob_token_ids`"),
         "nanoserve.utils.list_checks.MOST_BAD_WORDS": ("texts", "`bad_words`"),
         "nanoserve.utils.list_checks.MOST_BAD_WORD_CHARACTERS": (
@@ -230,7 +174,10 @@ BOUNDS = {
             "levels", "the same, with the backend xgrammar"),
         "nanoserve.features.structured.limits.MOST_NAMES_OF_ONE": (
             "names", "`properties`, `patternProperties` or `required` of one object of a schema"),
-        "nanoserve.features.structured.limits.MOST_NAMES": ("names", "the same, of all its objects"),
+        "nanoserve.features.structured.limits.MOST_NAMES": (
+        "names",
+        "the same, of all its objects",
+    ),
         "nanoserve.features.structured.limits.MOST_RULES": ("rules", "`grammar`"),
         "nanoserve.features.structured.limits.MOST_BRACKETS": (
             "brackets", "brackets of `grammar` that are open at the same time"),
@@ -423,48 +370,6 @@ UNSUPPORTED = {
     "data parallelism within one engine": "data_parallel_size",
     "models through transformers' own code": "model_impl",
     "weights sent by a trainer": "weight_transfer_config",
-}
-
-# Flags of `nanoserve serve` that concern the server, and replicas.
-FLAGS = {
-    "--host": "Address to listen at; 0.0.0.0 is every address of this machine.",
-    "--port": "Port to listen at; 0 is any free one.",
-    "--ssl-keyfile": "Private key, for https.",
-    "--ssl-certfile": "Certificate, for https. Both files are needed.",
-    "--grace-period": "Seconds that running requests have to end after SIGTERM, SIGHUP or Ctrl-C.",
-    "--served-model-name": "Names that clients may use as `model`; answers have the first one. "
-    "None: the model as it was given.",
-    "--api-key": "Keys that clients may send; several may be given. The environment variable "
-    "`NANOSERVE_API_KEY` is one, too. None: no key is needed.",
-    "--allowed-origins": "Sites whose pages may call the server (CORS), or `*`.",
-    "--default-chat-template-kwargs": "`chat_template_kwargs` of requests that do not give them.",
-    "--max-queue": "Sequences that may wait; beyond that, requests get a 429 with `Retry-After`. "
-    "None: any number.",
-    "--tool-call-parser": "How the model writes tool calls: `hermes`, `llama3_json` or `mistral`. "
-    "None: as the chat template shows.",
-    "--reasoning-parser": "Splits reasoning from the answer: `qwen3` or `deepseek_r1`. "
-    "None: nothing is split.",
-    "--max-n": "The most completions of a request.",
-    "--max-prompts": "The most prompts of a request to /v1/completions. Prompts times `n` are at "
-    "most the larger of this and `--max-n`.",
-    "--max-body-bytes": "The most bytes of a request's body; 413 beyond.",
-    "--max-connections": "The most connections at a time; 503 beyond.",
-    "--body-timeout": "Seconds for a body to arrive; 408 beyond.",
-    "--heartbeat-interval": "Seconds of silence in a stream before a comment is sent.",
-    "--metrics-prefix": "What the names at `/metrics` begin with.",
-    "--enable-auto-tool-choice": "Accepted for scripts that were made for vLLM: it is always on.",
-    "--access-log": "Logs a line for each request.",
-    "--engine-process": "Runs the engine in a process of its own; otherwise in a thread.",
-    "--stream-interval": "The fewest tokens of an event of a stream, but for the first and the "
-    "last one.",
-    "--data-parallel-size": "Engines behind this server (replicas), or the fewest of them; more "
-    "than one needs Ray.",
-    "--max-data-parallel-size": "The most replicas: more are started while all are busy. None: "
-    "always `--data-parallel-size`.",
-    "--target-ongoing-requests": "Requests at each replica above which another one is started.",
-    "--ray-address": "Address of a running Ray cluster. None: Ray is started here, and stopped.",
-    "--router": "How it is known which prefixes a replica has cached: `approximate`, from the "
-    "requests that were sent to it, or `exact`, from its own messages.",
 }
 
 # Histograms, whose help text is their name.

@@ -152,7 +152,8 @@ class EngineConfig:
     # Speculative decoding: an object such as {"method": "ngram"}; see
     # nanoserve/features/speculative/config.py. Default: none.
     speculative_config: Any = None
-    # Options of structured output: an object; see nanoserve/features/structured/config.py. Default: none.
+    # Options of structured output: an object; see nanoserve/features/structured/config.py. Default:
+    # none.
     structured_outputs_config: Any = None
     logits_processors: tuple[Any, ...] = ()  # see nanoserve.sampling.processors
     # Maximum number of log-probabilities that a request may ask for; -1 is the whole vocabulary.
@@ -161,8 +162,8 @@ class EngineConfig:
     trace: str | Path | None = None
     # Collect no statistics for `LLM.get_metrics`.
     disable_log_stats: bool = True
-    # Publish events of the prefix cache: an object; see nanoserve/features/kv_events/config.py. Default:
-    # none.
+    # Publish events of the prefix cache: an object; see nanoserve/features/kv_events/config.py.
+    # Default: none.
     kv_events_config: Any = None
 
     # Number of CPU threads. Default: as many as torch chooses, or 1 for a model with

@@ -1,4 +1,4 @@
-"""Train the head that drafts for the bundled model: see `nanoserve.features.speculative.hidden_head`.
+"""Train the head that drafts for the bundled model: see `speculative/hidden_head.py`.
 
     python -m training.train_head [--output FILE] [--steps N]
 

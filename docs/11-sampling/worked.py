@@ -100,8 +100,8 @@ def border_search(
 ) -> tuple[float, list[Pass]]:
     """The smallest logit that top-p keeps, found without a sort, and the passes that it took.
 
-    As `nanoserve.kernels.triton.filter_logits` searches: the largest key such that what reaches it weighs
-    at least `top_p`. Each pass tries three keys that cut the range into four.
+    As `nanoserve.kernels.triton.filter_logits` searches: the largest key such that what reaches it
+    weighs at least `top_p`. Each pass tries three keys that cut the range into four.
     """
     largest = max(logits)
     total = _mass(logits, -math.inf, temperature)

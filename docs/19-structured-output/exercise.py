@@ -1,7 +1,8 @@
 """Exercise: from an automaton over characters to masks over tokens.
 
 Given is a finite automaton that reads characters, and a vocabulary: token `i` is the text
-`vocabulary[i]`. Write what the engine asks of a grammar (`nanoserve/features/structured/grammar.py`).
+`vocabulary[i]`. Write what the engine asks of a grammar
+(`nanoserve/features/structured/grammar.py`).
 
 1. `behind` says for each state which tokens may come, and which state each of them leads to. Walk
    all characters of the token. It may come if none of them fails, and if from where they lead to an

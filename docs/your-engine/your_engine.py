@@ -356,9 +356,9 @@ def kept(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 def log_noise(seed: int, position: int, vocab_size: int) -> Tensor:
     """log E for every token, E from Exp(1): a pure function of its arguments, without any state.
 
-    `seed` is below 2^64. How you make it is up to you. With that of `nanoserve/sampling/gumbel_noise.py`
-    (and 0 as the completion) stage 10 finds equal tokens for sampled requests too; nothing asks for
-    that.
+    `seed` is below 2^64. How you make it is up to you. With that of
+    `nanoserve/sampling/gumbel_noise.py` (and 0 as the completion) stage 10 finds equal tokens for
+    sampled requests too; nothing asks for that.
     """
     raise NotImplementedError("stage 8")
 

@@ -1,7 +1,7 @@
 """Models that ship in Python packages, this one's own included, and have a short name.
 
-The other packages are plugins of other programs, so they are not imported, as that may require those
-programs. Only the package's folder is looked up; one file in it is the complete model.
+The other packages are plugins of other programs, so they are not imported, as that may require
+those programs. Only the package's folder is looked up; one file in it is the complete model.
 """
 
 from importlib.util import find_spec

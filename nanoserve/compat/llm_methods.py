@@ -82,7 +82,9 @@ class LLMMethods:
         use_tqdm: "UseTqdm" = False,
         concurrency_limit: int | None = None,
     ) -> "list[BeamSearchOutput]":
-        """Return the best `beam_width` continuations of every prompt; see `nanoserve.features.beam_search`.
+        """Return the best `beam_width` continuations of every prompt.
+
+        See `nanoserve.features.beam_search`.
 
         `concurrency_limit`: maximum number of prompts searched at once; None is all of them.
         """

@@ -33,10 +33,11 @@ _NONE: Mapping[int, Any] = MappingProxyType({})
 class Sampled(NamedTuple):
     """Sampled tokens of a step; tensors may not have been computed yet.
 
-    token_ids: int64 [num_rows], -1 if no token can be sampled: see `nanoserve.sampling.diagnostics`.
-    logprob_rows: the rows that `logprobs` has entries for, int64 [num_entries]. states: by row, the
-    slot states that must be updated with the row's token. errors: by row, why it has no token, such
-    as an error of the request's own processors. The token of such a row is invalid.
+    token_ids: int64 [num_rows], -1 if no token can be sampled: see
+    `nanoserve.sampling.diagnostics`. logprob_rows: the rows that `logprobs` has entries for, int64
+    [num_entries]. states: by row, the slot states that must be updated with the row's token.
+    errors: by row, why it has no token, such as an error of the request's own processors. The token
+    of such a row is invalid.
     """
 
     token_ids: torch.Tensor

@@ -6,8 +6,8 @@ A parameter is a field of `SamplingParams` and a row of `PARAMETERS`. The column
     --------------  ------------------------------------------------------------------------------
     check           `SamplingParams.validate`
     stage, neutral  `SamplingParams.changes_logits`, `filters_logits`; a draft model, which keeps
-                    temperature and filters (`features/speculative/draft_model.py`); the error of a row
-                    whose constraints leave no token (`sampling/diagnostics.py`)
+                    temperature and filters (`features/speculative/draft_model.py`); the error of a
+                    row whose constraints leave no token (`sampling/diagnostics.py`)
     is_http         bodies of HTTP requests (`serve/http/protocol.py`, where it is a field, too)
     recommended_as  the reader of generation_config.json (`checkpoint/model_config.py`)
     flag            the command line of `nanoserve chat` (`cli/chat.py`)

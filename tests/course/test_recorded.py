@@ -146,7 +146,8 @@ def test_a_piece_of_a_function_is_quoted_from_line_to_line() -> None:
     said = piece("block = tl.load(", "kv_offsets =")
     title, code = quotes.quote(said, "docs/09-attention-kernels/index.md").split("\n\n", 1)
     assert title == (
-        "From [`chunk_attention_kernel`](../../nanoserve/kernels/triton/paged_attention_kernels.py) "
+        "From [`chunk_attention_kernel`]"
+        "(../../nanoserve/kernels/triton/paged_attention_kernels.py) "
         "in `nanoserve/kernels/triton/paged_attention_kernels.py`"
     )
     lines = code.splitlines()

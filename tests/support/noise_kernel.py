@@ -1,4 +1,4 @@
-"""The noise of the sampler's kernel, by itself, beside that of `nanoserve.sampling.gumbel_noise`."""
+"""The noise of the sampler's kernel, by itself, beside that of `sampling/gumbel_noise.py`."""
 
 import numpy as np
 import torch

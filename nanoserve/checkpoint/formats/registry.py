@@ -12,8 +12,8 @@ from nanoserve.utils.registry import Registry
 _FORMATS = "nanoserve.checkpoint.formats"
 _SCHEMES = "nanoserve.models.quantization.schemes"
 # `quant_method` of config.json -> function that opens such a checkpoint: (folder or file,
-# quantization_config) -> a `nanoserve.checkpoint.formats.source.WeightSource`. A user's own format must
-# check its `quantization_config` itself.
+# quantization_config) -> a `nanoserve.checkpoint.formats.source.WeightSource`. A user's own format
+# must check its `quantization_config` itself.
 FORMATS: Registry[Callable[..., Any]] = Registry(
     "quant_method",
     {

@@ -21,7 +21,7 @@ class RankActor:
     """
 
     def run(self, job: dict[str, Any]) -> None:
-        """Run a rank; `job` is as in `nanoserve.features.parallel.tp_worker`, with rank 0's address."""
+        """Run a rank; `job` is as in `features/parallel/tp_worker.py`, with rank 0's address."""
         import ray
 
         os.environ["OMP_NUM_THREADS"] = str(job["num_threads"])  # Ray has set another value

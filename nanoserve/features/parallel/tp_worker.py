@@ -1,4 +1,6 @@
-"""Worker process of every rank but rank 0: `python -m nanoserve.features.parallel.tp_worker JOB` (JSON).
+"""Worker process of every rank but rank 0.
+
+It is started as `python -m nanoserve.features.parallel.tp_worker JOB`, with JOB in JSON.
 
 It builds its part of the model, then waits for steps. It makes no decisions: it has no scheduler,
 no sampler, and no random numbers. It exits when rank 0 closes the pipe of steps, and immediately,

@@ -1,8 +1,8 @@
 """Worker processes of the other ranks: start, messages in both directions, and shutdown.
 
-They are started as `python -m nanoserve.features.parallel.tp_worker`, so that a plain script needs no `if
-__name__ == "__main__"`. Pipes and shared memory have no names: the workers inherit their file
-descriptors.
+They are started as `python -m nanoserve.features.parallel.tp_worker`, so that a plain script needs
+no `if __name__ == "__main__"`. Pipes and shared memory have no names: the workers inherit their
+file descriptors.
 """
 
 import contextlib

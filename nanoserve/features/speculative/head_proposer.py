@@ -1,4 +1,4 @@
-"""Draft tokens of a head on the target's hidden states: see `nanoserve.features.speculative.hidden_head`.
+"""Draft tokens of a head on the target's hidden states: see `hidden_head.py`.
 
 The head has no KV cache. It needs the hidden state from which the last token of a sequence was
 sampled, which the last step has left on the device. Draft tokens are chosen by the target's own

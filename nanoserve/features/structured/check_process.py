@@ -1,7 +1,7 @@
 """Child process in which grammars are compiled for the first time, as a check.
 
-It is run as `python -c "..."` by `nanoserve.features.structured.checker`, with the other end of a pipe. A
-grammar that overflows a native stack, or that takes too much memory or time, ends only this
+It is run as `python -c "..."` by `nanoserve.features.structured.checker`, with the other end of a
+pipe. A grammar that overflows a native stack, or that takes too much memory or time, ends only this
 process.
 """
 

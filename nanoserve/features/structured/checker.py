@@ -27,7 +27,8 @@ _TIME_LIMIT = 20.0  # seconds of wall time; CPU time is limited by the backend's
 _START_LIMIT = 120.0  # seconds for a process to start: xgrammar imports torch
 _PROGRAM = (
     "import sys; sys.path[:] = sys.argv[3:]; "
-    "from nanoserve.features.structured.check_process import main; main(int(sys.argv[1]), sys.argv[2])"
+    "from nanoserve.features.structured.check_process import main; "
+    "main(int(sys.argv[1]), sys.argv[2])"
 )
 
 

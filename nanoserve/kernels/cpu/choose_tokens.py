@@ -1,9 +1,9 @@
 """Sampling on a CPU: temperature, Gumbel noise and argmax in one pass over the logits.
 
-`nanoserve.sampling.gumbel_noise` computes the noise of the whole vocabulary: about fifteen torch operators
-and two logarithms per token. But few tokens can win. Here an upper bound of each token's noise is
-derived from the bits of its random number; the noise is computed only if the bound exceeds the best
-score so far.
+`nanoserve.sampling.gumbel_noise` computes the noise of the whole vocabulary: about fifteen torch
+operators and two logarithms per token. But few tokens can win. Here an upper bound of each token's
+noise is derived from the bits of its random number; the noise is computed only if the bound exceeds
+the best score so far.
 """
 
 import math

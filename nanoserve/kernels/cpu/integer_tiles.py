@@ -204,8 +204,8 @@ def make_product(
 
     size: the inputs of a group of x, which is a weight's whole group if is_one_to_one, else a part.
 
-    Its arguments are integers, except `element`, see `nanoserve.kernels.cpu.elements`: the address of
-    x [num_rows, inputs]; the addresses of weights, scales and offsets in panels; the numbers of
+    Its arguments are integers, except `element`, see `nanoserve.kernels.cpu.elements`: the address
+    of x [num_rows, inputs]; the addresses of weights, scales and offsets in panels; the numbers of
     panels, of weight groups, of x's groups in each and of steps in each of these; the address of
     the output, and the bytes of one of its rows.
 

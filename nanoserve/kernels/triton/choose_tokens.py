@@ -1,13 +1,13 @@
 """Greedy and plain temperature sampling on the GPU, for all rows of a step at once.
 
-The method is the exponential race of `nanoserve/sampling/gumbel_noise.py`, argmax(logit / temperature -
-log E), with the noise computed where it is used: from the same hash of (seed, position, stream,
-token id), bit for bit, so a seeded request gives the same tokens with either. The logits are read
-once, and nothing of their size is written. A program processes a part of one row's vocabulary,
-since the few rows of a step alone would leave most of a GPU idle; a second kernel selects the best
-part. For rows with a top-k, top-p or min-p filter, the filter's border is an input, see
-`filter_logits.py`. For rows with a grammar, a mask of the allowed tokens is an input, a bit for
-each token.
+The method is the exponential race of `nanoserve/sampling/gumbel_noise.py`, argmax(logit /
+temperature - log E), with the noise computed where it is used: from the same hash of (seed,
+position, stream, token id), bit for bit, so a seeded request gives the same tokens with either. The
+logits are read once, and nothing of their size is written. A program processes a part of one row's
+vocabulary, since the few rows of a step alone would leave most of a GPU idle; a second kernel
+selects the best part. For rows with a top-k, top-p or min-p filter, the filter's border is an
+input, see `filter_logits.py`. For rows with a grammar, a mask of the allowed tokens is an input, a
+bit for each token.
 """
 
 import numpy as np

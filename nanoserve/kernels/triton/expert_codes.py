@@ -11,10 +11,10 @@ from torch import Tensor, nn
 class ExpertCodes(nn.Module):
     """Expert weights as codes, int8 [experts, outputs, inputs], with scales.
 
-    scale: float32 [experts, outputs]. `nanoserve.kernels.triton.experts.fused_experts` reads the codes.
-    The reference, `nanoserve.models.layers.experts.sum_of_experts`, iterates over the experts, and the
-    codes of each are converted to floats when it is used. Both tensors are buffers: they move with
-    the module.
+    scale: float32 [experts, outputs]. `nanoserve.kernels.triton.experts.fused_experts` reads the
+    codes. The reference, `nanoserve.models.layers.experts.sum_of_experts`, iterates over the
+    experts, and the codes of each are converted to floats when it is used. Both tensors are
+    buffers: they move with the module.
     """
 
     def __init__(self, codes: Tensor, scale: Tensor) -> None:

@@ -1,9 +1,9 @@
 """Fused kernel between the qkv projection and attention: norms, rotary embedding, cache write.
 
 Query and key heads are normalised (if the model does that) and rotated by their positions, see
-`nanoserve/models/layers/rotary.py`; keys and values are written to their slots of the paged KV cache. Each
-value is read once and written once: as separate operations this would be some ten kernels a layer,
-and at small batches a kernel's launch costs more than its work.
+`nanoserve/models/layers/rotary.py`; keys and values are written to their slots of the paged KV
+cache. Each value is read once and written once: as separate operations this would be some ten
+kernels a layer, and at small batches a kernel's launch costs more than its work.
 """
 
 import torch

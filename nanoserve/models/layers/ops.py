@@ -1,8 +1,8 @@
 """Small operations between the matrix products, in plain torch.
 
 They have little arithmetic and much memory traffic, so on a GPU each should be one pass over its
-data: `nanoserve.models.layers.triton_ops` implements the same methods as Triton kernels, and is tested
-against these. `FusedOps` is the common base of the versions with kernels.
+data: `nanoserve.models.layers.triton_ops` implements the same methods as Triton kernels, and is
+tested against these. `FusedOps` is the common base of the versions with kernels.
 """
 
 from collections.abc import Callable

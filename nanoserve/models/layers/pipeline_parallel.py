@@ -3,7 +3,8 @@
 Huang et al. 2018 ("GPipe"): a model is cut between layers, and each part has its own devices.
 Unlike tensor parallelism, which communicates twice in each layer, a stage sends one tensor a step,
 [num_tokens, hidden_size]; so the links between stages may be slow, and a stage is busy only while a
-step is in it. All stages are busy when as many steps are under way (`nanoserve.features.parallel.pipeline_schedule`).
+step is in it. All stages are busy when as many steps are under way
+(`nanoserve.features.parallel.pipeline_schedule`).
 """
 
 import time
@@ -20,8 +21,8 @@ class PipelineParallel:
     """Pipeline stage of this process. By default there is one stage, the whole model.
 
     `layers` are those computed here, None for all. `before` connects this rank to a rank of the
-    stage before, `behind` to one of the next: each is a `nanoserve.features.parallel.process_group.Group` of
-    two.
+    stage before, `behind` to one of the next: each is a
+    `nanoserve.features.parallel.process_group.Group` of two.
     """
 
     index: int = 0

@@ -20,5 +20,5 @@ class TritonOps(FusedOps):
     store_kv = staticmethod(store_kv)
 
     def sum_of_experts(self, *args: Any) -> torch.Tensor:
-        """Return what `nanoserve.models.layers.experts.sum_of_experts` does, for the same arguments."""
+        """Return what `models.layers.experts.sum_of_experts` returns, for the same arguments."""
         return fused_experts(*args)

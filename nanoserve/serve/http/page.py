@@ -39,7 +39,7 @@ class PageFile:
 def page_files() -> dict[str, PageFile]:
     """Return all files of the page by name, read once: no requested name reaches the disk."""
     found = {}
-    for file in files("nanoserve.serve").joinpath("page").iterdir():
+    for file in files("nanoserve.serve.http").joinpath("page").iterdir():
         media_type = _TYPES.get(PurePath(file.name).suffix)
         if media_type is not None:
             content = file.read_bytes()

@@ -57,7 +57,8 @@ class PrefixRouter:
     router, so that their hashes are equal. There are two ways of tracking. *Approximate*: `sent`
     records the blocks of each prompt sent to a replica, and drops the least recently used ones
     beyond the size of its block pool. *Exact*: `update` applies the cache and evict events of the
-    replica, see `nanoserve.serve.replicas.block_events`; after its first call, `sent` has no effect.
+    replica, see `nanoserve.serve.replicas.block_events`; after its first call, `sent` has no
+    effect.
 
     Not thread-safe.
     """

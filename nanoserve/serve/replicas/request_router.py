@@ -9,7 +9,7 @@ from nanoserve.serve.replicas.messages import FirstCall, NotThereError
 
 
 class FleetRouter(RequestRouter):
-    """Router that lets each call choose its replica: see `nanoserve.serve.replicas.messages.Call.choose`.
+    """Router that lets each call choose its replica: see `messages.Call.choose`.
 
     Serve creates a router in every process that has a handle of the replicas, and calls it there,
     in its own thread, so routing involves no other process. It proposes a single replica, because

@@ -1,4 +1,4 @@
-"""nanoserve/cli/bench/engines/gguf_file.py: llama.cpp gets the same weights. Needs the package gguf."""
+"""cli/bench/engines/gguf_file.py: llama.cpp gets the same weights. Needs the package gguf."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""nanoserve/cli/bench/plots.py: a panel for each thing that was measured. Needs the extra `bench`."""
+"""cli/bench/plots.py: a panel for each thing that was measured. Needs the extra `bench`."""
 
 from pathlib import Path
 from typing import Any

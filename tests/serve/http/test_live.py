@@ -185,7 +185,7 @@ def test_the_page_follows_the_same_events_to_the_same_pool() -> None:
     runs_watched = [WatchedRun(seed) for seed in range(12)]
     for watched in runs_watched:
         watched.run()
-    program = files("nanoserve.serve").joinpath("page", "pool.js").read_text("utf-8")
+    program = files("nanoserve.serve.http").joinpath("page", "pool.js").read_text("utf-8")
     data = json.dumps([watched.events for watched in runs_watched])
     script = f"{program}\nconst runs = {data};\n{_FOLLOW}"
     done = subprocess.run(
