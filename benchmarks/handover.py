@@ -21,7 +21,7 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.sequence import Sequence
-from nanoserve.features.parallel.shared_memory import anonymous_file, map_memory
+from nanoserve.features.parallel.process_group import anonymous_file, map_memory
 from nanoserve.sampling_params import SamplingParams
 
 _ROUNDS = 400

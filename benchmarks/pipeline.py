@@ -31,8 +31,8 @@ from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.sequence import Sequence
 from nanoserve.features.parallel.pipeline_schedule import PipelineSchedule
+from nanoserve.features.trace.phases import tell_stages
 from nanoserve.features.trace.reader import read_trace
-from nanoserve.features.trace.stages import tell_stages
 
 _MAX_MODEL_LEN = 1024
 _FIXED, _PER_TOKEN = 2e-3, 5e-5  # seconds that a step takes all stages together

@@ -256,8 +256,8 @@ NO_BOUNDS = """
     nanoserve.serve.batch.restarts
     nanoserve.text.chat_template._LONGEST_PATH
     nanoserve.checkpoint.loader
-    nanoserve.checkpoint.misfits
-    nanoserve.checkpoint.names
+    nanoserve.checkpoint.errors
+    nanoserve.checkpoint.errors
     nanoserve.checkpoint.rope_types
     nanoserve.utils.checks
     nanoserve.config._SMALLEST
@@ -273,7 +273,7 @@ NO_BOUNDS = """
     nanoserve.kernels.cpu.attention
     nanoserve.kernels.cpu.fixed_point
     nanoserve.kernels.cpu.integer_inputs
-    nanoserve.kernels.cpu.quantized_kv
+    nanoserve.kernels.cpu.store_kv
     nanoserve.features.progress
     nanoserve.checkpoint.quantized_loader
     nanoserve.models.quantization.gpu_method

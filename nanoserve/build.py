@@ -16,7 +16,7 @@ from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.policy import load_scheduler_class
 from nanoserve.models.registry import supported_architectures
 from nanoserve.sampling_params import SamplingParams
-from nanoserve.text.tokenizer_protocol import Tokenizer
+from nanoserve.text.detokenizer import Tokenizer
 from nanoserve.utils.registry import Registry
 from nanoserve.worker.build_executor import device_kind, make_executor
 from nanoserve.worker.startup_summary import announce

@@ -217,8 +217,8 @@ def race_shares(logits: Sequence[float], num_draws: int) -> list[float]:
     import numpy as np
     import torch
 
-    from nanoserve.sampling.greedy import best_tokens
     from nanoserve.sampling.gumbel_noise import Noise, row_keys
+    from nanoserve.sampling.sampler import best_tokens
 
     zeros = np.zeros(num_draws, dtype=np.uint64)
     keys = row_keys(zeros, np.arange(num_draws), zeros)

@@ -5,11 +5,11 @@ The differences between the files that transformers 4 and 5 write are handled he
 """
 
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from nanoserve.checkpoint.architecture_defaults import OTHER_SETTINGS
-from nanoserve.checkpoint.damage import tell_pointer
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.utils.checks import (
     check_bool,
@@ -137,3 +137,19 @@ def read_json(path: Path) -> dict[str, Any]:
 def architecture_of(raw: Mapping[str, Any]) -> str:
     names = raw.get("architectures") or [None]
     return str(names[0] if isinstance(names, list) else names)
+
+
+def tell_pointer(file: Path) -> str:
+    """Describe a git-lfs pointer that is in the place of a file."""
+    return (
+        f"{file} is a git-lfs pointer, not the file itself: git cloned the repository without its "
+        f"large files; run `git lfs pull` in {file.parent}"
+    )
+
+
+def tell_damage(file: Path, error: Exception) -> str:
+    """Describe a file that could not be opened as safetensors, and the reason."""
+    with suppress(OSError), file.open("rb") as content:  # an OSError may be the reason itself
+        if content.read(23) == b"version https://git-lfs":
+            return tell_pointer(file)
+    return f"{file} is damaged or not a safetensors file: {error}"

@@ -9,8 +9,13 @@ from typing import Any
 
 from nanoserve.checkpoint.checkpoint import Checkpoint
 from nanoserve.checkpoint.gguf.container import BLOCKS, GGUFFile
-from nanoserve.checkpoint.shards import INDEX, shard_files, shard_names
-from nanoserve.checkpoint.weight_files import SINGLE_FILE, open_weights
+from nanoserve.checkpoint.weight_files import (
+    INDEX,
+    SINGLE_FILE,
+    open_weights,
+    shard_files,
+    shard_names,
+)
 
 
 def stored_bytes(checkpoint: Checkpoint) -> dict[str, int]:

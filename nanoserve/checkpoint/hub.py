@@ -5,11 +5,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from nanoserve.checkpoint.errors import save_anew, tell_no_name
 from nanoserve.checkpoint.gguf.container import parts_of
-from nanoserve.checkpoint.misfits import save_anew
-from nanoserve.checkpoint.names import tell_no_name
-from nanoserve.checkpoint.shards import INDEX, shard_names
-from nanoserve.checkpoint.weight_files import SINGLE_FILE
+from nanoserve.checkpoint.weight_files import INDEX, SINGLE_FILE, shard_names
 from nanoserve.config import EngineConfig
 from nanoserve.utils.checks import require
 

@@ -21,10 +21,8 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
-from nanoserve.checkpoint.misfits import describe_mismatches
-from nanoserve.checkpoint.shards import shard_files
-from nanoserve.checkpoint.tied_tensors import check_tied
-from nanoserve.checkpoint.weight_files import SINGLE_FILE, open_weights
+from nanoserve.checkpoint.errors import describe_mismatches
+from nanoserve.checkpoint.weight_files import SINGLE_FILE, check_tied, open_weights, shard_files
 
 # Bytes of a value. Any other type is a quantised format, whose values need decoding.
 _STORED_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanoserve.checkpoint.config_json import ConfigFile, architecture_of, read_json
+from nanoserve.checkpoint.errors import check_folder
 from nanoserve.checkpoint.formats.fields import check_quantization_config
 from nanoserve.checkpoint.gguf.config import read_settings
 from nanoserve.checkpoint.kv_formats import head_bytes, kv_format
 from nanoserve.checkpoint.layer_types import read_layer_types
-from nanoserve.checkpoint.misfits import check_folder
 from nanoserve.checkpoint.moe_config import MoEConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.checkpoint.unsupported_architectures import tell_architecture

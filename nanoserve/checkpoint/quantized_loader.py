@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
+from nanoserve.checkpoint.errors import describe_mismatches
 from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix, stack_rows
 from nanoserve.checkpoint.formats.source import (
     PlainSource,
@@ -24,7 +25,6 @@ from nanoserve.checkpoint.formats.source import (
     open_quantized,
 )
 from nanoserve.checkpoint.loader import expected_tensors
-from nanoserve.checkpoint.misfits import describe_mismatches
 from nanoserve.kernels.cpu.memory import give_back_freed
 
 Weight = Tensor | QuantizedMatrix

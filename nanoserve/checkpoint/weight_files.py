@@ -1,10 +1,15 @@
-"""Opening of safetensors files, and the name of an unsharded checkpoint's file."""
+"""safetensors files of a checkpoint: one file or shards with an index, and tensors stored twice."""
 
+import re
+from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 
-from nanoserve.checkpoint.damage import tell_damage
+from nanoserve.checkpoint.config_json import read_json, tell_damage
+from nanoserve.checkpoint.errors import some, tell_no_weights
+from nanoserve.utils.checks import require, shown
 
 SINGLE_FILE = "model.safetensors"  # the complete checkpoint, if it is not sharded
 
@@ -23,3 +28,53 @@ class open_weights:
 
     def __exit__(self, *exc: object) -> None:
         self._file.__exit__(*exc)
+
+
+def check_tied(tied: Mapping[str, str], files: Mapping[str, Path]) -> None:
+    """Raise `ValueError` if a stored tensor differs from the one to which it is tied.
+
+    `tied` maps a tensor's name to that of its twin; `files` maps each stored tensor to its file.
+    """
+    for name, twin in tied.items():
+        if name not in files:
+            continue
+        with open_weights(files[name]) as tensors, open_weights(files[twin]) as twins:
+            if not torch.equal(tensors.get_tensor(name), twins.get_tensor(twin)):
+                raise ValueError(
+                    f"tie_word_embeddings is true, but {name} differs from {twin}; if that is "
+                    f"intended, set tie_word_embeddings to false in config.json"
+                )
+
+
+INDEX = f"{SINGLE_FILE}.index.json"
+# An index is untrusted, so it may only name files in its own folder: no paths, and no wildcards,
+# which the hub would take for a pattern. The file itself may be a link, as in the hub's cache.
+_FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
+
+
+def shard_files(path: Path) -> list[Path]:
+    """Return the files of a sharded checkpoint in `path`.
+
+    Raises `ValueError` if there is no index, or if files that it names are absent.
+    """
+    index = path / INDEX
+    if not index.is_file():
+        raise ValueError(tell_no_weights(path))
+    files = [path / name for name in shard_names(index)]
+    absent = [file.name for file in files if not file.is_file()]
+    if absent:
+        raise ValueError(f"{index} names files that do not exist: {some(absent)}")
+    return files
+
+
+def shard_names(index: Path) -> list[str]:
+    """Return the sorted names of an index's files. Raises `ValueError` for an invalid name."""
+    weight_map = read_json(index).get("weight_map")
+    require(
+        isinstance(weight_map, dict) and weight_map != {},
+        f"{index} is not an index of safetensors files: weight_map={shown(weight_map)}",
+    )
+    for name in weight_map.values():
+        is_name = isinstance(name, str) and _FILE_NAME.fullmatch(name) is not None
+        require(is_name, f"{index} names {shown(name)}, which is not a file in its own folder")
+    return sorted(set(weight_map.values()))

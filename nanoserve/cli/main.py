@@ -15,7 +15,7 @@ COMMANDS: Registry[Command] = Registry(
         "serve": "nanoserve.cli.serve:main",
         "batch": "nanoserve.cli.batch:main",
         "chat": "nanoserve.cli.chat:main",
-        "bench": "nanoserve.cli.bench.command:main",
+        "bench": "nanoserve.cli.bench:main",
         "info": "nanoserve.cli.info:main",
         "trace": "nanoserve.cli.trace:main",
     },

@@ -12,9 +12,8 @@ from pathlib import Path
 
 from nanoserve.cli.parser import Parser
 from nanoserve.features.trace.page import make_page
-from nanoserve.features.trace.phases import chrome_trace
+from nanoserve.features.trace.phases import chrome_trace, tell_stages
 from nanoserve.features.trace.reader import Pool, Trace, read_trace
-from nanoserve.features.trace.stages import tell_stages
 
 
 def main(arguments: list[str] | None = None) -> None:

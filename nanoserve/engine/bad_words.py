@@ -1,6 +1,6 @@
 """Token sequences of bad words: every sequence that completes one, whatever precedes it."""
 
-from nanoserve.text.tokenizer_protocol import Tokenizer
+from nanoserve.text.detokenizer import Tokenizer
 
 # Characters that may precede a word in prose, code and Markdown; only the first is tried for words
 # longer than _LONGEST_WORD.

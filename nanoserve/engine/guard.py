@@ -26,7 +26,7 @@ from nanoserve.outputs import EngineStats, RequestOutput
 from nanoserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
-    from nanoserve.text.tokenizer_protocol import Tokenizer
+    from nanoserve.text.detokenizer import Tokenizer
 
 
 class GuardedEngine(EngineMethods):

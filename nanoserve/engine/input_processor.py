@@ -15,16 +15,15 @@ import numpy as np
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.bad_words import BadWords
-from nanoserve.engine.context_length import prompt_too_long
 from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import Sequence
-from nanoserve.engine.text_limit import TextLimit
+from nanoserve.engine.text_limit import TextLimit, prompt_too_long
 from nanoserve.outputs import RequestMetrics
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.utils.checks import is_int
 
 if TYPE_CHECKING:
-    from nanoserve.text.tokenizer_protocol import Tokenizer
+    from nanoserve.text.detokenizer import Tokenizer
 
 _TOKENIZERS_OUTPUT = (
     ": for the output of a tokenizer, give prompt['input_ids'], or call apply_chat_template with "

@@ -28,7 +28,7 @@ from nanoserve.engine.stopwatch import StepTimes, Stopwatch
 from nanoserve.outputs import EngineStats, RequestOutput
 
 if TYPE_CHECKING:
-    from nanoserve.text.tokenizer_protocol import Tokenizer
+    from nanoserve.text.detokenizer import Tokenizer
 
 Observer = Callable[[Plan, Batch, StepResult, StepTimes], None]
 

@@ -14,7 +14,7 @@ from nanoserve.sampling_params import RequestOutputKind
 from nanoserve.text.detokenizer import Detokenizer
 
 if TYPE_CHECKING:
-    from nanoserve.text.tokenizer_protocol import Tokenizer
+    from nanoserve.text.detokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 

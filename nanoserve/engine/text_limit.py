@@ -12,8 +12,6 @@ from typing import Any
 from tokenizers import Tokenizer as TokenizerBackend
 from tokenizers.pre_tokenizers import ByteLevel
 
-from nanoserve.engine.context_length import ContextLengthError
-
 _ORDINARY = 16  # texts of at most this times max_model_len characters are not checked
 # Unicode's normal forms compose at most 4 characters to one (such as alpha with three accents).
 _MOST_COMPOSED = 4
@@ -21,6 +19,50 @@ _UNICODE_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
 _KEEP_ALL = {"ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "Prepend", *_UNICODE_FORMS}
 _WHITESPACE = [chr(code) for code in range(0x3001) if chr(code).isspace()]
 _PIECE = 2**20  # characters that are counted at once
+
+
+class ContextLengthError(ValueError):
+    """The prompt, or the prompt and the requested output, has more tokens than the context.
+
+    LiteLLM, LangChain and coding agents search for this sentence, which is OpenAI's and vLLM's, and
+    then shorten the conversation or switch to another model.
+    """
+
+    @classmethod
+    def of(
+        cls,
+        max_model_len: int,
+        num_prompt_tokens: int,
+        max_tokens: int | None,
+        reason: str = "",
+        is_at_least: bool = False,
+    ) -> "ContextLengthError":
+        """Return the error for a prompt of `num_prompt_tokens`, or more with `is_at_least`.
+
+        max_tokens: the requested number of output tokens; None counts as 1. reason: a further
+        sentence.
+        """
+        num_output = 1 if max_tokens is None else max_tokens
+        num_tokens = f"{'at least ' if is_at_least else ''}{num_prompt_tokens + num_output}"
+        return cls(
+            f"This model's maximum context length is {max_model_len} tokens. However, you "
+            f"requested {num_tokens} tokens ({num_prompt_tokens} in the messages, "
+            f"{num_output} in the completion). Please reduce the length of the messages or "
+            f"completion.{reason and f' {reason}'}"
+        )
+
+
+def prompt_too_long(
+    max_model_len: int, num_tokens: int, max_tokens: int | None
+) -> ContextLengthError:
+    """Return the error for a prompt that leaves no room for a token of output."""
+    return ContextLengthError.of(
+        max_model_len,
+        num_tokens,
+        max_tokens,
+        f"The prompt is too long: it has {num_tokens} tokens; max_model_len={max_model_len} leaves "
+        f"room for at most {max_model_len - 1} and one token of output.",
+    )
 
 
 class TextLimit:

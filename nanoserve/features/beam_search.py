@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from nanoserve.engine.context_length import ContextLengthError
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.input_processor import Prompt
+from nanoserve.engine.text_limit import ContextLengthError
 from nanoserve.outputs import Logprob, RequestOutput
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.utils.checks import check_bool, check_int, check_number, is_number, require

@@ -4,9 +4,8 @@ import numpy as np
 import torch
 
 from nanoserve.kernels.cpu.choose_tokens import FEW, choose_tokens
-from nanoserve.sampling.greedy import best_tokens
 from nanoserve.sampling.rows import Rows, tensor_of
-from nanoserve.sampling.sampler import Sampler
+from nanoserve.sampling.sampler import Sampler, best_tokens
 from nanoserve.sampling.settings import Program
 from nanoserve.sampling.stages import apply_stages
 

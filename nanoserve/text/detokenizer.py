@@ -5,18 +5,30 @@ requests. Streams and stop strings use a `TextStream`, which is created with the
 tokens. Both use the same decoder, so the pieces of a stream concatenate to the same text.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
+
+from tokenizers import Tokenizer as TokenizerBackend
 
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.text.incremental_decoder import IncrementalDecoder, TokenTexts
 from nanoserve.text.stop_strings import StopStrings
 from nanoserve.text.text_stream import TextStream
-from nanoserve.text.tokenizer_protocol import Tokenizer
 
 if TYPE_CHECKING:
     from nanoserve.engine.sequence import Sequence
 
 _MOST_STOPS_KEPT = 16  # lists of stop strings; the largest takes some megabytes
+
+
+class Tokenizer(Protocol):
+    """Tokenizer of a checkpoint; see `nanoserve.text.tokenizer.Tokenizer`."""
+
+    backend: TokenizerBackend
+    eos_token_id: int | None
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str: ...
 
 
 class Detokenizer:

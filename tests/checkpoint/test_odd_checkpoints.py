@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
-from nanoserve.checkpoint.misfits import describe_mismatches
+from nanoserve.checkpoint.errors import describe_mismatches
 
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "num_kv_blocks": 8, "max_num_seqs": 4}
 CONFIG, WEIGHTS, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"

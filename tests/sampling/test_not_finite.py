@@ -26,8 +26,7 @@ from nanoserve.engine.guard import GuardedEngine
 from nanoserve.models.layers.context import LayerContext
 from nanoserve.sampling import prompt_logprobs
 from nanoserve.sampling.fused_sampler import FusedSampler
-from nanoserve.sampling.greedy import best_tokens
-from nanoserve.sampling.sampler import Sampled, Sampler
+from nanoserve.sampling.sampler import Sampled, Sampler, best_tokens
 from nanoserve.worker.cuda_device import CudaDevice
 from nanoserve.worker.model_runner import ModelRunner
 

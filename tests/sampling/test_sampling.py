@@ -8,9 +8,8 @@ import torch
 
 from nanoserve.engine.executor import SlotUpdate
 from nanoserve.sampling.filters import apply_filters
-from nanoserve.sampling.greedy import best_tokens
 from nanoserve.sampling.gumbel_noise import Noise, row_keys
-from nanoserve.sampling.sampler import Sampler
+from nanoserve.sampling.sampler import Sampler, best_tokens
 from nanoserve.sampling_params import SamplingParams
 
 CPU = torch.device("cpu")

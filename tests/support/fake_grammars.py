@@ -14,8 +14,8 @@ import numpy as np
 
 from nanoserve.engine.sequence import Sequence
 from nanoserve.features.speculative.proposer import TextProposer
+from nanoserve.features.structured.grammar import Source
 from nanoserve.features.structured.params import StructuredOutputsParams
-from nanoserve.features.structured.source import Source
 
 
 def guided_by(pattern: str, delay: int = 0) -> StructuredOutputsParams:

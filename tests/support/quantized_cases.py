@@ -5,8 +5,7 @@ from functools import partial
 
 import torch
 
-from nanoserve.kernels.triton.expert_codes import ExpertCodes
-from nanoserve.kernels.triton.experts import fused_experts
+from nanoserve.kernels.triton.experts import ExpertCodes, fused_experts
 from nanoserve.kernels.triton.grouped_linear import GroupedWeight, grouped_product
 from nanoserve.kernels.triton.quantized_linear import scaled_product
 from nanoserve.kernels.triton.quantized_rows import quantize_rows, scale_shape

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from nanoserve.features.structured.source import Source
+from nanoserve.features.structured.grammar import Source
 
 
 class Spelling:

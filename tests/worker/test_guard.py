@@ -25,7 +25,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.features.parallel.shared_memory import anonymous_file, map_memory
+from nanoserve.features.parallel.process_group import anonymous_file, map_memory
 from nanoserve.features.parallel.tp_worker import SharedSteps
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.layers.ops import TorchOps

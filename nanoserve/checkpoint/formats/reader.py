@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
+from nanoserve.checkpoint.errors import some
 from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
 from nanoserve.checkpoint.formats.stored import Stored, StoredTensors
-from nanoserve.checkpoint.misfits import some
 from nanoserve.utils.checks import require, shown
 
 _PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")

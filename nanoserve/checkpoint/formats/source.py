@@ -14,8 +14,7 @@ from nanoserve.checkpoint.formats.fields import check_quantization_config, metho
 from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
 from nanoserve.checkpoint.formats.registry import FORMATS
 from nanoserve.checkpoint.loader import expected_tensors, stored_tensors
-from nanoserve.checkpoint.tied_tensors import check_tied
-from nanoserve.checkpoint.weight_files import open_weights
+from nanoserve.checkpoint.weight_files import check_tied, open_weights
 
 
 class WeightSource(Protocol):

@@ -6,8 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanoserve.checkpoint.shards import shard_files
-from nanoserve.checkpoint.weight_files import SINGLE_FILE, open_weights
+from nanoserve.checkpoint.weight_files import SINGLE_FILE, open_weights, shard_files
 from nanoserve.utils.checks import json_object, require
 
 # safetensors' name -> torch's type, of the types that the readers use.

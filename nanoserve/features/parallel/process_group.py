@@ -7,10 +7,14 @@ several engines. Each engine has its own group, on its own store, at a free port
 import contextlib
 import ctypes
 import logging
+import mmap
+import os
 import socket
+import tempfile
 from datetime import timedelta
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -174,3 +178,16 @@ def find_store(port: int, size: int, host: str = LOOPBACK) -> dist.TCPStore:
 
 def _store(host: str, port: int, size: int, **kind: Any) -> dist.TCPStore:
     return dist.TCPStore(host, port, size, wait_for_workers=False, timeout=_MEET_TIMEOUT, **kind)
+
+
+def map_memory(fd: int, num_bytes: int) -> np.ndarray:
+    """Return the file's bytes as uint8 [num_bytes], shared with every process that maps them."""
+    return np.frombuffer(mmap.mmap(fd, num_bytes), dtype=np.uint8)
+
+
+def anonymous_file() -> int:
+    """Return a file descriptor of anonymous memory, freed when the last process closes it."""
+    if hasattr(os, "memfd_create"):  # Linux
+        return os.memfd_create("nanoserve")
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

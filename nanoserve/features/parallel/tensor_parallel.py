@@ -25,9 +25,14 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import ForwardInputs, SampleInputs, StepResult
 from nanoserve.engine.interrupts import DeferredInterrupt
-from nanoserve.features.parallel.process_group import LOOPBACK, Group, serve_store
+from nanoserve.features.parallel.process_group import (
+    LOOPBACK,
+    Group,
+    anonymous_file,
+    map_memory,
+    serve_store,
+)
 from nanoserve.features.parallel.ranks import join_ranks
-from nanoserve.features.parallel.shared_memory import anonymous_file, map_memory
 from nanoserve.features.parallel.worker_processes import WorkerError, Workers
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.layers.tensor_parallel import TensorParallel

@@ -27,9 +27,8 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import ForwardInputs
 from nanoserve.features.parallel.heartbeat import beat_for_ever
-from nanoserve.features.parallel.process_group import LOOPBACK, find_store
+from nanoserve.features.parallel.process_group import LOOPBACK, find_store, map_memory
 from nanoserve.features.parallel.ranks import join_ranks
-from nanoserve.features.parallel.shared_memory import map_memory
 from nanoserve.features.parallel.worker_processes import PING
 from nanoserve.models.registry import register_model, supported_architectures
 from nanoserve.worker.build_executor import choose_device, make_runner

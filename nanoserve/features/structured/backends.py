@@ -10,8 +10,8 @@ from xxhash import xxh3_128_digest
 from nanoserve.features.structured.checker import Checker
 from nanoserve.features.structured.compiler import Compiler
 from nanoserve.features.structured.config import GRAMMAR_BACKENDS, StructuredOutputsConfig
+from nanoserve.features.structured.grammar import Source
 from nanoserve.features.structured.limits import check_bounds
-from nanoserve.features.structured.source import Source
 
 _Key = tuple[str, str, str, bytes]
 

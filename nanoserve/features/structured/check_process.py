@@ -8,12 +8,13 @@ process.
 import os
 import resource
 import signal
+import threading
+from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
-from nanoserve.features.structured.source import Source
-from nanoserve.features.structured.stacks import start_thread
+from nanoserve.features.structured.grammar import Source
 from nanoserve.utils.registry import Registry
 
 READY = "ready"
@@ -77,3 +78,24 @@ def _limit_memory() -> None:
         if hard != resource.RLIM_INFINITY:
             most = min(most, hard)
         resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+
+
+_lock = threading.Lock()
+
+
+def start_thread(
+    target: Callable[..., Any], args: tuple[Any, ...], num_bytes: int, name: str
+) -> threading.Thread:
+    """Start a daemon thread with a stack of `num_bytes`; only the used part of it takes memory.
+
+    Python sets the stack size of new threads for the whole process. So a thread that another part
+    of the program starts at the same moment may get a large stack too, which does no harm.
+    """
+    thread = threading.Thread(target=target, args=args, name=name, daemon=True)
+    with _lock:
+        before = threading.stack_size(num_bytes)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+    return thread

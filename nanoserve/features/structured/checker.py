@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 
 from nanoserve.features.structured import check_process
 from nanoserve.features.structured.config import GRAMMAR_BACKENDS
-from nanoserve.features.structured.source import Source
+from nanoserve.features.structured.grammar import Source
 
 _MOST = 4  # processes per library
 _MOST_LARGE = 2  # processes per library that check large grammars at the same time

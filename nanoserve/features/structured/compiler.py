@@ -8,9 +8,8 @@ from concurrent.futures import Future
 from functools import partial
 from queue import SimpleQueue
 
-from nanoserve.features.structured.grammar import Backend, CompiledGrammar
-from nanoserve.features.structured.source import Source
-from nanoserve.features.structured.stacks import start_thread
+from nanoserve.features.structured.check_process import start_thread
+from nanoserve.features.structured.grammar import Backend, CompiledGrammar, Source
 
 _NUM_THREADS = 2
 _STACK = 64 * 2**20  # bytes per thread; see `limits.py`

@@ -1,10 +1,22 @@
 """Interfaces between the engine and grammar backends: the tokens that may come next."""
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from nanoserve.features.structured.source import Source
+
+class Source(NamedTuple):
+    """Grammar as text. Equal ones are compiled once.
+
+    kind: "json" (a schema), "regex", "choice" (a JSON list), "grammar" or "structural_tag".
+    text: the grammar.
+    whitespace: a regular expression for the whitespace between the parts of JSON; "" allows only
+    the one space after each comma and colon.
+    """
+
+    kind: str
+    text: str
+    whitespace: str = ""
 
 
 class Grammar(Protocol):

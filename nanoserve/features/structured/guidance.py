@@ -18,10 +18,10 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as TokenizerBackend
 
-from nanoserve.features.structured.lark import COMPACT, json_rule
+from nanoserve.features.structured.grammar import Source
 from nanoserve.features.structured.regex import portable
 from nanoserve.features.structured.schema_numbers import spelled
-from nanoserve.features.structured.source import Source
+from nanoserve.features.structured.schemas import COMPACT, json_rule
 
 # Limits of the computation for one token: beyond them it takes more than 10 ms. A request that
 # exceeds one fails.

@@ -12,8 +12,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from nanoserve.features.structured.grammar import Source
 from nanoserve.features.structured.schema_references import REFERENCES, keys_of
-from nanoserve.features.structured.source import Source
 from nanoserve.utils.checks import require
 
 # Levels of lists and objects, including those reached through references. llguidance takes about

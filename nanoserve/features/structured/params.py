@@ -6,9 +6,9 @@ from typing import Any
 
 from nanoserve.features.structured.backends import check
 from nanoserve.features.structured.config import StructuredOutputsConfig
+from nanoserve.features.structured.grammar import Source
 from nanoserve.features.structured.schema_numbers import float_of
 from nanoserve.features.structured.schemas import rewritten
-from nanoserve.features.structured.source import Source
 from nanoserve.utils.checks import check_bool, check_list, is_text, require, shown
 
 KINDS = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")

@@ -9,8 +9,7 @@ import xgrammar
 from tokenizers import Tokenizer as TokenizerBackend
 from xgrammar import GrammarCompiler, GrammarMatcher, TokenizerInfo, VocabType
 
-from nanoserve.features.structured.grammar import count_legal
-from nanoserve.features.structured.source import Source
+from nanoserve.features.structured.grammar import Source, count_legal
 from nanoserve.features.structured.xgrammar_schemas import known_regex, known_schema
 
 _ANY_WHITESPACE = r"[ \n\r\t]*"  # the one pattern that xgrammar supports

@@ -20,13 +20,13 @@ from numba.extending import overload
 from nanoserve.kernels.cpu import fixed_point
 from nanoserve.kernels.cpu.attention_tiles import add_values, scores_of
 from nanoserve.kernels.cpu.elements import FAST, array_at, exp, store, to_float
-from nanoserve.kernels.cpu.quantized_kv import quantize_head
+from nanoserve.kernels.cpu.store_kv import quantize_head
 from nanoserve.kernels.cpu.tile_walk import written_by
 
 SOURCES = (
     "attention_tiles",
     "fixed_point",
-    "quantized_kv",
+    "store_kv",
     "vectors",
     "elements",
 )  # see `written_by`

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix, stack_rows
 from nanoserve.checkpoint.quantized_loader import Weight, deferred_weight
-from nanoserve.kernels.triton.expert_codes import ExpertCodes
+from nanoserve.kernels.triton.experts import ExpertCodes
 from nanoserve.kernels.triton.grouped_linear import GroupedWeight, grouped_product, pack_groups
 from nanoserve.kernels.triton.quantized_linear import least_scaled_mm_rows, scaled_product
 from nanoserve.kernels.triton.quantized_rows import quantize_rows

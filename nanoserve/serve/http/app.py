@@ -14,7 +14,7 @@ from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 
 from nanoserve import __version__
-from nanoserve.engine.context_length import ContextLengthError
+from nanoserve.engine.text_limit import ContextLengthError
 from nanoserve.features.metrics import exposition, start_metrics
 from nanoserve.serve.async_llm import AsyncLLM
 from nanoserve.serve.http.chat_completions import ChatAnswer, chat_prompt, chat_requests
@@ -25,7 +25,7 @@ from nanoserve.serve.http.completions import (
 )
 from nanoserve.serve.http.dashboard import LiveView, add_live
 from nanoserve.serve.http.errors import ApiError
-from nanoserve.serve.http.middleware import Guard, read_body
+from nanoserve.serve.http.middleware import Guard, RequestId, SharedAnswer, named, read_body
 from nanoserve.serve.http.page import add_page
 from nanoserve.serve.http.protocol import (
     Body,
@@ -35,12 +35,10 @@ from nanoserve.serve.http.protocol import (
     GenerationBody,
     TokenizeBody,
 )
-from nanoserve.serve.http.request_id import RequestId, named
 from nanoserve.serve.http.response_builder import Answer
 from nanoserve.serve.http.response_format import refusal
 from nanoserve.serve.http.response_writer import EventStream, whole_response
 from nanoserve.serve.http.settings import ServerSettings
-from nanoserve.serve.http.shared_answer import SharedAnswer
 from nanoserve.serve.http.tools.grammar import guide_of_tools, schemas_of_tools
 from nanoserve.serve.http.tools.parsers import FORMATS, detect
 from nanoserve.serve.http.tools.reasoning import CLOSE, OPEN

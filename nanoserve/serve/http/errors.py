@@ -7,7 +7,7 @@ from typing import Any
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
-from nanoserve.engine.context_length import ContextLengthError
+from nanoserve.engine.text_limit import ContextLengthError
 from nanoserve.serve.response_stream import EngineDeadError
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -75,7 +75,7 @@ class ApiError(Exception):
         """Return the error for the first wrong field, with all types that it may have.
 
         Validation of lists and dictionaries stops at their first error (see
-        `nanoserve.serve.http.first_error`), so each field has only a few errors.
+        `nanoserve.serve.http.protocol`), so each field has only a few errors.
         """
         if error.error_count() > _MOST_ERRORS:  # pydantic makes a dictionary of each
             return cls(400, f"the body has {error.error_count()} fields of a wrong type")

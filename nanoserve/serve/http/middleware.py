@@ -3,11 +3,14 @@
 import asyncio
 import hashlib
 import hmac
-from typing import NamedTuple
+import re
+from collections.abc import Awaitable, Callable
+from typing import Generic, NamedTuple, TypeVar
+from uuid import uuid4
 
 from fastapi import Request
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanoserve.serve.http.body_cost import PIECE, BodyCost
 from nanoserve.serve.http.errors import ApiError
@@ -122,3 +125,71 @@ def _is_open(scope: Scope) -> bool:
 
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
+
+
+_HEADER = b"x-request-id"
+# A client's own id is echoed unchanged, so it may contain only these characters.
+_OWN = re.compile(rb"[A-Za-z0-9._:/+=@~-]{1,128}")
+_KEY = "nanoserve.request_id"
+
+
+class RequestId:
+    """ASGI middleware that adds the header to every response: the client's own id or a new one.
+
+    The id is never logged.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        own = next((value for name, value in scope["headers"] if name == _HEADER), b"")
+        request_id = own if _OWN.fullmatch(own) else uuid4().hex.encode()
+        scope[_KEY] = request_id.decode()
+
+        async def send_named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", ()), (_HEADER, request_id)]
+            await send(message)
+
+        await self._app(scope, receive, send_named)
+
+
+def named(headers: dict[str, str] | None, scope: Scope) -> dict[str, str]:
+    """Return `headers` with the request id, for a response made outside of the middleware."""
+    known = {_HEADER.decode(): scope[_KEY]} if _KEY in scope else {}
+    return {**(headers or {}), **known}
+
+
+T = TypeVar("T")
+
+
+class SharedAnswer(Generic[T]):
+    """Rate limiter for `make()`: one call at a time, and at least `interval` seconds between two.
+
+    Callers that arrive meanwhile wait for the next result and share it, so a result is at most as
+    old as the time that `make` takes. The rate of calls is bounded for any number of callers; an
+    occasional single caller does not wait.
+    """
+
+    def __init__(self, make: Callable[[], Awaitable[T]], interval: float) -> None:
+        self._make, self._interval = make, interval
+        self._next: asyncio.Task[T] | None = None
+        self._last_end = float("-inf")
+
+    async def get(self) -> T:
+        """Return the next result of `make`, or raise what it raises."""
+        if self._next is None or self._next.done():
+            self._next = asyncio.create_task(self._run())
+        return await asyncio.shield(self._next)  # a waiting caller may be cancelled
+
+    async def _run(self) -> T:
+        clock = asyncio.get_running_loop().time
+        await asyncio.sleep(max(0.0, self._last_end + self._interval - clock()))
+        try:
+            return await self._make()
+        finally:
+            self._last_end = clock()

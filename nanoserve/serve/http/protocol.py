@@ -17,12 +17,11 @@ from pydantic import (
     ValidationError,
     WrapValidator,
 )
-from pydantic_core import CoreSchema
+from pydantic_core import CoreSchema, core_schema
 
 from nanoserve.features.structured.params import StructuredOutputsParams
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.serve.http.errors import ApiError
-from nanoserve.serve.http.first_error import stops_at_first_error
 from nanoserve.serve.http.response_format import field_of_guide, guide_of
 from nanoserve.serve.http.tools.tool_choice import (
     check_arguments,
@@ -49,6 +48,24 @@ _NOT_FOR_CLIENTS = (
 # OpenAI's roles and their names in chat templates.
 _ROLES = {role: role for role in ("system", "user", "assistant", "tool", "function")}
 _ROLES["developer"] = "system"
+
+
+_KINDS = {"list": core_schema.ListSchema, "dict": core_schema.DictSchema}
+# Older versions of pydantic have `fail_fast` for lists only.
+_STOPPING = [name for name, kind in _KINDS.items() if "fail_fast" in kind.__annotations__]
+
+
+def stops_at_first_error(schema: Any) -> Any:
+    """Set `fail_fast` in a core schema and all its parts, in place; return the schema."""
+    if isinstance(schema, dict):
+        if schema.get("type") in _STOPPING:
+            schema["fail_fast"] = True
+        for inner in schema.values():
+            stops_at_first_error(inner)
+    elif isinstance(schema, (list, tuple)):
+        for inner in schema:
+            stops_at_first_error(inner)
+    return schema
 
 
 def _whole(value: Any) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from stand_in_server import DONE, END, STREAM, StandIn, Steps, chunk, num_words, plain, said, talk
 
-from nanoserve.cli.bench.command import main
+from nanoserve.cli.bench import main
 from nanoserve.cli.bench.latency import poisson_arrivals
 from nanoserve.cli.bench.serve import connection
 from nanoserve.cli.bench.serve.connection import Server

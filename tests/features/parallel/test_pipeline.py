@@ -31,9 +31,8 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.cli.trace import summary
 from nanoserve.config import EngineConfig
 from nanoserve.features.parallel.pipeline_stage import share_layers, split_layers
-from nanoserve.features.trace.phases import chrome_trace
+from nanoserve.features.trace.phases import chrome_trace, stage_uses
 from nanoserve.features.trace.reader import read_trace
-from nanoserve.features.trace.stages import stage_uses
 
 LAYERS = {"num_hidden_layers": 3, "vocab_size": 2048}
 MOE = {

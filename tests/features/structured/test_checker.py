@@ -14,7 +14,7 @@ import pytest
 from nanoserve import LLM, SamplingParams, StructuredOutputsParams
 from nanoserve.features.structured import checker
 from nanoserve.features.structured.checker import Checker
-from nanoserve.features.structured.source import Source
+from nanoserve.features.structured.grammar import Source
 
 pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
 

@@ -17,7 +17,7 @@ pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
 from nanoserve.features.structured import extension as structured_extension
 from nanoserve.features.structured.compiler import Compiler
 from nanoserve.features.structured.extension import StructuredOutputs
-from nanoserve.features.structured.source import Source
+from nanoserve.features.structured.grammar import Source
 
 PROMPT = [5, 6, 7]
 EOS = 2

@@ -38,7 +38,7 @@ from grammars import PERSON
 
 from nanoserve.features.structured import extension as structured_extension
 from nanoserve.features.structured.extension import COMPILING, StructuredOutputs
-from nanoserve.features.structured.source import Source
+from nanoserve.features.structured.grammar import Source
 
 VOCAB_SIZE, EOS = 2048, 2
 MAX_MODEL_LEN = 64

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from nanoserve.features.structured.grammar import Source
 from nanoserve.features.structured.limits import (
     MOST_BRACKETS,
     MOST_LEVELS,
@@ -18,7 +19,6 @@ from nanoserve.features.structured.limits import (
     check_bounds,
     check_schema,
 )
-from nanoserve.features.structured.source import Source
 
 Link = Callable[[dict[str, Any]], dict[str, Any]]
 

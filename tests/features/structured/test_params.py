@@ -12,7 +12,7 @@ from fresh_modules import fresh_modules
 from nanoserve import LLM, SamplingParams, StructuredOutputsParams
 from nanoserve.config import EngineConfig
 from nanoserve.features.structured.config import StructuredOutputsConfig
-from nanoserve.features.structured.source import Source
+from nanoserve.features.structured.grammar import Source
 
 SCHEMA: dict[str, Any] = {"type": "object", "properties": {"a": {"type": "null"}}}
 ENGINE = StructuredOutputsConfig()

@@ -8,8 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from nanoserve.kernels.triton import experts as kernels
-from nanoserve.kernels.triton.expert_codes import ExpertCodes
-from nanoserve.kernels.triton.experts import fused_experts, tile_config
+from nanoserve.kernels.triton.experts import ExpertCodes, fused_experts, tile_config
 from nanoserve.models.layers.experts import sum_of_experts
 from nanoserve.models.quantization.gpu_method import expert_codes
 from nanoserve.models.quantization.online import quantize_int4, quantize_int8

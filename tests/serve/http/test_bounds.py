@@ -16,9 +16,9 @@ from pydantic import ValidationError
 
 from nanoserve.serve.http.body_cost import BodyCost
 from nanoserve.serve.http.errors import ApiError
+from nanoserve.serve.http.middleware import SharedAnswer
 from nanoserve.serve.http.protocol import ChatBody, CompletionBody, DetokenizeBody
 from nanoserve.serve.http.run import bind
-from nanoserve.serve.http.shared_answer import SharedAnswer
 
 JSON = {"content-type": "application/json"}
 CHAT = {"messages": [{"role": "user", "content": "What is a KV cache?"}], "max_tokens": 5}

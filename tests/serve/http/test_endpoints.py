@@ -8,7 +8,7 @@ from serving import JSON, ask, served
 pytest.importorskip("fastapi", reason="a server needs pip install 'nanoserve[serve]'")
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.engine.context_length import ContextLengthError
+from nanoserve.engine.text_limit import ContextLengthError
 from nanoserve.serve.http.unsupported_endpoints import missing_endpoint
 
 CHAT = {"messages": [{"role": "user", "content": "What is a KV cache?"}], "max_tokens": 5}

@@ -5,10 +5,10 @@ import re
 from collections.abc import Callable
 
 from nanoserve.features.structured.config import StructuredOutputsConfig
-from nanoserve.features.structured.lark import COMPACT, json_rule
 from nanoserve.features.structured.params import StructuredOutputsParams
 from nanoserve.features.structured.regex import portable
 from nanoserve.features.structured.schema_numbers import spelled
+from nanoserve.features.structured.schemas import COMPACT, json_rule
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.response_format import refusal
 from nanoserve.serve.http.tools.reasoning import CLOSE, OPEN, Thought
