@@ -1,5 +1,6 @@
 """How much there is to read: the reading path of `docs/reading_path.toml`, file by file."""
 
+import ast
 import io
 import sys
 import tokenize
@@ -47,7 +48,7 @@ def as_markdown(name: str) -> str:
 
 
 def readme(heading: str) -> str:
-    """Return what stands under a second-level heading of the README."""
+    """Return the text below a second-level heading of the README."""
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     _, found, rest = text.partition(f"\n## {heading}\n")
     if not found:
@@ -55,9 +56,20 @@ def readme(heading: str) -> str:
     return rest.split("\n## ")[0].strip()
 
 
-def beside_the_path() -> str:
-    """Return the paragraphs of the README on the files that are not on the reading path."""
-    return "Beside " + readme("Read the source").split("\nBeside ")[1]
+def other_files() -> dict[str, list[tuple[str, str]]]:
+    """Return the files that are not on the reading path, by folder, each with its first line.
+
+    Folders and files are relative to `nanoserve/`; the first line is that of the docstring.
+    """
+    listed = {ROOT / stop.file for stop in stops()}
+    folders: dict[str, list[tuple[str, str]]] = {}
+    for path in sorted((ROOT / "nanoserve").rglob("*.py")):
+        docstring = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        if path in listed or path.name.startswith("__") or docstring is None:
+            continue
+        folder = path.parent.relative_to(ROOT / "nanoserve").as_posix()
+        folders.setdefault(folder, []).append((path.name, docstring.split("\n")[0]))
+    return folders
 
 
 def num_tokens(path: Path) -> int:

@@ -25,7 +25,7 @@ import api_tables  # noqa: E402
 import facts  # noqa: E402
 import reading  # noqa: E402
 import reference_tables  # noqa: E402
-from reading import beside_the_path, lines_of_code, readme  # noqa: E402
+from reading import lines_of_code, readme  # noqa: E402
 from tables import table  # noqa: E402
 
 from training.corpus import load_glossary, trained_terms  # noqa: E402
@@ -36,7 +36,7 @@ FRONT = "front_door"
 def names() -> dict[str, Any]:
     """All names that a page may use, but for `trace`, which shows a scenario's recorded run."""
     functions = (
-        *(file, lines, how_many, num_chapters, readme, beside_the_path, evening_lines),
+        *(file, lines, how_many, num_chapters, readme, evening_lines, other_files),
         *(reading_order, map_of_the_rooms, glossary, glossary_in_chinese, how_many_terms),
         *(stops, hours, vllm_options, vllm_parameters, own_options),
     )
@@ -119,6 +119,16 @@ def map_of_the_rooms() -> str:
     ]
     arrows = [f"    {start} --> {end}" for start, end in sorted(doors)]
     return "\n".join(["```mermaid", "flowchart TD", *boxes, *arrows, "```"])
+
+
+def other_files() -> str:
+    """The files that are not on the reading path, folder by folder, with their first lines."""
+    parts = []
+    for folder, files in reading.other_files().items():
+        heading = "nanoserve/" if folder == "." else f"{folder}/"
+        rows = [(f"`{name}`", words.replace("|", "\\|")) for name, words in files]
+        parts += [f"### `{heading}`", table(("file", "what it is"), rows)]
+    return "\n\n".join(parts)
 
 
 def _room(name: str) -> str:
