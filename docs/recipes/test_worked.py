@@ -1,4 +1,4 @@
-"""The recipe's policy does what it says, and keeps what the scheduler promises."""
+"""Tests of the recipes' policy, observer and extension."""
 
 from nanoserve.engine.scheduler import Scheduler
 
@@ -12,7 +12,7 @@ def test_short_prompts_come_first_and_long_ones_come_too() -> None:
     assert sum(steps) < sum(worked.first_tokens(Scheduler))
 
 
-def test_ageing_bounds_how_many_may_pass() -> None:
+def test_ageing_bounds_how_many_requests_may_overtake() -> None:
     class Patient(worked.ShortestPromptFirst):
         aging = 1000
 

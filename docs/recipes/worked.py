@@ -1,4 +1,4 @@
-"""The policy of the recipe, run beside the engine's own."""
+"""Run the policy and the extension of the recipes beside the engine's own behaviour."""
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.config import EngineConfig
@@ -11,10 +11,10 @@ REQUESTS = [(90, 4), (8, 4), (70, 4), (6, 4), (5, 4)]  # tokens of prompt and of
 
 
 class ShortestPromptFirst(Scheduler):
-    """Whoever has the shortest prompt is served first, and preempted last.
+    """Scheduler that serves the shortest prompt first and preempts it last.
 
-    `aging` is what keeps long prompts from starving: it is worth so many tokens to have arrived
-    one request earlier.
+    `aging` keeps long prompts from starving: to arrive one request earlier counts like being
+    this many tokens shorter.
     """
 
     aging = 2
@@ -24,7 +24,7 @@ class ShortestPromptFirst(Scheduler):
 
 
 def first_tokens(policy: type[Scheduler]) -> list[int]:
-    """The step in which each of `REQUESTS` gets its first token: two slots, 32 tokens a step."""
+    """Return the step of the first token of each of `REQUESTS`, 2 slots, 32 tokens a step."""
     config = EngineConfig("none", max_num_seqs=2, max_num_batched_tokens=32)
     scheduler = policy(config, num_kv_blocks=32, max_model_len=128)
     sequences = []
@@ -46,7 +46,7 @@ def first_tokens(policy: type[Scheduler]) -> list[int]:
 
 
 def table() -> str:
-    """Steps to the first token under both policies, and their mean."""
+    """Return a table of the steps to the first token under both policies, and their means."""
     rows = {"first come, first served": Scheduler, "shortest prompt first": ShortestPromptFirst}
     prompts = " | ".join(f"{prompt} tokens" for prompt, _ in REQUESTS)
     lines = [f"| policy | {prompts} | mean |", "|---|" + "---:|" * (len(REQUESTS) + 1)]
@@ -58,7 +58,7 @@ def table() -> str:
 
 
 def tokens_per_step() -> list[int]:
-    """How many tokens each step of a short run has computed, as an observer saw it."""
+    """Return the number of tokens of each step of a short run, as an observer received it."""
     seen: list[int] = []
     with LLM("tiny-qwen3") as llm:
         llm.engine.observers.append(lambda plan, batch, result, times: seen.append(plan.num_tokens))
@@ -67,7 +67,7 @@ def tokens_per_step() -> list[int]:
 
 
 class TenantLimit(Extension):
-    """Gives each tenant at most so many tokens of a step; a long prompt is cut into chunks."""
+    """Limit the tokens of a tenant in one step to `most`; long prompts are cut into chunks."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -79,12 +79,12 @@ class TenantLimit(Extension):
         return min(num_tokens, self.most - self._used(seq, plan))
 
     def _used(self, seq: Sequence, plan: Plan) -> int:
-        """Return how many tokens of a step its tenant, known by the salt, has already."""
+        """Return the tokens of this step that already belong to the same tenant (cache salt)."""
         return sum(row.n for row in plan.rows if row.seq.cache_key == seq.cache_key)
 
 
 def tenant_table(most: int) -> str:
-    """Tokens of each tenant in the first steps of two prompts, one of them long."""
+    """Return a table of the tokens of each tenant, step by step: one long prompt, one short."""
     rows: list[list[int]] = []
 
     def watch(plan: Plan, *step: object) -> None:
