@@ -44,7 +44,7 @@ FIELDS = {
     "logit_bias": "Added to logits, by token id (a text, as keys of JSON are).",
     "response_format": '`{"type": "text"}`, "json_object" (with or without a `schema`), '
     '"json_schema" or "structural_tag".',
-    "structured_outputs": "A grammar as [`StructuredOutputsParams`](../api.md#formats) "
+    "structured_outputs": "A grammar as [`StructuredOutputsParams`](../api.md#structured-output) "
     "has it, as an object.",
     "guided_json": 'vLLM\'s older name of `structured_outputs={"json": ...}`.',
     "guided_regex": "The same, of a regular expression.",
