@@ -14,27 +14,27 @@ from nanoserve.compat.sampling import FOREIGN as FOREIGN_PARAMETERS
 from nanoserve.config import EngineConfig
 from nanoserve.sampling_params import SamplingParams
 
-# Options that vLLM does not have. All others it has, under the same name.
+# Options that vLLM does not have. vLLM has all others, under the same name.
 _OWN_OPTIONS = {
     *("num_kv_blocks", "prefix_cache_seed", "enable_prompt_tokens_details", "trace", "device"),
     *("num_threads", "priority_aging", "quantization_group_size", "capture_sampling"),
     "capture_mixed_steps",
     *("distributed_timeout_seconds", "worker_timeout_seconds", "quantization_activations"),
 }
-# Those that are dictionaries, whatever their annotation says.
+# Options that take a dictionary, whatever their annotation says.
 DICTIONARIES = ("speculative_config", "structured_outputs_config", "kv_events_config")
-# What may ask for nothing.
+# Values that may have no effect.
 _TEXTS = (
     *("auto", "generate", "none", "hf", "mp", "uni", "lazy", "cpu", "vllm", "linear", "native"),
     *("info", "balanced"),
 )
 _NEUTRAL = (False, True, 0, 1, *_TEXTS, "raw_logprobs")
-# Fields of vLLM's SamplingParams that are ours under the same name, but for these.
+# Fields of nanoserve's SamplingParams that vLLM's does not have.
 _OURS_ALONE = {"logits_processors", "num_speculative_tokens"}
 
 
 def sampling_parameters() -> list[tuple[str, str, str]]:
-    """(name, default, meaning) of each field of `SamplingParams`, in the order of its docstring."""
+    """Return (name, default, meaning) of each field of `SamplingParams`, in docstring order."""
     described = descriptions(SamplingParams.__doc__ or "")
     defaults = {field.name: field.default for field in fields(SamplingParams)}
     names = sorted(defaults, key=lambda name: [*described, name].index(name))
@@ -45,50 +45,50 @@ def sampling_parameters() -> list[tuple[str, str, str]]:
 
 
 def vllm_options() -> list[tuple[str, str, str]]:
-    """(name, what becomes of it, what to do instead) of each option of vLLM's `EngineArgs`."""
+    """Return (name, how it is handled, alternative) of each option of vLLM's `EngineArgs`."""
     ours = [field.name for field in fields(EngineConfig)]
     rows = [(name, "have", _spellings(name)) for name in ours if name not in _OWN_OPTIONS]
     rows += [(name, f"have, as `{own}`", "") for name, own in RENAMED.items()]
     for name, (accepts, instead) in FOREIGN.items():
         what = what_is_accepted(accepts)
         rows.append((name, what, instead))
-    return [(f"`{name}`", what, told) for name, what, told in sorted(rows)]
+    return [(f"`{name}`", what, text) for name, what, text in sorted(rows)]
 
 
 def own_options() -> list[str]:
-    """Options that vLLM does not have."""
+    """Return the options that vLLM does not have."""
     return [field.name for field in fields(EngineConfig) if field.name in _OWN_OPTIONS]
 
 
 def vllm_parameters() -> list[tuple[str, str, str]]:
-    """The same of the fields of vLLM's `SamplingParams`, today's and those of before."""
+    """Return the same for the fields of vLLM's `SamplingParams`, current and former ones."""
     names = [field.name for field in fields(SamplingParams)]
     rows = [(name, "have", "") for name in names if name not in _OURS_ALONE]
     for name in OF_VLLM:
-        instead, asks_nothing = FOREIGN_PARAMETERS[name]
-        values = ", ".join(f"`{value!r}`" for value in (None, *asks_nothing))
-        rows.append((name, f"refused, but for {values}", instead))
-    return [(f"`{name}`", what, told) for name, what, told in sorted(rows)]
+        instead, neutral = FOREIGN_PARAMETERS[name]
+        values = ", ".join(f"`{value!r}`" for value in (None, *neutral))
+        rows.append((name, f"rejected, except {values}", instead))
+    return [(f"`{name}`", what, text) for name, what, text in sorted(rows)]
 
 
 def what_is_accepted(accepts: Callable[[Any], bool]) -> str:
     if accepts(object()):
-        return "accepted, and changes nothing"
+        return "accepted without effect"
     if accepts(1.5):
-        return "a number is accepted, and changes nothing"
+        return "a number is accepted without effect"
     if accepts({}) and accepts(""):
-        return "refused, unless it is empty"
-    told = ", ".join(f"`{value!r}`" for value in _NEUTRAL if accepts(value))
-    return f"refused, but for {told}"
+        return "rejected, unless it is empty"
+    text = ", ".join(f"`{value!r}`" for value in _NEUTRAL if accepts(value))
+    return f"rejected, except {text}"
 
 
 def _spellings(name: str) -> str:
-    told = [f"`{theirs!r}` is `{ours!r}`" for theirs, ours in SPELLINGS.get(name, {}).items()]
-    return ", ".join(told)
+    text = [f"`{theirs!r}` is `{ours!r}`" for theirs, ours in SPELLINGS.get(name, {}).items()]
+    return ", ".join(text)
 
 
 def comments_of(config: type) -> dict[str, str]:
-    """By field, the comment beside it, or the ones right above."""
+    """Return, by field, the comment beside it or directly above it."""
     lines = Path(inspect.getfile(config)).read_text("utf-8").splitlines()
     (body,) = (
         node.body
@@ -108,7 +108,7 @@ def comments_of(config: type) -> dict[str, str]:
 
 
 def descriptions(docstring: str) -> dict[str, str]:
-    """Of entries such as "top_p: only the ...", with further lines indented."""
+    """Return name and text of docstring entries like "top_p: only the ...", continued by indent."""
     found: dict[str, str] = {}
     names: list[str] = []
     for line in docstring.split("Order of operations")[0].splitlines():

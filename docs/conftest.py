@@ -1,8 +1,9 @@
-"""Runs the tests of exercises: on the files of the reader, or with `--solutions` on ours."""
+"""Run the tests of exercises on the reader's files, or with `--solutions` on the solutions."""
 
 import os
 
-# The exercises' models are tiny: more threads than one wait for each other. Before torch is loaded.
+# The exercises' models are tiny, so several threads would slow each other down. Set this before
+# torch is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import sys
@@ -19,7 +20,7 @@ DOCS = Path(__file__).parent
 
 
 class SolutionFinder(MetaPathFinder):
-    """Finds `solution.py` where a test asks for the file beside it that the reader completes."""
+    """Import hook that finds `solution.py` in place of the file that the reader completes."""
 
     @staticmethod
     def find_spec(
@@ -35,7 +36,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--solutions",
         action="store_true",
-        help="test each solution.py in place of what the reader completes",
+        help="test each solution.py in place of the file that the reader completes",
     )
 
 
@@ -46,6 +47,6 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int | None:
-    """One process for the course alone: to start a second takes longer than an exercise's test."""
-    asked = [config.invocation_params.dir / argument for argument in config.args]
-    return 0 if all(path.is_relative_to(DOCS) for path in asked) else None
+    """Use one process for the course alone: starting a second takes longer than a test."""
+    requested = [config.invocation_params.dir / argument for argument in config.args]
+    return 0 if all(path.is_relative_to(DOCS) for path in requested) else None

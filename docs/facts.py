@@ -1,6 +1,6 @@
-"""What pages and tests say about the source and the course is read from them, here.
+"""Facts about the source and the course, for pages and tests.
 
-The chapters with what they quote, the modules in their folders, and where a symbol is defined.
+Chapters and their quotations, the modules in their folders, and the file that defines a symbol.
 """
 
 import ast
@@ -25,7 +25,7 @@ FENCE = re.compile(r"^ *(`{3,})([^\n]*)\n(.*?)^ *\1 *$", re.M | re.S)
 
 @dataclass(frozen=True)
 class Chapter:
-    """A numbered folder of `docs/`: its text is `index.md`."""
+    """A chapter: a numbered folder of `docs/` whose text is `index.md`."""
 
     folder: Path
 
@@ -35,12 +35,12 @@ class Chapter:
 
     @cached_property
     def written(self) -> str:
-        """The text without what was recorded in lines of its own, such as source."""
+        """Return the text without recorded blocks, such as quoted source."""
         return without_regions(self.text)
 
     @property
     def page(self) -> str:
-        """Where its text lies, seen from `docs/`: `03-kv-cache/index.md`."""
+        """Return the path of the text relative to `docs/`: `03-kv-cache/index.md`."""
         return f"{self.folder.name}/index.md"
 
     @property
@@ -55,34 +55,36 @@ class Chapter:
 
     @property
     def promise(self) -> str:
-        """The first sentence: what one will be able to explain."""
+        """Return the first sentence: what a reader will be able to explain."""
         (paragraph,) = re.findall(r"\A.*?^# .+?\n\n(.+?)\n\n", self.written, re.M | re.S)
-        # A link would lead from where the chapter lies, not from where this is shown.
+        # A relative link would be wrong on another page.
         return re.sub(r"\[([^\]]+)\]\([^)]+\)", r"\1", first_sentence(paragraph))
 
     @property
     def outline(self) -> str:
-        """Its title, promise and headings: what a summary in another language tells."""
+        """Return title, promise and headings, the source of a summary in another language."""
         headings = re.findall(r"^##+ .+$", without_fences(self.written), re.M)
         return "\n".join([self.title, self.promise, *headings])
 
     @property
     def quotes(self) -> list[str]:
-        """The symbols whose source it shows."""
+        """Return the symbols whose source the chapter quotes."""
         return [region.symbol for region in regions(self.text) if region.symbol]
 
     @property
     def exercise(self) -> str:
-        """What its exercise asks for."""
+        """Return the task of the exercise."""
         stub = (self.folder / "exercise.py").relative_to(ROOT).as_posix()
         return summary(stub).removeprefix("Exercise: ").rstrip(".")
 
     @property
     def minutes(self) -> int:
-        """To read it slowly, to the next five; the exercise takes its own time."""
+        """Return the minutes of slow reading, rounded up to five, without the exercise."""
         words = len(without_fences(self.written).split())
         quotes = [region.said for region in regions(self.text) if region.symbol]
-        pieces = sum("from:" in said for said in quotes)  # of a function that is explained beside
+        pieces = sum(
+            "from:" in said for said in quotes
+        )  # parts of a function, explained in the text
         whole = len(quotes) - pieces
         minutes = words / WORDS_PER_MINUTE + MINUTES_PER_QUOTE * whole + pieces
         return 5 * math.ceil(minutes / 5)
@@ -93,7 +95,7 @@ def without_fences(text: str) -> str:
 
 
 def chapters() -> list[Chapter]:
-    """Those with parts and an exercise; chapter 0 is a page to begin with."""
+    """Return the chapters with parts and an exercise, which excludes chapter 0."""
     return [
         Chapter(path.parent)
         for path in sorted(DOCS.glob("[0-9]*/index.md"))
@@ -102,19 +104,19 @@ def chapters() -> list[Chapter]:
 
 
 def short_name(folder: Path) -> str:
-    """What pages call a folder's module: `preemption` for `07-preemption`."""
+    """Return the name of a folder's module on pages: `preemption` for `07-preemption`."""
     return re.sub(r"^\d+-", "", folder.name).replace("-", "_")
 
 
 def digest(text: str) -> str:
-    """Of a text's words: eight digits that change when one of them does."""
+    """Return eight hexadecimal digits of a hash of the text's words."""
     return sha256(" ".join(text.split()).encode()).hexdigest()[:8]
 
 
 def load(path: Path) -> ModuleType:
-    """A module of a folder such as `07-preemption`, which no import statement could name.
+    """Load a module of a folder such as `07-preemption`, which no import statement can name.
 
-    It is loaded anew each time: `mkdocs serve` asks again after every change.
+    It is loaded again each time, because `mkdocs serve` needs it after every change.
     """
     spec = spec_from_file_location(f"{short_name(path.parent)}_{path.stem}", path)
     module = module_from_spec(spec)
@@ -123,7 +125,7 @@ def load(path: Path) -> ModuleType:
 
 
 def functions_of(path: Path) -> list[str]:
-    """The public functions of a module."""
+    """Return the names of the public functions of a module."""
     return [
         node.name
         for node in ast.parse(path.read_text(encoding="utf-8")).body
@@ -132,18 +134,18 @@ def functions_of(path: Path) -> list[str]:
 
 
 def summary(name: str) -> str:
-    """The first sentence of a module's docstring."""
+    """Return the first sentence of a module's docstring."""
     docstring = ast.get_docstring(ast.parse((ROOT / name).read_text(encoding="utf-8"))) or ""
     return first_sentence(docstring.split("\n\n")[0])
 
 
 def first_sentence(paragraph: str) -> str:
-    """On one line. "et al." ends none."""
+    """Return the first sentence, on one line; "et al." does not end a sentence."""
     return re.split(r"(?<=[.!?])(?<! al\.)\s", " ".join(paragraph.split()))[0]
 
 
 def file_of(symbol: str) -> str | None:
-    """The file in which a dotted name is defined: its longest beginning that is a module."""
+    """Return the file that defines a dotted name: its longest prefix that is a module."""
     parts = symbol.split(".")
     for length in range(len(parts), 0, -1):
         module = ROOT.joinpath(*parts[:length])
@@ -154,12 +156,12 @@ def file_of(symbol: str) -> str | None:
 
 
 def module_of(symbol: str) -> str:
-    """The longest beginning of a dotted name that is a module."""
+    """Return the longest prefix of a dotted name that is a module."""
     return file_of(symbol).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def imports(name: str) -> Iterator[str]:
-    """The files of nanoserve that a file imports when it is loaded."""
+    """Yield the files of nanoserve that a file imports when it is loaded."""
     for node in ast.parse((ROOT / name).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("nanoserve."):
             yield file_of(node.module)

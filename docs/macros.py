@@ -1,7 +1,7 @@
-"""What the Markdown of the course may say between double braces.
+"""Functions that the Markdown of the course may call between double braces.
 
-So that no page can say what is no longer so, numbers and lists come from the worked examples
-(`worked.py`), the source, the README and the glossary. `record.py` computes them, and tests do.
+Numbers and lists are computed from the worked examples (`worked.py`), the source, the README and
+the glossary, so that no page goes out of date: `record.py` writes them, and tests compare them.
 """
 
 import os
@@ -13,7 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-# The bundled model is tiny: more threads than one wait for each other. Set before torch is loaded.
+# The bundled model is tiny, so several threads would slow each other down. Set this before torch
+# is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 DOCS = Path(__file__).parent
@@ -30,14 +31,14 @@ from tables import table  # noqa: E402
 
 from training.corpus import load_glossary, trained_terms  # noqa: E402
 
-FRONT = "front_door"
+FRONT = "entry"
 
 
 def names() -> dict[str, Any]:
-    """All names that a page may use, but for `trace`, which shows a scenario's recorded run."""
+    """Return all names that a page may use, except `trace`, which shows a recorded run."""
     functions = (
         *(file, lines, how_many, num_chapters, readme, evening_lines, other_files),
-        *(reading_order, map_of_the_rooms, glossary, glossary_in_chinese, how_many_terms),
+        *(reading_order, package_map, glossary, glossary_in_chinese, how_many_terms),
         *(stops, hours, vllm_options, vllm_parameters, own_options),
     )
     modules = {"worked": worked(), "reference": reference_tables}
@@ -45,9 +46,9 @@ def names() -> dict[str, Any]:
 
 
 def worked() -> SimpleNamespace:
-    """The folders' worked examples: `worked.preemption` is `07-preemption/worked.py`.
+    """Load the folders' worked examples: `worked.preemption` is `07-preemption/worked.py`.
 
-    Raises `ValueError` if two folders have one name behind their numbers.
+    Raises `ValueError` if two folders have the same name after their numbers.
     """
     found: dict[str, Path] = {}
     for file in sorted(DOCS.glob("*/worked.py")):
@@ -59,7 +60,7 @@ def worked() -> SimpleNamespace:
 
 
 def file(name: str, language: str = "") -> str:
-    """A file of the repository, as it is."""
+    """Return a file of the repository as a code block."""
     text = (facts.ROOT / name).read_text(encoding="utf-8").rstrip()
     return f"```{language}\n{text}\n```"
 
@@ -69,12 +70,12 @@ def num_chapters() -> int:
 
 
 def how_many(*patterns: str) -> int:
-    """Files that match: `how_many("docs/museum/*.patch")`."""
+    """Return the number of files that match: `how_many("docs/museum/*.patch")`."""
     return sum(1 for pattern in patterns for _ in facts.ROOT.glob(pattern))
 
 
 def lines(*patterns: str) -> int:
-    """Lines of code of the Python files that match: `lines("nanoserve/engine/*.py")`."""
+    """Return the lines of code of matching Python files: `lines("nanoserve/engine/*.py")`."""
     files = [path for pattern in patterns for path in facts.ROOT.glob(pattern)]
     if not files:
         raise ValueError(f"no files match {patterns}")
@@ -82,12 +83,12 @@ def lines(*patterns: str) -> int:
 
 
 def evening_lines() -> int:
-    """Lines of code of the whole reading path."""
+    """Return the lines of code of the whole reading path."""
     return lines(*(stop.file for stop in reading.stops()))
 
 
 def reading_order() -> str:
-    """The reading path as a table: each file, what it answers, its length, who explains it."""
+    """Return the reading path as a table: file, contents, length, chapters that quote it."""
     quoted_in = defaultdict(list)
     for chapter in facts.chapters():
         for name in dict.fromkeys(map(facts.file_of, chapter.quotes)):
@@ -98,31 +99,31 @@ def reading_order() -> str:
         quoted = ", ".join(quoted_in[stop.file])
         rows.append((number, f"`{stop.file}`", stop.words, length, quoted))
     rows.append(("", "together", "", f"{evening_lines():,}", ""))
-    return table(("", "file", "what it answers", "lines of code", "quoted in chapter"), rows)
+    return table(("", "file", "contents", "lines of code", "quoted in chapter"), rows)
 
 
-def map_of_the_rooms() -> str:
-    """The rooms of the reading path and who calls whom, as the text of a Mermaid figure."""
+def package_map() -> str:
+    """Return the packages of the reading path and their imports as a Mermaid figure."""
     files = [stop.file for stop in reading.stops()]
-    rooms: dict[str, list[str]] = defaultdict(list)
+    packages: dict[str, list[str]] = defaultdict(list)
     for name in files:
-        rooms[_room(name)].append(Path(name).name)
-    doors = {
-        (_room(name), _room(imported))
+        packages[_package(name)].append(Path(name).name)
+    imports = {
+        (_package(name), _package(imported))
         for name in files
         for imported in facts.imports(name)
-        if _room(imported) in rooms.keys() - {FRONT, _room(name)}
+        if _package(imported) in packages.keys() - {FRONT, _package(name)}
     }
     boxes = [
-        f'    {room}["<b>{room.replace("_", " ")}</b><br>{"<br>".join(inside)}"]'
-        for room, inside in rooms.items()
+        f'    {package}["<b>{package.replace("_", " ")}</b><br>{"<br>".join(inside)}"]'
+        for package, inside in packages.items()
     ]
-    arrows = [f"    {start} --> {end}" for start, end in sorted(doors)]
+    arrows = [f"    {start} --> {end}" for start, end in sorted(imports)]
     return "\n".join(["```mermaid", "flowchart TD", *boxes, *arrows, "```"])
 
 
 def other_files() -> str:
-    """The files that are not on the reading path, folder by folder, with their first lines."""
+    """Return the files that are not on the reading path, by folder, with their first lines."""
     parts = []
     for folder, files in reading.other_files().items():
         heading = "nanoserve/" if folder == "." else f"{folder}/"
@@ -131,13 +132,13 @@ def other_files() -> str:
     return "\n\n".join(parts)
 
 
-def _room(name: str) -> str:
+def _package(name: str) -> str:
     parent = Path(name).parent.name
     return FRONT if parent == "nanoserve" else parent
 
 
 def stops(*numbers: int) -> str:
-    """A learning path as a list: chapters, what they promise, how long they take, exercises."""
+    """Return a learning path as a list: chapters, promises, reading times, exercises."""
     by_number = {chapter.number: chapter for chapter in facts.chapters()}
     items = []
     for number in numbers:
@@ -151,7 +152,7 @@ def stops(*numbers: int) -> str:
 
 
 def hours(*numbers: int) -> str:
-    """How long the chapters of a path take together."""
+    """Return the reading time of the chapters of a path, in hours."""
     minutes = sum(chapter.minutes for chapter in facts.chapters() if chapter.number in numbers)
     return f"{round(minutes / 60)} hours"
 
@@ -161,7 +162,7 @@ def how_many_terms() -> int:
 
 
 def glossary() -> str:
-    """All terms of the model's glossary, each under an anchor of its own."""
+    """Return all terms of the model's glossary, each under its own anchor."""
     known = {term.term for term in trained_terms()}
     parts, letter = [], ""
     for term in sorted(load_glossary(), key=lambda term: term.term.lower()):
@@ -178,26 +179,26 @@ def glossary() -> str:
 
 
 def glossary_in_chinese() -> str:
-    """The same terms with their Chinese names and definitions."""
+    """Return the same terms with their Chinese names and definitions."""
     terms = sorted(load_glossary(), key=lambda term: term.term.lower())
     return "\n\n".join(f"### {term.zh_term}（{term.term}）\n\n{term.zh}" for term in terms)
 
 
 def vllm_options() -> str:
-    """vLLM's options, and what becomes of each."""
-    return table(("option of vLLM's", "here", "instead"), api_tables.vllm_options())
+    """Return a table of vLLM's options and how each is handled."""
+    return table(("option of vLLM", "here", "instead"), api_tables.vllm_options())
 
 
 def vllm_parameters() -> str:
-    """vLLM's sampling parameters, and what becomes of each."""
-    return table(("parameter of vLLM's", "here", "instead"), api_tables.vllm_parameters())
+    """Return a table of vLLM's sampling parameters and how each is handled."""
+    return table(("parameter of vLLM", "here", "instead"), api_tables.vllm_parameters())
 
 
 def own_options() -> str:
-    """Those that vLLM does not have."""
+    """Return the options that vLLM does not have."""
     return ", ".join(f"`{name}`" for name in api_tables.own_options())
 
 
 def slug(term: str) -> str:
-    """The anchor of a term: lower case, spaces as hyphens, other punctuation gone."""
+    """Return the anchor of a term: lower case, hyphens for spaces, no other punctuation."""
     return re.sub(r"[\s-]+", "-", re.sub(r"[^\w\s-]", "", term.lower())).strip("-")

@@ -1,4 +1,4 @@
-"""The source that a page shows: read from its file, never copied by hand."""
+"""Quotations of source on pages, read from the files and never copied by hand."""
 
 import ast
 import posixpath
@@ -12,11 +12,11 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
 def quote(said: str, page: str) -> str:
-    """Markdown for `::: symbol` with mkdocstrings' options, as a plain view of the page shows it.
+    """Return Markdown for `::: symbol` with mkdocstrings' options, as plain pages show it.
 
-    page: where it lies, seen from the repository. A quotation is a link to the file and the code;
+    page: its path relative to the repository. A quotation is a link to the file and the code;
     with `show_source: false`, as on the page of the API, signature and docstring; with `from:` and
-    `to:`, the piece between two lines, which are named by how they begin.
+    `to:`, the part between two lines, which are identified by their beginnings.
     """
     symbol, options = symbol_and_options(said)
     file = facts.file_of(symbol)
@@ -34,7 +34,7 @@ def quote(said: str, page: str) -> str:
 
 
 def is_piece(options: dict[str, Any]) -> bool:
-    """Whether a quotation is a part of a function, which mkdocstrings cannot show."""
+    """Return True if a quotation is a part of a function, which mkdocstrings cannot show."""
     return "from" in options or "to" in options
 
 
@@ -50,7 +50,7 @@ def name_in_file(symbol: str) -> str:
 
 
 def find(symbol: str) -> tuple[ast.stmt, list[str]]:
-    """The statement that defines a symbol, and the lines of its file."""
+    """Return the statement that defines a symbol, and the lines of its file."""
     text = (facts.ROOT / facts.file_of(symbol)).read_text(encoding="utf-8")
     body = ast.parse(text).body
     for part in name_in_file(symbol).split("."):
@@ -80,7 +80,7 @@ def _source(symbol: str, options: dict[str, Any]) -> str:
 
 
 def _piece(symbol: str, options: dict[str, Any]) -> str:
-    """From one line to another; of a simple statement that begins in the last, all lines."""
+    """Return the lines from one to another, with all of a statement that begins in the last."""
     node, lines = find(symbol)
     for name in ("from", "to"):
         if not isinstance(options.get(name), str):
@@ -97,7 +97,7 @@ def _piece(symbol: str, options: dict[str, Any]) -> str:
 
 
 def _line(symbol: str, beginning: str, node: ast.stmt, lines: list[str]) -> int:
-    """The number of the one line of a definition that begins so."""
+    """Return the number of the only line of a definition that begins in this way."""
     numbers = range(node.lineno, node.end_lineno + 1)
     found = [number for number in numbers if lines[number - 1].strip().startswith(beginning)]
     if len(found) != 1:
@@ -119,7 +119,7 @@ def _text(node: ast.stmt, lines: list[str]) -> str:
 
 
 def _head(node: ast.stmt, lines: list[str]) -> str:
-    """A definition up to the end of its docstring."""
+    """Return a definition up to the end of its docstring."""
     first, *_ = node.body
     has_docstring = ast.get_docstring(node) is not None
     last = first.end_lineno if has_docstring else first.lineno - 1
@@ -127,5 +127,5 @@ def _head(node: ast.stmt, lines: list[str]) -> str:
 
 
 def _first_line(node: ast.stmt) -> int:
-    """Its number, decorators included."""
+    """Return the number of the first line, decorators included."""
     return min([node.lineno, *(each.lineno for each in getattr(node, "decorator_list", []))])

@@ -1,9 +1,9 @@
-"""Computes everything that pages say of the engine, and leaves it in them.
+"""Compute all values, tables, figures and quotations of the pages, and write them there.
 
 `python docs/record.py` runs the worked examples, draws the figures and quotes the source anew; with
 names of chapters (`python docs/record.py 07-preemption`) only theirs. `--runs` also records the
-runs of the bundled model again. `--check` changes nothing and says which files are out of date, as
-`tests/course/test_recorded.py` does.
+runs of the bundled model again. `--check` writes nothing and lists the files that are out of date,
+as `tests/course/test_recorded.py` does.
 """
 
 import argparse
@@ -30,33 +30,37 @@ from regions import Region, with_values  # noqa: E402
 from run_picture import run_picture  # noqa: E402
 from trace_pages import run_file, scenarios  # noqa: E402
 
-# Of a run: what no two runs have in common, and what a 16-bit model says on another processor.
+# Keys of a run that differ between runs, or between processors with a 16-bit model.
 _NOT_DECIDED = ("started", "time", "times", "stages", "closed", "token", "text")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("folders", nargs="*", help="of chapters; all pages if none is named")
-    parser.add_argument("--runs", action="store_true", help="record the model's runs again, too")
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if it would")
-    asked = parser.parse_args()
-    if asked.runs:
+    parser.add_argument(
+        "folders", nargs="*", help="folders of chapters; all pages if none is given"
+    )
+    parser.add_argument("--runs", action="store_true", help="also record the model's runs again")
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail if a file is out of date"
+    )
+    args = parser.parse_args()
+    if args.runs:
         for name, path in scenarios().items():
-            if not asked.folders or path.parent.name in asked.folders:
+            if not args.folders or path.parent.name in args.folders:
                 run_file(name).write_text(run_again(name), encoding="utf-8")
     stale = []
-    for path, text in recorded_files(asked.folders):
+    for path, text in recorded_files(args.folders):
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
             stale.append(path.relative_to(facts.ROOT).as_posix())
-            if not asked.check:
+            if not args.check:
                 path.write_text(text, encoding="utf-8")
     print(*stale, sep="\n")
-    if asked.check and stale:
+    if args.check and stale:
         sys.exit("out of date: run `python docs/record.py`")
 
 
 def recorded_files(folders: list[str] | None = None) -> Iterator[tuple[Path, str]]:
-    """Each file that is computed, and what it should say: figures first, then pages."""
+    """Yield each computed file with its expected text: figures first, then pages."""
 
     def is_asked(path: Path) -> bool:
         return not folders or bool({*path.relative_to(DOCS).parts} & {*folders})
@@ -71,7 +75,7 @@ def recorded_files(folders: list[str] | None = None) -> Iterator[tuple[Path, str
 
 
 def figures(path: Path) -> Iterator[tuple[Path, str]]:
-    """A `figures.py` has a function without arguments for each picture beside it."""
+    """Yield the figures of a `figures.py`: one function without arguments for each picture."""
     module = facts.load(path)
     for name in facts.functions_of(path):
         draw = getattr(module, name)
@@ -80,7 +84,7 @@ def figures(path: Path) -> Iterator[tuple[Path, str]]:
 
 
 def recorded(page: Path) -> str:
-    """A page with all its values computed, and its number in front of its title."""
+    """Return a page with all its values computed, and its number before its title."""
     try:
         text = with_values(page.read_text(encoding="utf-8"), lambda region: value(region, page))
     except Exception as error:
@@ -91,14 +95,14 @@ def recorded(page: Path) -> str:
 
 
 def value(region: Region, page: Path) -> str:
-    """What stands on the page for an expression or a quotation of source."""
+    """Return the recorded text of an expression or of a quotation of source."""
     if region.expression is None:
         return quote(region.said, page.relative_to(facts.ROOT).as_posix())
     return _template(region.said).render(_names())
 
 
 def run_again(name: str) -> str:
-    """The lines of a scenario's run."""
+    """Return the lines of a scenario's run."""
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "run.jsonl"
         getattr(facts.load(scenarios()[name]), name)(run)
@@ -106,7 +110,7 @@ def run_again(name: str) -> str:
 
 
 def decisions(run: str) -> list[Any]:
-    """A run's lines without readings of clocks and without words: equal for equal decisions."""
+    """Return a run's lines without times and texts: equal for equal decisions."""
 
     def decided(found: Any) -> Any:
         if isinstance(found, dict):

@@ -1,4 +1,4 @@
-"""Tables of `docs/reference/`, made of the code that decides.
+"""Tables of `docs/reference/`, computed from the code.
 
 `macros` exposes this module as `reference`: `{{ reference.endpoints() }}` on a page.
 """
@@ -30,7 +30,7 @@ _INT32_MAX, _UINT64_MAX = 2**31 - 1, 2**64 - 1
 
 
 def same_names(what: str, said: Iterable[str], there: Iterable[str]) -> None:
-    """Raise `ValueError` if the words of a page and the code have different names."""
+    """Raise `ValueError` if reference_words and the code have different names."""
     if missing := {*there} ^ {*said}:
         raise ValueError(f"{what}: in the code or in reference_words alone: {sorted(missing)}")
 
@@ -39,7 +39,7 @@ def same_names(what: str, said: Iterable[str], there: Iterable[str]) -> None:
 
 
 def option_groups() -> list[list[str]]:
-    """The options in the order of `EngineConfig`, a group for each of its paragraphs."""
+    """Return the options in the order of `EngineConfig`, one group for each paragraph."""
     source = inspect.getsource(EngineConfig).partition('"""')[2].partition('"""')[2]
     names = [field.name for field in fields(EngineConfig)]
     body = source.partition("    def ")[0].strip("\n")
@@ -49,7 +49,7 @@ def option_groups() -> list[list[str]]:
 
 
 def engine_options(first: str) -> str:
-    """The group of options that begins with `first`."""
+    """Return a table of the group of options that begins with `first`."""
     (group,) = (group for group in option_groups() if group[0] == first)
     meanings = option_meanings()
     rows = [
@@ -67,21 +67,21 @@ def engine_options(first: str) -> str:
 
 
 def option_rows() -> dict[str, tuple[str, str]]:
-    """Default and meaning by option, for tables of some of them."""
-    return {name: (_default(EngineConfig, name), told) for name, told in option_meanings().items()}
+    """Return default and meaning by option, for tables of some options."""
+    return {name: (_default(EngineConfig, name), text) for name, text in option_meanings().items()}
 
 
 @cache
 def option_meanings() -> dict[str, str]:
-    """What each option does: `reference_words`, else the comment in `EngineConfig`."""
+    """Return each option's meaning: from `reference_words`, or its comment in `EngineConfig`."""
     comments = api_tables.comments_of(EngineConfig)
     if unknown := words.OPTIONS.keys() - comments.keys():
         raise ValueError(f"reference_words.OPTIONS: no such options: {sorted(unknown)}")
-    return {name: _sentence(words.OPTIONS.get(name) or told) for name, told in comments.items()}
+    return {name: _sentence(words.OPTIONS.get(name) or text) for name, text in comments.items()}
 
 
 def vllm_spellings() -> str:
-    """Values that vLLM calls otherwise."""
+    """Return a table of values that have other names in vLLM."""
     rows = [
         (f"`{name}`", ", ".join(f"`{theirs!r}`" for theirs in group), f"`{ours!r}`")
         for name, spellings in options.SPELLINGS.items()
@@ -91,7 +91,7 @@ def vllm_spellings() -> str:
 
 
 def config_fields(name: str) -> str:
-    """The fields of a dictionary among the options: `config_fields("speculative_config")`."""
+    """Return a table of the fields of a dictionary option, such as "speculative_config"."""
     kind = _config_class(name)
     described = api_tables.descriptions(kind.__doc__ or "")
     rows = [
@@ -125,8 +125,8 @@ def _type_of_option(name: str) -> str:
     if name in ("quantization", "attention_backend"):
         choices = engine_config._registered_choices(name)
     if choices is not None:
-        told = [f'`"{one}"`' if isinstance(one, str) else f"`{one}`" for one in choices]
-        return f"{', '.join(told[:-1])} or {told[-1]}"
+        text = [f'`"{one}"`' if isinstance(one, str) else f"`{one}`" for one in choices]
+        return f"{', '.join(text[:-1])} or {text[-1]}"
     if name in api_tables.DICTIONARIES:
         return "`dict`"
     smallest = engine_config._SMALLEST.get(name)
@@ -149,11 +149,11 @@ def _flag(name: str) -> str:
 
 def _name_in_vllm(name: str) -> str:
     others = [theirs for theirs, ours in options.RENAMED.items() if ours == name]
-    told = [f"`{other}`" for other in others if other not in _OF_NANO_VLLM]
+    text = [f"`{other}`" for other in others if other not in _OF_NANO_VLLM]
     if name not in api_tables.own_options():
-        told.insert(0, "the same")
-    told += [f"`{other}` (nano-vllm)" for other in others if other in _OF_NANO_VLLM]
-    return ", ".join(told) or "not there"
+        text.insert(0, "the same")
+    text += [f"`{other}` (nano-vllm)" for other in others if other in _OF_NANO_VLLM]
+    return ", ".join(text) or "none"
 
 
 # Sampling parameters.
@@ -171,7 +171,7 @@ _CHECKS = {
 
 
 def sampling_parameters() -> str:
-    """The fields of `SamplingParams`: type, default, range and meaning."""
+    """Return a table of `SamplingParams`: type, default, range and meaning of each field."""
     rows = [
         (name, _type_of_parameter(name), default, _range(name), _sentence(meaning))
         for name, default, meaning in api_tables.sampling_parameters()
@@ -180,7 +180,7 @@ def sampling_parameters() -> str:
 
 
 def parameter_uses() -> str:
-    """Where each parameter acts, and where else it can be given."""
+    """Return a table of each parameter's sampler stage and of other places to give it."""
     rows = []
     for name, parameter in PARAMETERS.items():
         rows.append(
@@ -220,18 +220,18 @@ def _range(name: str) -> str:
 
 
 def endpoints() -> str:
-    """Each route of the server, with its methods."""
+    """Return a table of the server's routes and their methods."""
     rows = []
     for path, methods in routes().items():
-        told = words.ENDPOINTS[path]
+        text = words.ENDPOINTS[path]
         shown = path.replace(":path", "")
-        rows.append((f"`{shown}`", ", ".join(methods), "no" if _is_open(path) else "yes", told))
+        rows.append((f"`{shown}`", ", ".join(methods), "no" if _is_open(path) else "yes", text))
     return table(("path", "methods", "API key", "what it answers"), rows)
 
 
 @cache
 def routes() -> dict[str, list[str]]:
-    """Methods by path, of the server's own application."""
+    """Return the methods by path of the server's application."""
     from fastapi import FastAPI
 
     from nanoserve.serve.http.app import ApiServer
@@ -255,33 +255,33 @@ def _is_open(path: str) -> bool:
 
 
 def request_fields() -> str:
-    """The fields that are accepted and are no sampling parameters of the same name."""
-    kinds, doors = _fields_of_bodies()
+    """Return a table of accepted fields that are not sampling parameters of the same name."""
+    kinds, readers = _fields_of_bodies()
     same = {name for name, parameter in PARAMETERS.items() if parameter.is_http}
     same_names("fields of requests", words.FIELDS, kinds.keys() - same)
     rows = [
-        (f"`{name}`", kinds[name], ", ".join(doors[name]), _safe(told))
-        for name, told in words.FIELDS.items()
+        (f"`{name}`", kinds[name], ", ".join(readers[name]), _safe(text))
+        for name, text in words.FIELDS.items()
     ]
     return table(("field", "type", "endpoints", "what it does"), rows)
 
 
 def sampling_fields() -> str:
-    """The fields of completions and of chat that are sampling parameters of the same name."""
+    """Return the fields of completions and chat that are sampling parameters of that name."""
     kinds, _ = _fields_of_bodies()
     return ", ".join(
         f"`{name}`" for name in kinds if name in PARAMETERS and PARAMETERS[name].is_http
     )
 
 
-# /tokenize accepts whatever a conversation has, and reads what a prompt is made of.
+# /tokenize accepts all fields of a conversation, and reads those that determine the prompt.
 _UNREAD_BY_TOKENIZE = {
     *("max_completion_tokens", "logprobs", "top_logprobs", "parallel_tool_calls"),
 }
 
 
 def _fields_of_bodies() -> tuple[dict[str, str], dict[str, list[str]]]:
-    """By field: its type in JSON, and the endpoints that read it."""
+    """Return, by field, its JSON type and the endpoints that read it."""
     from nanoserve.serve.http import protocol
 
     bodies = {
@@ -292,49 +292,49 @@ def _fields_of_bodies() -> tuple[dict[str, str], dict[str, list[str]]]:
     }
     shared = protocol.GenerationBody.model_fields.keys() - protocol.Body.model_fields.keys()
     kinds: dict[str, str] = {}
-    doors: dict[str, list[str]] = {}
-    for door, body in bodies.items():
+    readers: dict[str, list[str]] = {}
+    for reader, body in bodies.items():
         for name, field in body.model_fields.items():
-            is_unread = door == "tokenize" and name in shared | _UNREAD_BY_TOKENIZE
-            if not is_unread and not (name == "echo" and door == "chat"):  # which refuses it
+            is_unread = reader == "tokenize" and name in shared | _UNREAD_BY_TOKENIZE
+            if not is_unread and not (name == "echo" and reader == "chat"):  # which refuses it
                 kind = _json_type(field.annotation)
                 known = kinds.setdefault(name, kind)
                 kinds[name] = known if kind in known else f"{known} (chat: {kind})"
-                doors.setdefault(name, []).append(door)
-    return kinds, doors
+                readers.setdefault(name, []).append(reader)
+    return kinds, readers
 
 
 def ignored_fields() -> str:
-    """Fields on which no answer depends."""
+    """Return the fields that do not affect outputs."""
     from nanoserve.compat.request_names import HARMLESS
 
     return ", ".join(f"`{name}`" for name in sorted(HARMLESS))
 
 
 def refused_fields() -> str:
-    """Fields of other servers that would change the answer."""
+    """Return a table of fields of other servers that would change the output."""
     from nanoserve.compat.request_names import FOREIGN
 
     return _table_of_refused(FOREIGN)
 
 
 def refused_at(kind: str) -> str:
-    """What one endpoint refuses and others do not: `refused_at("CompletionBody")`."""
+    """Return a table of fields that only one endpoint rejects: `refused_at("CompletionBody")`."""
     from nanoserve.serve.http import protocol, unknown_fields
 
     return _table_of_refused(unknown_fields._ELSEWHERE[getattr(protocol, kind)])
 
 
 def refused_inside() -> str:
-    """Names within a field: known ones, and refused ones."""
+    """Return a table of the known and the rejected names within fields."""
     from nanoserve.compat.request_names import PLACES
 
     rows = []
     for place, (known, refused) in PLACES.items():
         names = ", ".join(f"`{name}`" for name in sorted(known))
-        told = "; ".join(f"`{name}`: {one.instead}" for name, one in refused.items())
-        rows.append((f"`{place}`", names, _safe(told)))
-    return table(("within", "known", "refused"), rows)
+        text = "; ".join(f"`{name}`: {one.instead}" for name, one in refused.items())
+        rows.append((f"`{place}`", names, _safe(text)))
+    return table(("within", "known", "rejected"), rows)
 
 
 def _table_of_refused(foreign: Mapping[str, Any]) -> str:
@@ -347,18 +347,18 @@ def _table_of_refused(foreign: Mapping[str, Any]) -> str:
 
 
 def missing_endpoints() -> str:
-    """Paths of other servers, and what the answer says of them."""
+    """Return a table of other servers' paths and the advice in the error."""
     from nanoserve.serve.http import unsupported_endpoints as missing
 
     rows = []
-    for status, told in ((400, missing._FORWARDED), (404, missing._OTHERS)):
-        for advice, paths in _grouped((advice, path) for path, advice in told.items()):
+    for status, text in ((400, missing._FORWARDED), (404, missing._OTHERS)):
+        for advice, paths in _grouped((advice, path) for path, advice in text.items()):
             rows.append((", ".join(f"`/{path}`" for path in paths), status, _safe(advice)))
     return table(("path", "status", "instead"), rows)
 
 
 def server_flags(title: str) -> str:
-    """The flags of `nanoserve serve` in one of its groups: "server" or "replicas"."""
+    """Return a table of the flags of `nanoserve serve` in a group, "server" or "replicas"."""
     rows = []
     for action in server_actions(title):
         value = action.metavar or ("" if action.nargs == 0 else action.dest.upper())
@@ -369,7 +369,7 @@ def server_flags(title: str) -> str:
 
 
 def server_actions(title: str) -> list[Any]:
-    """The flags of one group of `nanoserve serve` that its `--help` shows."""
+    """Return the flags of one group of `nanoserve serve` that its `--help` shows."""
     from nanoserve.cli import serve
 
     groups = {group.title: group._group_actions for group in serve._parser()._action_groups}
@@ -392,26 +392,26 @@ def _default_of_flag(action: Any) -> str:
 
 
 def vllm_server_flags() -> str:
-    """Flags of vLLM's server that are accepted or refused."""
+    """Return a table of the accepted and rejected flags of vLLM's server."""
     from nanoserve.compat.server_flags import FLAGS
 
     rows = []
     for name, (accepts, instead) in FLAGS.items():
         values = inspect.getclosurevars(accepts).nonlocals.get("values", ())
-        told = ", ".join(f"`{_json(value)}`" for value in values)
-        told = f"refused, but for {told}" if told else "refused"
-        told = "accepted, and changes nothing" if accepts(object()) else told
-        rows.append((f"`--{name.replace('_', '-')}`", told, _safe(instead)))
-    return table(("flag of vLLM's", "here", "instead"), rows)
+        text = ", ".join(f"`{_json(value)}`" for value in values)
+        text = f"rejected, except {text}" if text else "rejected"
+        text = "accepted without effect" if accepts(object()) else text
+        rows.append((f"`--{name.replace('_', '-')}`", text, _safe(instead)))
+    return table(("flag of vLLM", "here", "instead"), rows)
 
 
 def other_server_flags() -> str:
-    """Flags of llama.cpp, SGLang, TGI, and what is said of them."""
+    """Return a table of flags of llama.cpp, SGLang and TGI and the advice for each."""
     from nanoserve.compat.server_flags import ELSEWHERE
 
     rows = [
-        (", ".join(f"`{flag}`" for flag in flags), _safe(told))
-        for told, flags in _grouped((told, flag) for flag, told in ELSEWHERE.items())
+        (", ".join(f"`{flag}`" for flag in flags), _safe(text))
+        for text, flags in _grouped((text, flag) for flag, text in ELSEWHERE.items())
     ]
     return table(("flag", "here"), rows)
 
@@ -420,7 +420,7 @@ def other_server_flags() -> str:
 
 
 def architectures() -> str:
-    """Each architecture, the models that have it, its file, and its name in GGUF files."""
+    """Return a table of architectures: models, file, and name in GGUF files."""
     from nanoserve.checkpoint.gguf.names import FORMS
     from nanoserve.models.registry import MODELS
 
@@ -434,7 +434,7 @@ def architectures() -> str:
 
 
 def rope_types() -> str:
-    """Types of scaled rotary position embedding, with their parameters."""
+    """Return a table of scaled rotary position embeddings and their parameters."""
     from nanoserve.checkpoint.rope_types import PARAMETERS as TYPES
 
     rows = [(f"`{name}`", ", ".join(f"`{one}`" for one in names)) for name, names in TYPES.items()]
@@ -442,12 +442,12 @@ def rope_types() -> str:
 
 
 def other_models() -> str:
-    """Families of models that are refused by name, and why."""
+    """Return a table of the model families that are rejected by name, and why."""
     from nanoserve.checkpoint import unsupported_architectures as other
 
     rows = [
-        (", ".join(families.split()), _safe(told))
-        for families, told in (
+        (", ".join(families.split()), _safe(text))
+        for families, text in (
             (other._ENCODER_DECODERS, other._DECODERS_ALONE),
             (other._ENCODERS, other._ENCODER),
             (other._RECURRENT, other._STATE),
@@ -455,21 +455,21 @@ def other_models() -> str:
     ]
     settings = ", ".join(f"`{name}`" for name in other._OTHER_MODALITIES)
     rows.append((f"`...ForConditionalGeneration`, or any of {settings}", other._MULTIMODAL))
-    rows += [(f"`...{ending}`", told) for ending, told in other._NO_TEXT.items()]
+    rows += [(f"`...{ending}`", text) for ending, text in other._NO_TEXT.items()]
     return table(("models", "why"), rows)
 
 
 def checkpoint_formats() -> str:
-    """Quantised checkpoints that are read."""
+    """Return a table of the supported formats of quantised checkpoints."""
     from nanoserve.checkpoint.formats.registry import FORMATS
 
     same_names("formats of checkpoints", words.FORMATS, FORMATS.names())
     rows = [(f"`{name}`", *words.FORMATS[name]) for name in FORMATS.names()]
-    return table(("`quant_method`", "read", "refused, among others"), rows)
+    return table(("`quant_method`", "read", "rejected, among others"), rows)
 
 
 def format_fields() -> str:
-    """Fields of `quantization_config` that change numbers, and their values that are read."""
+    """Return a table of `quantization_config` fields that affect values, and supported values."""
     from nanoserve.checkpoint.formats import fields as known
 
     rows = [
@@ -482,7 +482,7 @@ def format_fields() -> str:
 
 
 def schemes() -> str:
-    """What plain weights can be made into."""
+    """Return a table of the schemes for quantising plain weights."""
     from nanoserve.checkpoint.formats.registry import SCHEMES
 
     same_names("schemes", words.SCHEMES, SCHEMES.names())
@@ -491,7 +491,7 @@ def schemes() -> str:
 
 
 def gguf_types() -> str:
-    """GGUF's types that are read: values and bytes of a block, bits of a value."""
+    """Return a table of supported GGUF types: values and bytes of a block, bits of a value."""
     from nanoserve.checkpoint.gguf.blocks import _READERS
     from nanoserve.checkpoint.gguf.container import BLOCKS
 
@@ -503,14 +503,14 @@ def gguf_types() -> str:
 
 
 def unread_gguf_types() -> str:
-    """GGUF's types that are refused by name."""
+    """Return the GGUF types that are rejected by name."""
     from nanoserve.checkpoint.gguf.container import _TYPES, BLOCKS
 
     return ", ".join(f"`{name}`" for name in _TYPES.values() if name not in BLOCKS)
 
 
 def attention_backends() -> str:
-    """The values of `attention_backend`, besides "auto"."""
+    """Return a table of the values of `attention_backend` other than "auto"."""
     from nanoserve.attention.registry import backend_choices
 
     names = [name for name in backend_choices() if name != "auto"]
@@ -520,7 +520,7 @@ def attention_backends() -> str:
 
 
 def named_models() -> str:
-    """Models that need neither a path nor the hub."""
+    """Return a table of models that need neither a path nor the hub."""
     from nanoserve.checkpoint.packaged import BUNDLED, PACKAGED
 
     rows = [(f'`"{name}"`', "ships with nanoserve") for name in BUNDLED]
@@ -535,7 +535,7 @@ def named_models() -> str:
 
 
 def prometheus() -> str:
-    """Each metric of an engine that drafts tokens, as `/metrics` describes it."""
+    """Return a table of the metrics of an engine with draft tokens, as in `/metrics`."""
     rows = []
     for family in metric_families():
         name = f"{family.name}_total" if family.type == "counter" else family.name
@@ -543,10 +543,10 @@ def prometheus() -> str:
         for sample in family.samples:
             labels |= dict.fromkeys(sample.labels)
         extra = [one for one in labels if one not in ("model_name", "engine", "le")]
-        told = ", ".join(f"`{one}`" for one in extra)
+        text = ", ".join(f"`{one}`" for one in extra)
         short = family.name.partition(":")[2]
         meaning = words.HISTOGRAMS[short] if family.type == "histogram" else family.documentation
-        rows.append((f"`{name}`", family.type, meaning, told))
+        rows.append((f"`{name}`", family.type, meaning, text))
     histograms = [one.name for one in metric_families() if one.type == "histogram"]
     same_names("histograms", words.HISTOGRAMS, [name.partition(":")[2] for name in histograms])
     return table(("metric", "type", "what it is", "further labels"), rows)
@@ -554,7 +554,7 @@ def prometheus() -> str:
 
 @cache
 def metric_families() -> list[Any]:
-    """What a new engine's metrics are."""
+    """Return the metrics of a new engine."""
     from nanoserve import LLM
     from nanoserve.features.metrics import metrics_of
 
@@ -565,7 +565,7 @@ def metric_families() -> list[Any]:
 
 
 def histogram_buckets() -> str:
-    """The upper bounds of each histogram."""
+    """Return a table of the upper bounds of each histogram."""
     from nanoserve.features import metrics
 
     pairs = ((bounds, name) for name, bounds in metrics._HISTOGRAMS.items())
@@ -579,7 +579,7 @@ def histogram_buckets() -> str:
 
 
 def kv_events() -> str:
-    """Each kind of event, with the names of its map."""
+    """Return a table of the kinds of events and the names in their maps."""
     from nanoserve.features.kv_events import events
 
     made = (
@@ -592,14 +592,14 @@ def kv_events() -> str:
     rows = []
     for event in made:
         wire = event.wire()
-        told = (type(event).__doc__ or "").split("\n")[0]
+        text = (type(event).__doc__ or "").split("\n")[0]
         names = ", ".join(f"`{name}`" for name in wire if name != "type")
-        rows.append((f"`{wire['type']}`", told, names))
+        rows.append((f"`{wire['type']}`", text, names))
     return table(("`type`", "what it says", "further entries"), rows)
 
 
 def attributes(name: str) -> str:
-    """The fields and properties of a class of `nanoserve.outputs`: `attributes("EngineStats")`."""
+    """Return a table of the attributes of a class of outputs: `attributes("EngineStats")`."""
     from nanoserve import outputs
 
     kind = getattr(outputs, name)
@@ -614,8 +614,8 @@ def attributes(name: str) -> str:
     ]
     for key, value in vars(kind).items():
         if isinstance(value, property):
-            told = (value.fget.__doc__ or "").strip()
-            rows.append((f"`{key}`", _type(value.fget.__annotations__["return"]), told))
+            text = (value.fget.__doc__ or "").strip()
+            rows.append((f"`{key}`", _type(value.fget.__annotations__["return"]), text))
     return table(("name", "type", "what it is"), rows)
 
 
@@ -623,7 +623,7 @@ def attributes(name: str) -> str:
 
 
 def bounds(subject: str) -> str:
-    """The bounds of one subject of `reference_words.BOUNDS`, with their values in the code."""
+    """Return a table of the bounds of a subject of `reference_words.BOUNDS`, with values."""
     rows = []
     for name, (unit, where) in words.BOUNDS[subject].items():
         rows.append((where, _quantity(value_of(name), unit), f"`{name}`"))
@@ -631,7 +631,7 @@ def bounds(subject: str) -> str:
 
 
 def value_of(name: str) -> Any:
-    """The value of a constant, by its dotted name, read from the source.
+    """Return the value of a constant, by its dotted name, read from the source.
 
     `name[key]` is an entry of one that is a dictionary. Raises `ValueError` if there is none.
     """
@@ -650,10 +650,10 @@ _LIKE_A_BOUND = re.compile(
 
 
 def constants_that_sound_like_bounds() -> Iterator[str]:
-    """Dotted names of all constants of the engine that may be limits, by their names."""
+    """Yield the dotted names of all constants whose names suggest a limit."""
     for path in sorted((ROOT / "nanoserve").rglob("*.py")):
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts)
-        if module.split(".")[1] in ("bench", "tiny_qwen3"):
+        if {"bench", "tiny_qwen3"} & {*module.split(".")}:
             continue
         for name in _constants(module):
             if _LIKE_A_BOUND.search(name):
@@ -662,7 +662,7 @@ def constants_that_sound_like_bounds() -> Iterator[str]:
 
 @cache
 def _constants(module: str) -> dict[str, ast.expr]:
-    """The assignments at the top of a module, in the order of the source."""
+    """Return the module-level assignments, in the order of the source."""
     path = ROOT.joinpath(*module.split(".")).with_suffix(".py")
     found: dict[str, ast.expr] = {}
     for node in ast.parse(path.read_text("utf-8")).body if path.is_file() else ():
@@ -682,14 +682,14 @@ def _constants(module: str) -> dict[str, ast.expr]:
 
 
 def refused_options() -> str:
-    """Combinations of options that are refused, each with the message that they get."""
+    """Return a table of rejected combinations of options, with their messages."""
     refused = [(given, _refusal(EngineConfig, "tiny-qwen3", given))
                for given in words.REFUSED_OPTIONS]  # fmt: skip
     return _table_of_refusals("options", refused)
 
 
 def refused_on_cpu() -> str:
-    """The same, of what is refused when the model and the device are known: here, a CPU."""
+    """Return a table of combinations rejected when model and device (here a CPU) are known."""
     from nanoserve import LLM
 
     refused = [(given, _refusal(LLM, "tiny-qwen3", {"device": "cpu", **given}))
@@ -698,18 +698,18 @@ def refused_on_cpu() -> str:
 
 
 def refused_parameters() -> str:
-    """Combinations of sampling parameters that are refused."""
+    """Return a table of rejected combinations of sampling parameters."""
     refused = [(given, _refusal(SamplingParams, None, given)) for given in words.REFUSED_PARAMETERS]
     return _table_of_refusals("parameters", refused)
 
 
 def unsupported() -> str:
-    """Features of vLLM's that are not there, and what to do instead."""
+    """Return a table of unsupported features of vLLM and their alternatives."""
     rows = [
         (feature, f"`{name}`", _safe(option_table.FOREIGN[name].instead))
         for feature, name in words.UNSUPPORTED.items()
     ]
-    return table(("feature", "option of vLLM's", "instead"), rows)
+    return table(("feature", "option of vLLM", "instead"), rows)
 
 
 def _refusal(make: Callable[..., Any], model: str | None, given: Mapping[str, Any]) -> str:
@@ -721,7 +721,7 @@ def _refusal(make: Callable[..., Any], model: str | None, given: Mapping[str, An
             return str(error)
         except AttributeError:
             pass
-    raise ValueError(f"{given} is not refused")
+    raise ValueError(f"{given} is not rejected")
 
 
 def _table_of_refusals(head: str, refused: Iterable[tuple[Mapping[str, Any], str]]) -> str:
@@ -736,7 +736,7 @@ def _table_of_refusals(head: str, refused: Iterable[tuple[Mapping[str, Any], str
 
 
 def _type(given: Any) -> str:
-    """A type as it is annotated, without None, which is "not given"."""
+    """Return an annotated type without None, which means "not given"."""
     text = given.__name__ if isinstance(given, type) and not get_args(given) else str(given)
     text = re.sub(r"\b(?:nanoserve|pathlib|typing|collections)(?:\.\w+)*\.(?=\w)", "", text)
     parts = [part for part in text.replace("ForwardRef", "").split(" | ") if part != "None"]
@@ -744,7 +744,7 @@ def _type(given: Any) -> str:
 
 
 def _json_type(given: Any) -> str:
-    """A type of a field as JSON has it."""
+    """Return the JSON type of a field."""
     if get_origin(given) is Annotated:
         return _json_type(get_args(given)[0])
     names = {str: "text", int: "integer", float: "number", bool: "boolean"}
@@ -772,7 +772,7 @@ def _default(kind: type, name: str) -> str:
 
 
 def _json(value: Any) -> str:
-    """A value as JSON writes it."""
+    """Return a value in JSON notation."""
     named = {None: "null", True: "true", False: "false"}
     if value is None or isinstance(value, bool):
         return named[value]
@@ -780,7 +780,7 @@ def _json(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    """A value as a program would write it; a function by its name."""
+    """Return a value as a program would write it; functions by their names."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(f'{key!r}: {_shown(one)}' for key, one in value.items())}}}"
     if isinstance(value, list):
@@ -800,15 +800,15 @@ def _quantity(value: float, unit: str) -> str:
 
 
 def _sentence(text: str) -> str:
-    """Words that begin with a capital and end with a full stop."""
+    """Return a text that begins with a capital and ends with a full stop."""
     text = _safe(text)
     if not text:
-        raise ValueError("neither the code nor reference_words says what this is")
+        raise ValueError("neither the code nor reference_words describes this")
     return text[0].upper() + text[1:] + ("" if text.endswith(".") else ".")
 
 
 def _safe(text: str) -> str:
-    """Words as a page may have them: what looks like a tag is written as code."""
+    """Return a text that is safe in a page: anything like a tag is written as code."""
     parts = re.split(r"(`[^`]*`)", " ".join(text.split()))
     return "".join(
         part if part.startswith("`") else re.sub(r"<[^>\s]*>", lambda tag: f"`{tag[0]}`", part)
@@ -817,7 +817,7 @@ def _safe(text: str) -> str:
 
 
 def _grouped(pairs: Iterable[tuple[Any, Any]]) -> list[tuple[Any, list[Any]]]:
-    """What comes with equal keys, in the order in which the keys first come."""
+    """Return the values of equal keys, in the order of the first occurrence of each key."""
     found: list[tuple[Any, list[Any]]] = []
     for key, value in pairs:
         for known, values in found:

@@ -1,9 +1,9 @@
-"""Sentences of the reference that the code does not have.
+"""Sentences of the reference that the code does not contain.
 
-Keys are names of the code; `reference_tables` raises where a key and the code do not agree.
+Keys are names in the code; `reference_tables` raises if a key does not exist in the code.
 """
 
-# Options of `EngineConfig` that are no flags; those have a comment there.
+# Options of `EngineConfig` without a comment that the reference can use.
 OPTIONS = {
     "model": "A checkpoint folder, a GGUF file, a bundled or packaged model, or a name on the "
     "Hugging Face hub; see [models](models.md#names).",
@@ -11,77 +11,77 @@ OPTIONS = {
     "vLLM's classes; see [recipes](../recipes/index.md).",
 }
 
-# What an endpoint answers.
+# The response of each endpoint.
 ENDPOINTS = {
     "/v1/chat/completions": "An answer to a conversation; with `stream` as server-sent events.",
     "/v1/completions": "The continuation of a text, of several texts, or of token ids; with "
     "`stream` as server-sent events.",
     "/v1/models": "The served names, each with its `max_model_len`.",
-    "/v1/models/{name:path}": "One of them; 404 for a name that is not served.",
+    "/v1/models/{name:path}": "One of these models; 404 for a name that is not served.",
     "/tokenize": "The token ids of a prompt or of a conversation, their `count` and "
-    "`max_model_len`; with `return_token_strs` the tokens as texts, too.",
+    "`max_model_len`; with `return_token_strs` also the tokens as texts.",
     "/detokenize": "The text of token ids, at most `max_model_len` of them.",
     "/health": "200 while requests are answered; 503 when the engine has failed, when a step "
-    "hangs, and while the server stops.",
-    "/ping": "The same.",
+    "hangs, and while the server is stopping.",
+    "/ping": "The same as `/health`.",
     "/version": "The version of nanoserve.",
     "/metrics": "[Metrics](metrics.md#prometheus) in Prometheus' text format.",
-    "/live": "What the engine does, as server-sent events for the page at `/`: the running "
+    "/live": "The state of the engine as server-sent events, for the page at `/`: the running "
     "requests and the KV pool, block by block.",
-    "/": "A page for a browser: conversations with the model, and the engine at work.",
+    "/": "A page for a browser: conversations with the model, and a view of the running engine.",
     "/page/{name}": "The files of that page.",
 }
 
-# Fields of requests that are no sampling parameter of the same name.
+# Fields of requests that are not sampling parameters of the same name.
 FIELDS = {
-    "model": "One of the served names; 404 for another one.",
+    "model": "One of the served names; 404 for any other.",
     "messages": "The conversation: `role`, and `content` as a text or a list of parts of text.",
     "prompt": "A text, a list of texts, token ids, or a list of lists of them. /tokenize: a text.",
     "tokens": "Token ids.",
-    "max_completion_tokens": "OpenAI's newer name of `max_tokens`; it goes before that one.",
-    "logprobs": "Completions: how many log-probabilities a token has. Chat: whether it has any.",
-    "top_logprobs": "How many candidates each token has, besides itself; needs `logprobs`.",
-    "logit_bias": "Added to logits, by token id (a text, as keys of JSON are).",
+    "max_completion_tokens": "OpenAI's newer name of `max_tokens`, over which it takes precedence.",
+    "logprobs": "Completions: number of log-probabilities per token. Chat: whether to return any.",
+    "top_logprobs": "Number of candidates per token, in addition to itself; needs `logprobs`.",
+    "logit_bias": "Added to logits, by token id (a text, because JSON keys are).",
     "response_format": '`{"type": "text"}`, "json_object" (with or without a `schema`), '
     '"json_schema" or "structural_tag".',
     "structured_outputs": "A grammar as [`StructuredOutputsParams`](../api.md#structured-output) "
     "has it, as an object.",
     "guided_json": 'vLLM\'s older name of `structured_outputs={"json": ...}`.',
-    "guided_regex": "The same, of a regular expression.",
-    "guided_choice": "The same, of a choice.",
-    "guided_grammar": "The same, of a grammar.",
-    "guided_whitespace_pattern": "What may stand between the parts of JSON of `guided_json`.",
-    "return_tokens_as_token_ids": 'Tokens in `logprobs` are called "token_id:5".',
-    "echo": "The answer begins with the prompt, whose tokens then have log-probabilities, too. "
-    "Only of /v1/completions.",
-    "stream": "Answers as server-sent events.",
+    "guided_regex": "The same, for a regular expression.",
+    "guided_choice": "The same, for a list of choices.",
+    "guided_grammar": "The same, for a grammar.",
+    "guided_whitespace_pattern": "Regular expression for white space in the JSON of `guided_json`.",
+    "return_tokens_as_token_ids": 'Tokens in `logprobs` are written "token_id:5".',
+    "echo": "The output begins with the prompt, whose tokens then have log-probabilities, too. "
+    "Only for /v1/completions.",
+    "stream": "Stream the output as server-sent events.",
     "stream_options": "`include_usage`: a last event with the usage. `continuous_usage_stats`: "
     "usage in every event.",
     "priority": "Needs `--scheduling-policy priority`: the lowest value first.",
     "cache_salt": "Cached prefixes are shared only with requests of the same salt.",
-    "return_token_ids": "Adds the token ids of prompt and answer.",
-    "request_id": "What the `id` of the answer ends with: 1 to 128 printable ASCII characters.",
+    "return_token_ids": "Adds the token ids of prompt and output.",
+    "request_id": "The end of the `id` of the response: 1 to 128 printable ASCII characters.",
     "add_special_tokens": "Whether the tokenizer adds its special tokens, such as BOS, to a text.",
     "return_token_strs": "Adds the tokens as texts.",
-    "add_generation_prompt": "Whether the template opens the answer.",
+    "add_generation_prompt": "Whether the template begins the answer.",
     "continue_final_message": "The answer continues the last message.",
     "chat_template_kwargs": 'Variables of the template, such as `{"enable_thinking": false}`.',
     "tools": "Functions that the model may call.",
     "tool_choice": '"none", "auto", "required", or an object that names a function.',
-    "parallel_tool_calls": "False: at most one call in an answer.",
-    "documents": "Given to the template.",
-    "reasoning_effort": 'Given to a template that looks at it. "none" is `enable_thinking=false` '
-    "in one that knows that.",
-    "verbosity": "Given to a template that looks at it.",
-    "allow_special_tokens": "Special tokens that messages spell out are control tokens. Only "
+    "parallel_tool_calls": "False: at most one call in an output.",
+    "documents": "Passed to the template.",
+    "reasoning_effort": 'Passed to templates that use it. "none" sets `enable_thinking=false` '
+    "in templates that have it.",
+    "verbosity": "Passed to templates that use it.",
+    "allow_special_tokens": "Special tokens in the text of messages are control tokens. Only "
     "nanoserve has this field.",
 }
 
-# Models by the name that their `config.json` has.
+# Models by the architecture in their `config.json`.
 FAMILIES = {
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3 (text)",
-    "LlamaForCausalLM": "Llama 2, 3, 3.1, 3.2 and their many relatives",
+    "LlamaForCausalLM": "Llama 2, 3, 3.1, 3.2 and derived models",
     "MiniCPMForCausalLM": "MiniCPM, MiniCPM4 (dense attention)",
     "MistralForCausalLM": "Mistral, with and without sliding window",
     "MixtralForCausalLM": "Mixtral",
@@ -91,7 +91,7 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": "Qwen3's mixtures of experts",
 }
 
-# By `quant_method`: what is read, and what is refused by name, among others.
+# By `quant_method`: what is supported, and some of what is rejected by name.
 FORMATS = {
     "compressed-tensors": (
         "int-quantized, pack-quantized (4 and 8 bits), float-quantized, mxfp4-pack-quantized; "
@@ -112,14 +112,14 @@ FORMATS = {
              "are not listed there"),
 }  # fmt: skip
 
-# By the value of `quantization`, what is made of plain weights as they are loaded.
+# By the value of `quantization`: the format of plain weights after loading.
 SCHEMES = {
     "int8": ("a scale for each output of a weight", "CPU, GPU"),
     "int4": ("a scale for each `quantization_group_size` weights", "CPU, GPU"),
     "fp8": ("e4m3 with a scale for each output", "GPU"),
 }
 
-# By name: device, what it needs, what it is.
+# By name: device, requirements, description.
 BACKENDS = {
     "torch": ("CPU, GPU", "nothing", "The reference, in plain torch operations: clear and correct, "
               "not fast."),
@@ -130,7 +130,7 @@ BACKENDS = {
                "only in Triton's interpreter (`TRITON_INTERPRET=1`), for tests."),
     "flash_attn": ("GPU", "the package flash-attn (version 2, with `block_size` a multiple of "
                    "256), or `flash_attn_interface` (version 3) on Hopper; float16 or bfloat16",
-                   "FlashAttention. K and V in 8 bits are refused."),
+                   "FlashAttention. K and V in 8 bits are not supported."),
 }  # fmt: skip
 
 # Bounds that reject a request or a checkpoint, by subject: the constant, its unit, and where it
@@ -150,9 +150,9 @@ BOUNDS = {
             "characters", "all of `bad_words` together"),
         "nanoserve.utils.list_checks.LONGEST_BAD_WORD": ("characters", "one of `bad_words`"),
         "nanoserve.text.chat._MOST_CHARACTERS": (
-            "characters", "the messages of a conversation; more if `max_model_len` tokens may "
-            "stand for more"),
-        "nanoserve.text.chat._DEEPEST": ("levels", "lists and dictionaries within each other in a "
+            "characters", "the messages of a conversation; more if `max_model_len` tokens can "
+            "represent more"),
+        "nanoserve.text.chat._DEEPEST": ("levels", "nested lists and dictionaries in a "
                                     "message"),
         "nanoserve.text.chat_template._LARGEST_FILE": ("bytes", "the file of a chat template"),
         "nanoserve.features.speculative.config._MOST_DRAFT_TOKENS": (
@@ -161,15 +161,15 @@ BOUNDS = {
     "grammar": {
         **{f"nanoserve.features.structured.params._MOST_CHARACTERS[{name}]": (
             "characters", f"`{name}`" if name != "%llguidance" else "a grammar that the server "
-            "makes of tools")
+            "generates for tools")
            for name in ("json", "regex", "choice", "grammar", "%llguidance", "structural_tag",
                         "whitespace_pattern")},
         "nanoserve.features.structured.params._MOST_CHOICES": ("texts", "`choice`"),
         "nanoserve.features.structured.params._MOST_STRUCTURES": ("structures", "`structural_tag`"),
         "nanoserve.features.structured.params._DEEPEST": (
-            "levels", "lists and objects within each other in a JSON schema"),
+            "levels", "nested lists and objects in a JSON schema"),
         "nanoserve.features.structured.limits.MOST_LEVELS": (
-            "levels", "lists and objects that the references of a JSON schema lead through"),
+            "levels", "nested lists and objects of a JSON schema, following its references"),
         "nanoserve.features.structured.limits.MOST_LEVELS_OF_XGRAMMAR": (
             "levels", "the same, with the backend xgrammar"),
         "nanoserve.features.structured.limits.MOST_NAMES_OF_ONE": (
@@ -182,7 +182,7 @@ BOUNDS = {
         "nanoserve.features.structured.limits.MOST_BRACKETS": (
             "brackets", "brackets of `grammar` that are open at the same time"),
         "nanoserve.features.structured.schemas._MOST_PARTS": (
-            "schemas", "a JSON schema whose references are written out, values of enums included"),
+            "schemas", "a JSON schema with its references expanded, including values of enums"),
         "nanoserve.features.structured.schema_numbers._MOST_MULTIPLE": (
             "", "`multipleOf` of a JSON schema, as a whole number of its smallest step"),
         "nanoserve.features.structured.xgrammar_schemas._MOST_LENGTH": (
@@ -195,13 +195,13 @@ BOUNDS = {
         "nanoserve.serve.http.connection._HEADER_SECONDS": (
             "seconds", "the time in which the headers of a request arrive"),
         "nanoserve.serve.http.port._STALLED_SECONDS": (
-            "seconds", "the time in which a client reads nothing of what was sent to it"),
+            "seconds", "the time for which a client may leave sent data unread"),
         "nanoserve.serve.http.dashboard.MAX_WATCHERS": ("clients", "readers of `/live` at a time"),
         "nanoserve.serve.http.tools.tool_choice._MOST_TOOLS": ("functions", "`tools`"),
         "nanoserve.serve.http.tools.tool_choice._MOST_ARGUMENTS": (
             "items", "arguments of all tool calls in `messages`, counted as those of a body"),
         "nanoserve.serve.http.tools.grammar._MOST_CALLS": (
-            "calls", "tool calls of one answer, where they follow a grammar"),
+            "calls", "tool calls of one output, where they follow a grammar"),
         "nanoserve.serve.batch.requests.MOST_BYTES": ("bytes", "a line of a batch file"),
     },
     "checkpoint": {
@@ -220,7 +220,7 @@ BOUNDS = {
         "nanoserve.checkpoint.formats.schemes._MAX_PATTERN": (
             "characters", "a regular expression that names modules (compressed-tensors)"),
         "nanoserve.checkpoint.formats.schemes._MAX_NAME": (
-            "characters", "the name of a module that such an expression is compared with"),
+            "characters", "the name of a module that such an expression is matched with"),
         "nanoserve.checkpoint.formats.schemes._MAX_REPEATS": (
             "repetitions", "repetitions in such an expression"),
         "nanoserve.features.speculative.hidden_head._MAX_SIZE": (
@@ -234,18 +234,18 @@ BOUNDS = {
     },
     "time": {
         "nanoserve.checkpoint.hub._TIMEOUT": (
-            "seconds", "the hub's answer, before the local cache is used"),
+            "seconds", "waiting for the hub, before the local cache is used"),
         "nanoserve.features.parallel.tensor_parallel._START_TIMEOUT": ("seconds", "a rank's start"),
         "nanoserve.features.parallel.tensor_parallel._LOAD_TIMEOUT": (
             "seconds", "loading the weights, compiling and recording graphs in a rank"),
         "nanoserve.features.parallel.ray_workers._PLACE_TIMEOUT": (
-            "seconds", "the time in which Ray finds a place for all ranks"),
+            "seconds", "the time in which Ray places all ranks"),
         "nanoserve.features.parallel.ray_workers._CONNECT_TIMEOUT": (
             "seconds", "the time in which a rank that Ray has started connects"),
         "nanoserve.serve.engine_process._IMPORT_TIMEOUT": (
             "seconds", "the time to the first sign of life of the engine's process"),
         "nanoserve.serve.replicas.router_client._LONGEST_ABSENCE": (
-            "seconds", "the time without any replica, after which waiting requests fail"),
+            "seconds", "the time without any replica after which waiting requests fail"),
     },
 }  # fmt: skip
 # Constants with such names that reject nothing: sizes of caches, pieces, messages and waits.
@@ -314,7 +314,7 @@ NO_BOUNDS = """
     nanoserve.features.parallel.tensor_parallel._LEFT_TIMEOUT
 """
 
-# Combinations that `EngineConfig` refuses; the table has its messages.
+# Combinations that `EngineConfig` rejects; the table has its messages.
 REFUSED_OPTIONS = (
     {"max_num_batched_tokens": 8, "max_num_seqs": 16},
     {"num_kv_blocks": 64, "kv_cache_memory_bytes": 2**20},
@@ -339,7 +339,7 @@ REFUSED_OPTIONS = (
     {"speculative_config": {"method": "ngram", "model": "tiny-qwen3-draft"}},
     {"speculative_config": {"method": "draft_model"}},
 )  # fmt: skip
-# Those that are refused once the model, or the device, is known.
+# Combinations that are rejected when the model, or the device, is known.
 REFUSED_ON_CPU = (
     {"quantization_activations": "none"},
     {"max_model_len": 10**6},
@@ -354,7 +354,7 @@ REFUSED_PARAMETERS = (
     {"detokenize": False, "stop": ["."]},
 )
 
-# Features of vLLM's that are not there, and the option that says what to do instead.
+# Unsupported features of vLLM, and the option whose message names the alternative.
 UNSUPPORTED = {
     "LoRA adapters": "enable_lora",
     "embeddings, pooling, scores, reranking": "pooler_config",
@@ -386,52 +386,52 @@ HISTOGRAMS = {
     "request_prompt_tokens": "Tokens of a request's prompt.",
     "request_generation_tokens": "Tokens of a request's completions together.",
     "request_max_num_generation_tokens": "Tokens of the longest completion of a request that "
-    "came to its own end.",
+    "finished normally.",
     "request_params_max_tokens": "`max_tokens` of a request.",
 }
 
-# Attributes of outputs whose comment is missing, or no sentence.
+# Attributes of outputs whose comment is missing or is not a sentence.
 ATTRIBUTES = {
     "EngineStats.num_steps": "Steps.",
     "EngineStats.num_prompt_tokens": "Prompt tokens of finished requests.",
     "EngineStats.num_output_tokens": "Output tokens of finished requests.",
-    "EngineStats.num_computed_tokens": "Tokens that went through the model, those that were "
-    "computed again included.",
+    "EngineStats.num_computed_tokens": "Tokens that passed through the model, including "
+    "recomputed ones.",
     "EngineStats.num_preemptions": "Preemptions.",
     "EngineStats.prefix_cache_hits": "Prompt tokens found in the prefix cache.",
     "EngineStats.prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "EngineStats.num_accepted_tokens": "Draft tokens that were accepted.",
     "EngineStats.num_accepted_tokens_per_pos": "Accepted draft tokens by their position in a row.",
-    "RequestMetrics.arrival_time": "When the request was made.",
-    "RequestMetrics.first_scheduled_time": "When the first step began that worked on it.",
+    "RequestMetrics.arrival_time": "When the request was created.",
+    "RequestMetrics.first_scheduled_time": "When its first step began.",
     "RequestMetrics.first_token_time": "When the first token was sampled, even if it was EOS.",
     "RequestMetrics.last_token_time": "When the last token of the output was sampled.",
     "RequestMetrics.finished_time": "When the request ended.",
     "RequestMetrics.num_output_tokens": "Tokens of all completions together.",
     "RequestMetrics.num_intervals": "Pairs of successive tokens of one completion.",
-    "RequestMetrics.interval_seconds": "Seconds between the tokens of all these pairs together.",
+    "RequestMetrics.interval_seconds": "Sum of the seconds between the tokens of these pairs.",
     "RequestMetrics.num_preemptions": "How often its sequences were preempted.",
 }
 
 # Fields of dictionaries among the options whose docstring has no sentence.
 CONFIG_FIELDS = {
-    "speculative_config.num_speculative_tokens": "The most draft tokens of a row, up to 32. "
+    "speculative_config.num_speculative_tokens": "Maximum draft tokens of a row, up to 32. "
     "None: 8 on a CPU and 7 on a GPU.",
-    "speculative_config.adaptive": "True: as many draft tokens as pay, by the time that steps take "
-    "and by how many of them are accepted. False: as many as are proposed.",
+    "speculative_config.adaptive": "True: choose the number of draft tokens by measured step times "
+    "and acceptance rates. False: use all proposed tokens.",
     "speculative_config.model": 'The model of "draft_model", as `LLM` takes it; the file of '
-    '"hidden_head" ("tiny-qwen3": the one that ships).',
+    '"hidden_head" ("tiny-qwen3": the bundled one).',
     "speculative_config.revision": 'Revision of the model of "draft_model".',
     "speculative_config.dtype": 'Dtype of the model of "draft_model".',
     "speculative_config.quantization": 'Quantization of the model of "draft_model".',
     "speculative_config.enforce_eager": "On a GPU, whether steps with draft tokens are launched "
     "kernel by kernel instead of by CUDA graphs. None: False, except with `enforce_eager=True` of "
     "the engine, with several ranks, and with another attention backend than Triton's.",
-    "speculative_config.prompt_lookup_min": "The fewest tokens that must agree. None: the same as "
+    "speculative_config.prompt_lookup_min": "Fewest tokens that must match. None: the same as "
     "`prompt_lookup_max`, or 3.",
-    "speculative_config.prompt_lookup_max": "The most tokens that are looked up, which is tried "
-    "first. None: the same as `prompt_lookup_min`, or 4.",
-    "kv_events_config.enable_kv_cache_events": "Whether anything is published.",
-    "kv_events_config.replay_endpoint": "Unsupported: a subscriber that has missed something "
-    "begins anew.",
+    "speculative_config.prompt_lookup_max": "Number of tokens that are matched first, the maximum. "
+    "None: the same as `prompt_lookup_min`, or 4.",
+    "kv_events_config.enable_kv_cache_events": "Whether events are published.",
+    "kv_events_config.replay_endpoint": "Unsupported: a subscriber that has missed events "
+    "starts again.",
 }

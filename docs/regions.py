@@ -1,13 +1,13 @@
-"""What a page says, and what was recorded for it: the two forms of the course's Markdown.
+"""Regions of the course's Markdown: expressions and the values recorded for them.
 
 An author writes `{{ worked.serving.users(8) }}` for a number, or `::: nanoserve.engine.plan.Row`
-for source. `python docs/record.py` computes it and leaves both in the page, what was said as a
-comment:
+for source. `python docs/record.py` computes the value and keeps both in the page, the expression as
+a comment:
 
     <!-- {{ worked.serving.users(8) }} -->431<!--/-->
 
-So the repository's own file view shows whole pages, a site is built from them without the engine,
-and a test computes everything again.
+So a repository's file view shows complete pages, a site can be built without the engine, and a
+test computes everything again.
 """
 
 import re
@@ -33,12 +33,12 @@ _ITEM_BY_COMMENT = re.compile(r"^[> ]*(?:[-*] |\d+\. )?<!-- \{\{[^\n]*?-->[^\n].
 
 @dataclass(frozen=True)
 class Region:
-    """Something said by its source, and its recorded value.
+    """An expression or quotation, and its recorded value.
 
     said: an expression in double braces, or `::: ` with a symbol and mkdocstrings' options.
     value: None before it is recorded.
     is_block: it has lines of its own, as a table does.
-    prefix: what stands before it on its line: spaces, or the ">" of a quotation.
+    prefix: the text before it on its line: spaces, or the ">" of a quotation.
     """
 
     said: str
@@ -48,17 +48,17 @@ class Region:
 
     @property
     def expression(self) -> str | None:
-        """What is between the braces; None of a quotation of source."""
+        """Return the text between the braces; None for a quotation of source."""
         return self.said[2:-2].strip() if self.said.startswith("{{") else None
 
     @property
     def symbol(self) -> str | None:
-        """The dotted name whose source is shown; None of an expression."""
+        """Return the dotted name whose source is quoted; None for an expression."""
         return None if self.expression is not None else self.said.split()[1]
 
 
 def replace_regions(text: str, replacement: Callable[[Region], str]) -> str:
-    """The text with each region replaced, recorded or not; code is left alone."""
+    """Return the text with each region replaced, recorded or not; code is not changed."""
 
     def replaced(match: re.Match[str]) -> str:
         if match["fence"] or match["ticks"]:
@@ -69,16 +69,16 @@ def replace_regions(text: str, replacement: Callable[[Region], str]) -> str:
 
 
 def regions(text: str) -> list[Region]:
-    """All regions of a page, in order."""
+    """Return all regions of a page, in order."""
     found: list[Region] = []
     replace_regions(text, lambda region: found.append(region) or "")
     return found
 
 
 def with_values(text: str, value: Callable[[Region], str]) -> str:
-    """The text with every value recorded anew.
+    """Return the text with every value recorded again.
 
-    Raises `ValueError` for what a plain view of the file would show otherwise: a list's item or a
+    Raises `ValueError` for regions that a plain view would display differently: a list's item or a
     paragraph that begins with a computed number, whose comment ends the paragraph; and a bar in the
     comment of a table's cell, which ends the cell.
     """
@@ -103,7 +103,7 @@ def with_values(text: str, value: Callable[[Region], str]) -> str:
 
 
 def without_regions(text: str) -> str:
-    """What a person has written on a page: values stay, tables and source go, so do comments."""
+    """Return the written text of a page: with values, without tables, source and comments."""
     return replace_regions(text, lambda region: "" if region.is_block else region.value or "")
 
 

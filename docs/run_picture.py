@@ -8,16 +8,16 @@ from nanoserve.features.trace.reader import Trace, read_trace
 
 _LEFT, _RIGHT, _TOP, _LINE = 92, 24, 44, 30
 _WAITING, _VICTIM = svg.FAINT, svg.RED
-_CHUNK, _TOKEN, _GUESSES = svg.PALE_BLUE, svg.PALE_GREEN, svg.PALE_PURPLE
+_CHUNK, _TOKEN, _DRAFTS = svg.PALE_BLUE, svg.PALE_GREEN, svg.PALE_PURPLE
 
 
 def run_picture(path: Path) -> str:
-    """The text of an SVG: who waits, computes a part of a prompt, decodes, or is preempted."""
+    """Return an SVG of sequences that wait, prefill, decode or are preempted, step by step."""
     trace = read_trace(path)
     arrived = [new["seq"] for step in trace.steps for new in step["arrived"]]
     lines = {seq: _TOP + _LINE * place for place, seq in enumerate(arrived)}
     bottom = _TOP + _LINE * len(lines)
-    title = f"{path.stem.replace('-', ' ')}: who computes what in each step"
+    title = f"{path.stem.replace('-', ' ')}: the sequences of each step"
     figure = svg.Figure(title, bottom + 56)
     width = (figure.width - _LEFT - _RIGHT) / len(trace.steps)
     _axis(figure, trace, width)
@@ -28,7 +28,7 @@ def run_picture(path: Path) -> str:
         for seq in step["waiting"]:
             figure.line(x + 1, lines[seq] + 13, x + width - 1, lines[seq] + 13, _WAITING, 3)
         for row in step["rows"]:
-            decodes = _GUESSES if row.get("guesses") else _TOKEN
+            decodes = _DRAFTS if row.get("guesses") else _TOKEN
             fill = decodes if row["kind"] == "decode" else _CHUNK
             figure.rect(x + 0.5, lines[row["seq"]] + 2, width - 1, 22, fill)
             if width >= 11 + 8 * len(str(row["new"])):
@@ -49,7 +49,7 @@ def _axis(figure: svg.Figure, trace: Trace, width: float) -> None:
 
 def _legend(figure: svg.Figure, y: float) -> None:
     x = _LEFT
-    for words, fill in (("prefill", _CHUNK), ("decode", _TOKEN), ("with guesses", _GUESSES)):
+    for words, fill in (("prefill", _CHUNK), ("decode", _TOKEN), ("with draft tokens", _DRAFTS)):
         figure.rect(x, y, 16, 14, fill)
         figure.text(x + 22, y + 12, words, anchor="start", size=13, fill=svg.SOFT)
         x += 50 + 8 * len(words)

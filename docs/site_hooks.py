@@ -1,8 +1,8 @@
-"""mkdocs' hooks: pages as they lie in the repository become pages of the site.
+"""Hooks for mkdocs that convert the repository's pages to pages of the site.
 
-Numbers and tables are taken as they were recorded; so a site needs neither torch nor a model. What
-only a site can show takes the place of what was recorded for a plain view: runs to step through,
-source with its line numbers, boxes that fold, links to the source of the whole file.
+Numbers and tables are used as recorded, so building a site needs neither torch nor a model. Where a
+site can show more than a plain view, that replaces the recorded text: runs to step through, source
+with line numbers, collapsible boxes, links to the complete source file.
 """
 
 import posixpath
@@ -28,18 +28,18 @@ _ALERT = re.compile(r"^> \[!(\w+)\]\n((?:>.*\n?)+)", re.M)
 _FOLDED = re.compile(r"^<details markdown><summary>(.*?)</summary>\n(.*?)^</details>$", re.M | re.S)
 _LINK = re.compile(r"(\]\()([^)\s:#]+)(\))")
 _SOURCE = re.compile(r'href="source:([^"#]+)(#[^"]*)?"')
-_shown: set[str] = set()  # runs and files that this build's pages lead to
+_shown: set[str] = set()  # runs and files that this build's pages link to
 _sources: set[str] = set()
 
 
 def on_pre_build(config: Any) -> None:
-    """Forget what an earlier build of the same process has shown."""
+    """Clear the state of an earlier build in the same process."""
     _shown.clear()
     _sources.clear()
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """The page's text in the dialect of mkdocs, with its recorded values."""
+    """Return the page's text in the Markdown of mkdocs, with its recorded values."""
     uri = page.file.src_uri
     text = replace_regions(markdown, lambda region: _on_the_site(region, page.file.url))
     text = _ALERT.sub(_admonition, text)
@@ -48,7 +48,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Links to source lead to the page of the file."""
+    """Return the page with links to source replaced by links to the pages of the files."""
 
     def relative(found: re.Match[str]) -> str:
         _sources.add(found[1])
@@ -59,7 +59,7 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_post_build(config: Any) -> None:
-    """The recorded runs, the source files, and what draws the figures."""
+    """Write the recorded runs, the source files and the scripts for figures."""
     site = Path(config["site_dir"])
     for name in sorted(_shown):
         _write(site / "traces" / f"{name}.html", trace_page(name))
@@ -80,7 +80,7 @@ def _on_the_site(region: Region, url: str) -> str:
 
 
 def _quotation(region: Region) -> str:
-    """For mkdocstrings, with a name that says whose method it is."""
+    """Return the quotation for mkdocstrings, with a name that includes the class."""
     symbol, options = symbol_and_options(region.said)
     name = name_in_file(symbol)
     if "show_source" in options:
@@ -90,7 +90,7 @@ def _quotation(region: Region) -> str:
 
 
 def _frame(name: str, url: str) -> str:
-    """The page of a run, inside the page that lies at `url` of the site."""
+    """Return the frame that shows a run on the page at `url` of the site."""
     _shown.add(name)
     run = _from_page(f"traces/{name}.html", url)
     title = f"A recorded run: {name.replace('_', ' ')}"
@@ -115,7 +115,7 @@ def _box(mark: str, kind: str, title: str, body: str) -> str:
 
 
 def _to_source(target: str, uri: str) -> str:
-    """A link out of `docs/`, or to a program in it, leads to the page of that file."""
+    """Return the target of a link; files outside `docs/` and programs have source pages."""
     path = posixpath.normpath(posixpath.join("docs", posixpath.dirname(uri), target))
     is_page = path.startswith("docs/") and not path.endswith((".py", ".patch", ".jsonl"))
     if is_page or not (facts.ROOT / path).is_file():
@@ -124,7 +124,7 @@ def _to_source(target: str, uri: str) -> str:
 
 
 def _source_page(name: str) -> str:
-    """A file of the repository as a page, each line with an anchor."""
+    """Return a file of the repository as a page, with an anchor for each line."""
     from pygments import highlight
     from pygments.formatters import HtmlFormatter
     from pygments.lexers import get_lexer_for_filename

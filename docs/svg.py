@@ -1,8 +1,8 @@
-"""A small pen for the course's figures: shapes in, the text of an SVG out.
+"""A small drawing library for the course's figures: shapes in, SVG text out.
 
 A figure is a light card with dark text, so that it reads on a light page and on a dark one. Its
 units are pixels at 720 of width; text is 13 of them or more. The same calls give the same text,
-whatever the machine: coordinates are rounded to a tenth.
+on any machine: coordinates are rounded to a tenth.
 """
 
 from html import escape
@@ -13,7 +13,7 @@ BLUE, ORANGE, GREEN, PURPLE, RED, TEAL = (
     *("#3f62c8", "#c66a13", "#2f8551", "#7a4fb0"),
     *("#bf3b36", "#1c7f8c"),
 )
-# Fills on which dark text can be read, of the same six in the same order.
+# The same six colours, in the same order, as fills on which dark text is readable.
 PALE_BLUE, PALE_ORANGE, PALE_GREEN, PALE_PURPLE, PALE_RED, PALE_TEAL = (
     *("#cfdaf8", "#fbdcb8", "#c6e8d2", "#e0d2f3"),
     *("#f6cfcc", "#c3e6ea"),
@@ -23,7 +23,7 @@ PALE = (PALE_BLUE, PALE_ORANGE, PALE_GREEN, PALE_PURPLE, PALE_RED, PALE_TEAL)
 
 
 class Figure:
-    """One drawing. Later shapes lie on top of earlier ones."""
+    """One drawing; later shapes are on top of earlier ones."""
 
     def __init__(self, title: str, height: float, width: float = WIDTH) -> None:
         self.title, self.width, self.height = title, width, height
@@ -75,7 +75,7 @@ class Figure:
         stroke_width: float = 1.5,
         head: float = 7,
     ) -> None:
-        """A line whose tip, at (x2, y2), is a filled triangle."""
+        """Draw a line whose tip, at (x2, y2), is a filled triangle."""
         length = ((x2 - x1) ** 2 + (y2 - y1) ** 2) ** 0.5
         dx, dy = (x2 - x1) / length * head, (y2 - y1) / length * head
         self.line(x1, y1, x2 - dx, y2 - dy, stroke, stroke_width)
@@ -95,7 +95,7 @@ class Figure:
         closed: bool = False,
         dash: str = "",
     ) -> None:
-        """Straight lines through `points`."""
+        """Draw straight lines through `points`."""
         steps = " L ".join(f"{_number(x)} {_number(y)}" for x, y in points)
         end = " Z" if closed else ""
         self._add("path", "", d=f"M {steps}{end}", **_paint(fill, stroke, stroke_width, dash))
@@ -111,7 +111,7 @@ class Figure:
         bold: bool = False,
         turned: bool = False,
     ) -> None:
-        """`y` is the base line; `anchor` says which part of the text is at `x`."""
+        """Draw text with its base line at `y`; `anchor` is the part of the text that is at `x`."""
         attributes: dict[str, object] = {"font-size": size, "text-anchor": anchor, "fill": fill}
         if bold:
             attributes["font-weight"] = 600
@@ -145,7 +145,7 @@ def _paint(fill: str, stroke: str, stroke_width: float, dash: str) -> dict[str, 
 
 
 def _number(value: object) -> object:
-    """A coordinate to a tenth; what is no number as it is."""
+    """Return a coordinate rounded to a tenth; other values unchanged."""
     if isinstance(value, float):
         return f"{round(value, 1) + 0.0:g}" if abs(value) < 1e5 else f"{value:.0f}"
     return value

@@ -1,10 +1,10 @@
-"""Tables of Markdown, for pages and worked examples."""
+"""Markdown tables, for pages and worked examples."""
 
 from collections.abc import Sequence
 
 
 def table(head: Sequence[object], rows: Sequence[Sequence[object]]) -> str:
-    """A table with a line for each row; a bar within a cell is escaped."""
+    """Return a table with a line for each row; a bar within a cell is escaped."""
     cells = [[_cell(cell) for cell in line] for line in (head, ["---"] * len(head), *rows)]
     return "\n".join("| " + " | ".join(line) + " |" for line in cells)
 

@@ -1,6 +1,6 @@
-"""Recorded runs: what a chapter's `scenario.py` lets the engine do, kept beside the chapter.
+"""Recorded runs of the chapters' `scenario.py` files.
 
-`python docs/record.py --runs` records them; pages are made of what was recorded, without an engine.
+`python docs/record.py --runs` records them; pages are made from these files, without an engine.
 """
 
 import ast
@@ -13,7 +13,7 @@ from nanoserve.features.trace.reader import read_trace
 
 
 def scenarios() -> dict[str, Path]:
-    """The file of each scenario: a public function of a chapter's `scenario.py`."""
+    """Return the file of each scenario: a public function of a chapter's `scenario.py`."""
     found: dict[str, Path] = {}
     for path in sorted(DOCS.glob("*/scenario.py")):
         for node in ast.parse(path.read_text(encoding="utf-8")).body:
@@ -25,14 +25,14 @@ def scenarios() -> dict[str, Path]:
 
 
 def run_file(name: str) -> Path:
-    """Where a scenario's recorded run lies."""
+    """Return the path of a scenario's recorded run."""
     return scenarios()[name].with_name(f"{name.replace('_', '-')}.jsonl")
 
 
 def trace_page(name: str) -> str:
-    """The HTML page on which the run of a scenario can be looked at step by step.
+    """Return the HTML page that shows the run of a scenario step by step.
 
-    Raises `FileNotFoundError` if it was never recorded.
+    Raises `FileNotFoundError` if it has not been recorded.
     """
     run = run_file(name)
     if not run.is_file():

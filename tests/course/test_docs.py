@@ -173,10 +173,10 @@ def test_the_map_is_that_of_the_reading_path() -> None:
     table = macros.reading_order()
     for stop in stops:
         assert f"`{stop.file}`" in table and stop.words in table
-    assert {"front_door --> engine", "worker --> engine"} <= {
-        line.strip() for line in macros.map_of_the_rooms().splitlines()
+    assert {"entry --> engine", "worker --> engine"} <= {
+        line.strip() for line in macros.package_map().splitlines()
     }
-    assert "engine --> worker" not in macros.map_of_the_rooms()
+    assert "engine --> worker" not in macros.package_map()
 
 
 def test_each_term_of_the_glossary_has_an_anchor_of_its_own() -> None:

@@ -131,8 +131,8 @@ def test_a_bound_is_read_from_the_source() -> None:
         reference.value_of("nanoserve.utils.list_checks.MOST_SHOES")
 
 
-def test_what_is_said_to_be_refused_is_refused() -> None:
-    with pytest.raises(ValueError, match="is not refused"):
+def test_each_listed_combination_is_rejected() -> None:
+    with pytest.raises(ValueError, match="is not rejected"):
         reference._refusal(EngineConfig, "tiny-qwen3", {"max_num_seqs": 4})
 
 
