@@ -1,11 +1,12 @@
-"""How close the kernels come to what their GPU can do, as Markdown for docs/benchmarks.md.
+"""Measure how close kernels come to the limits of their GPU, as Markdown for docs/benchmarks.md.
 
     python benchmarks/attention.py [--json FILE]
-    TRITON_INTERPRET=1 python benchmarks/attention.py --device cpu      tiny: does it run at all?
+    TRITON_INTERPRET=1 python benchmarks/attention.py --device cpu      tiny, to check that it runs
 
-Decode attention and the small kernels move bytes: their measure is the bandwidth of a large copy.
-Prefill attention computes: its measure is the rate of a large matrix product. Kernels are timed in
-a CUDA graph, as a decode step runs them: launching from Python would be most of a short time.
+Decode attention and the small kernels are memory-bound: they are compared with the bandwidth of a
+large copy. Prefill attention is compute-bound: it is compared with the rate of a large matrix
+product. Kernels are timed in a CUDA graph, as a decode step runs them: launching from Python would
+be most of a short time.
 """
 
 import itertools
@@ -74,7 +75,7 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Peaks:
-    """What the device reaches at best; a share of it means nothing in the interpreter."""
+    """Best rates of the device; in the interpreter, shares of them are meaningless."""
 
     device: str
     bandwidth: float  # bytes per second
@@ -85,7 +86,7 @@ class Peaks:
 
 
 def seconds(run: Callable[[], object], device: str) -> float:
-    """Time of `run()`: on a GPU the median over replays of a graph of many of them."""
+    """Return the time of `run()`: on a GPU the median over replays of a graph of many calls."""
     if device == "cpu":
         start = time.perf_counter()
         run()
@@ -100,7 +101,7 @@ def seconds(run: Callable[[], object], device: str) -> float:
 
 
 def replays(calls: Iterable[Callable[[], object]], num_replays: int) -> list[float]:
-    """Seconds of each replay of a CUDA graph of all calls, which must have run before."""
+    """Return the seconds of each replay of a CUDA graph of all calls, already compiled."""
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for call in calls:
@@ -117,7 +118,7 @@ def replays(calls: Iterable[Callable[[], object]], num_replays: int) -> list[flo
 
 
 def in_turns(run: Callable[[int], object], num_turns: int, device: str) -> float:
-    """Time of one of `run(0)`, `run(1)`, ..., which have inputs of their own each."""
+    """Return the time of one of `run(0)`, `run(1)`, ..., each with its own inputs."""
     return seconds(lambda: [run(i) for i in range(num_turns)], device) / num_turns
 
 
@@ -134,7 +135,7 @@ Row = dict[str, Any]
 
 
 def decode_bytes(shape: Shape, contexts: list[int]) -> tuple[int, int]:
-    """K and V of all contexts; and with queries and outputs."""
+    """Return the bytes of K and V of all contexts, without and with queries and outputs."""
     kv = 2 * sum(contexts) * shape.num_kv_heads * shape.head_dim * _ITEM
     return kv, kv + 2 * len(contexts) * shape.num_heads * shape.head_dim * _ITEM
 

@@ -1,4 +1,4 @@
-"""What the brain costs per decode step: schedule, pack and update, without a model.
+"""Measure the scheduler side of a decode step: schedule, pack and update, without a model.
 
     python benchmarks/brain.py
 
@@ -22,7 +22,7 @@ _STEPS = 200
 
 
 def measure(num_seqs: int, context: int) -> list[tuple[float, float, float]]:
-    """Seconds of (schedule, pack, update) for each pure decode step."""
+    """Return the seconds of (schedule, pack, update) of each pure decode step."""
     config = EngineConfig("none", max_num_seqs=num_seqs).for_device("cuda")
     max_model_len = context + 2 * _STEPS + num_seqs
     blocks = -(-max_model_len // config.block_size)

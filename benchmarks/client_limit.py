@@ -1,10 +1,11 @@
-"""How many chunks a second the client of `nanoserve bench --url` can take, before it is the limit.
+"""Measure how many chunks a second the client of `nanoserve bench --url` can receive.
 
     python benchmarks/client_limit.py [--streams 64] [--chunks 200]
 
-The server is another process that has all its bytes ready and sends each stream a chunk in turn, so
-many a second over all streams. What the client spends on one is its processor time; where it falls
-behind, several come in one read, and each costs less. An engine's are about as long as these.
+The server is another process that has prepared all bytes and sends each stream a chunk in turn, at
+a given total rate. The cost of a chunk is the client's processor time; where the client falls
+behind, several chunks arrive in one read, and each costs less. Chunks have the length of an
+engine's.
 """
 
 import json
@@ -35,10 +36,10 @@ def _chunk() -> bytes:
     return _framed(b"data: %b\n\n" % json.dumps(value).encode())
 
 
-def serve(told: Connection, num_streams: int, num_chunks: int, rates: tuple) -> None:
-    """For each rate: wait until all streams have asked, then send them a chunk each, in turns."""
+def serve(ports: Connection, num_streams: int, num_chunks: int, rates: tuple) -> None:
+    """For each rate, wait for the requests of all streams, then send each a chunk in turn."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=num_streams)
-    told.send(listener.getsockname()[1])
+    ports.send(listener.getsockname()[1])
     chunk, end = _chunk(), _framed(b"data: [DONE]\n\n") + b"0\r\n\r\n"
     for rate in rates:
         streams = [listener.accept()[0] for _ in range(num_streams)]
@@ -71,7 +72,7 @@ async def measure(port: int, num_streams: int) -> tuple[list[Exchange], float]:
 def main() -> None:
     parser = ArgumentParser(description="What the client of `nanoserve bench --url` can take.")
     parser.add_argument("--streams", type=int, default=64)
-    parser.add_argument("--chunks", type=int, default=200, help="of each stream")
+    parser.add_argument("--chunks", type=int, default=200, help="number of chunks of each stream")
     args = parser.parse_args()
     total = args.streams * args.chunks
     context = multiprocessing.get_context("spawn")

@@ -1,4 +1,4 @@
-"""How far two models' distributions of the next token are apart, over many positions."""
+"""Compare the next-token distributions of two models over many positions."""
 
 from typing import NamedTuple
 
@@ -9,7 +9,7 @@ _ROWS_AT_ONCE = 128  # of a vocabulary of 150,000, in float32: 77 MB
 
 
 class Divergence(NamedTuple):
-    """Of a model from another, its reference."""
+    """Divergence of a model from its reference."""
 
     mean: float  # absolute difference of the log-probability of the text's own next token, in nats
     largest: float
@@ -21,7 +21,7 @@ class Divergence(NamedTuple):
 
 
 def divergence(reference: np.ndarray, logits: np.ndarray, next_ids: list[int]) -> Divergence:
-    """Compare float32 [num_positions, vocab_size]; `next_ids` [num_positions] is how texts go on.
+    """Compare float32 [num_positions, vocab_size]; `next_ids` [num_positions] continue the texts.
 
     Raises `ValueError` unless there is a token for each position of both.
     """

@@ -1,10 +1,10 @@
-"""Times products of e4m3 with scales per row: torch._scaled_mm, the engine's kernel, bfloat16.
+"""Time e4m3 matrix products with scales per row: torch._scaled_mm, the engine's kernel, bfloat16.
 
     python benchmarks/e4m3_products.py [--out FILE] [--seconds 24] [--no-ours]
-    TRITON_INTERPRET=1 python benchmarks/e4m3_products.py --device cpu    tiny: does it run at all?
+    TRITON_INTERPRET=1 python benchmarks/e4m3_products.py --device cpu    tiny, as a check
 
-Prints an object of JSON for each (K, N, M) as it is measured, the large K first. `mm` accumulates
-exactly, `mm_fast` does not. us: of one product, in a CUDA graph of 20 of them over 20 weights (one
+Prints a JSON object for each (K, N, M) as it is measured, large K first. `mm` accumulates exactly,
+`mm_fast` does not. us: time of one product, in a CUDA graph of 20 of them over 20 weights (one
 after the other, so that they come from memory, as in a model), best of 3 replays. rms: relative to
 the norm of the float32 product of the same operands; bfloat16's result alone rounds by 1.7e-3. max:
 the largest error over the largest magnitude.
@@ -51,7 +51,7 @@ SIZES = {
 
 
 class Weights(NamedTuple):
-    """As many times as there are layers."""
+    """Repeat for as many weights as there are layers."""
 
     codes: list[torch.Tensor]
     scale: torch.Tensor
@@ -75,7 +75,7 @@ def ours(*operands: torch.Tensor) -> torch.Tensor:
 
 
 def compile_ours(size: tuple[int, int]) -> None:
-    """In a process of its own: the main one then finds the kernels in Triton's cache on disk."""
+    """Compile in a separate process; the main one then finds the kernels in Triton's cache."""
     k, n = size
     w, w_scale = codes_of(torch.randn(n, k, device="cuda"))
     for m in _COMPILED_ROWS:
@@ -85,7 +85,7 @@ def compile_ours(size: tuple[int, int]) -> None:
 
 
 def microseconds(product: Product, operands: Operands, device: str) -> float:
-    """Of one product, all of which are launched in one graph."""
+    """Return the time of one product; all of them are launched in one graph."""
     calls = [partial(product, *each) for each in operands]
     if device == "cpu":
         return in_turns(lambda i: calls[i](), len(calls), device) * 1e6
@@ -105,7 +105,7 @@ def measure_product(
         return {"error": _in_short(error)}
     try:
         found["us"] = round(microseconds(product, operands, device), 1)
-    except Exception as error:  # it cannot be captured
+    except Exception as error:  # capture is not possible
         found["error_in_graph"] = _in_short(error)
     return found
 
@@ -167,8 +167,13 @@ def main() -> None:
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cuda")
     add("--out", type=Path, metavar="FILE", help="all lines, as JSON")
-    add("--seconds", type=float, default=24, help="no size begins after (%(default)s)")
-    add("--no-ours", action="store_true", help="without the engine's kernel")
+    add(
+        "--seconds",
+        type=float,
+        default=24,
+        help="time after which no size is started (default %(default)s)",
+    )
+    add("--no-ours", action="store_true", help="leave out the engine's kernel")
     measure(parser.parse_args())
 
 

@@ -1,17 +1,17 @@
-"""Routers before real replicas: what they find in the caches, and how evenly they load them.
+"""Compare routers on real replicas: prefix-cache hits and balance of the load.
 
     python benchmarks/fleet_routing.py                    all routers, three traces, 12 minutes
     python benchmarks/fleet_routing.py --only conversations --rounds 3
 
 The traces and the rules are those of `routing.py`, where time is simulated; here the bundled model
 computes, in two replicas of one core each behind `nanoserve serve`, over HTTP. It is so small that
-prompts and answers are shorter, and come faster. What a conversation was told, the server is made
-to say: one word, again and again. Each trace has a new server.
+prompts and answers are shorter, and arrive faster. The server is forced to output one word
+repeatedly, so that the next turns of a conversation are known. Each trace has a new server.
 
-hits and spread are of the servers' own metrics: tokens found / tokens of prompts, and of the tokens
-of all steps the most that a replica has computed / the mean. TTFT: from when a request was due to
-its first text, mean and 99th percentile, in ms. "knows every cache" takes the longest match that
-the replicas' own events tell of, at most 10 ms late.
+hits and spread are from the servers' metrics: cached tokens / prompt tokens, and the largest number
+of tokens that a replica has computed / the mean. TTFT: from when a request was due to
+its first text, mean and 99th percentile, in ms. "knows every cache" takes the longest match
+according to the replicas' events, which are at most 10 ms late.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ from nanoserve.serve.replicas import routing
 from nanoserve.serve.replicas.prefix_router import PrefixRouter
 
 _NUM_REPLICAS = 2
-_SAID = 270  # the token that is all a server says: " the"
+_SAID = 270  # the only token that a server outputs: " the"
 _FLAGS = [
     *("tiny-qwen3", "--data-parallel-size", str(_NUM_REPLICAS), "--num-threads", "1"),
     *("--block-size", "16", "--num-kv-blocks", "512", "--max-num-batched-tokens", "2048"),
@@ -62,7 +62,7 @@ class LeastLoaded(PrefixRouter):
 
 
 class PureAffinity(PrefixRouter):
-    """By a hash of the prompt's first blocks, whatever waits there."""
+    """Router that uses a hash of the prompt's first blocks, whatever the load."""
 
     def choose(
         self, hashes: AbstractSequence[bytes], num_prompt_tokens: int, loads: Mapping[str, float]
@@ -73,7 +73,7 @@ class PureAffinity(PrefixRouter):
 
 
 class KnowsEveryCache(PrefixRouter):
-    """The longest match; of equal ones, the least loaded."""
+    """Router that takes the longest match, and the least loaded of equal ones."""
 
     def choose(
         self, hashes: AbstractSequence[bytes], num_prompt_tokens: int, loads: Mapping[str, float]
@@ -94,7 +94,7 @@ ROUTERS: dict[str, tuple[type[PrefixRouter], list[str]]] = {
 
 
 class Clients:
-    """All that ask one server."""
+    """All clients of one server."""
 
     def __init__(self, url: str) -> None:
         self.waits: list[float] = []  # seconds until the first text
@@ -111,7 +111,7 @@ class Clients:
     async def _follow(self, first: Job, start: float) -> None:
         job: Job | None = first
         while job is not None:
-            job.output[:] = [_SAID] * len(job.output)  # that the next turn begins with
+            job.output[:] = [_SAID] * len(job.output)  # the beginning of the next turn
             body = {
                 **{"model": "tiny-qwen3", "prompt": job.prompt, "stream": True, "temperature": 0},
                 **{"max_tokens": len(job.output), "ignore_eos": True, "allowed_token_ids": [_SAID]},
@@ -124,7 +124,7 @@ class Clients:
 
 
 def counts(url: str) -> dict[str, list[float]]:
-    """The counters of each replica."""
+    """Return the counters of each replica."""
     with urllib.request.urlopen(f"{url}/metrics") as response:
         text = response.read().decode()
     found: dict[str, list[float]] = defaultdict(list)
@@ -135,7 +135,7 @@ def counts(url: str) -> dict[str, list[float]]:
 
 
 def run(router: str, trace: str, per_replica: int, scale: Scale, folder: str) -> list[float]:
-    """Hits, spread, mean and 99th percentile of the waits, and seconds."""
+    """Return hits, spread, mean and 99th percentile of the waits, and seconds."""
     program = (__file__, "--serve", router)
     jobs = TRACES[trace](_NUM_REPLICAS, per_replica, scale)
     with serving([*_FLAGS, *ROUTERS[router][1]], folder, program) as (url, _):
@@ -158,9 +158,19 @@ def main() -> int:
     add = parser.add_argument
     add("--only", action="append", choices=TRACES, metavar="TRACE", help="some of the traces")
     add("--router", action="append", choices=ROUTERS, help="some of the routers")
-    add("--rounds", type=int, default=1, help="of all in turn, each a row (%(default)s)")
+    add(
+        "--rounds",
+        type=int,
+        default=1,
+        help="rounds of all routers in turn, each a row (default %(default)s)",
+    )
     add("--per-replica", type=int, default=150, help="requests (%(default)s)")
-    add("--rate", type=float, default=0.5, help="of arrivals, times routing.py's (%(default)s)")
+    add(
+        "--rate",
+        type=float,
+        default=0.5,
+        help="factor on the arrival rates of routing.py (default %(default)s)",
+    )
     args = parser.parse_args()
     scale = Scale(length=0.25, rate=args.rate, vocab_size=2048)
     with tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:

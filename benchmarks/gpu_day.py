@@ -1,16 +1,16 @@
-"""Everything that a GPU has to show, in one command and within a budget of seconds.
+"""Run all GPU tests and measurements in one command, within a budget of seconds.
 
     python benchmarks/gpu_day.py --out FOLDER --budget 570
     python benchmarks/gpu_day.py --out FOLDER --stages facts,bench
-    python benchmarks/gpu_day.py --out FOLDER --device cpu          tiny: does everything run?
+    python benchmarks/gpu_day.py --out FOLDER --device cpu          tiny, as a check
 
-A stage is a process of its own with a limit of its own, cut to what is left of the budget. One that
-fails, or is ended because its time is up, is told, and the next one begins. FOLDER/gpu_day.json has
-what each has measured, also while the day goes on, and FOLDER/log.txt what each has printed. The
-table of it all comes last.
+A stage is a separate process with a time limit, reduced to the rest of the budget. If one fails or
+reaches its limit, that is reported, and the next one begins. FOLDER/gpu_day.json has the results so
+far, also while stages are running, and FOLDER/log.txt their output. A table of all results comes
+last.
 
-`sanitize` (NVIDIA's compute-sanitizer and ncu, where they are installed) runs only if it is asked
-for, `fa3` only with a folder that has the library of FlashAttention 3.
+`sanitize` (NVIDIA's compute-sanitizer and ncu, where they are installed) runs only if it is
+requested, `fa3` only with a folder that has the library of FlashAttention 3.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from gpu_job import write_json
 from gpu_table import print_table
 
 _HERE = Path(__file__).resolve().parent
-# Seconds of each stage at the most, on a machine whose processor is slow; what matters most first.
+# Maximum seconds of each stage on a machine with a slow processor, the most important first.
 LIMITS = {
     "facts": 40,
     "smoke": 80,
@@ -46,14 +46,14 @@ LIMITS = {
     "sweep": 150,
     "sanitize": 400,
 }
-_LEAST = 5.0  # seconds: in less, a stage cannot even import torch
-TIMED_OUT = 124  # the exit status of a stage that was ended, as of `timeout`
+_LEAST = 5.0  # seconds: less does not suffice for importing torch
+TIMED_OUT = 124  # exit status of a stage that reached its limit, as of `timeout`
 
 Record = dict[str, Any]
 
 
 class Day:
-    """Runs stages, and keeps what they have found in files."""
+    """Run stages and write their results to files."""
 
     def __init__(self, folder: Path, budget: float, device: str, fa3: Path | None = None) -> None:
         self.folder, self.device, self.fa3 = folder, device, fa3
@@ -63,7 +63,7 @@ class Day:
         (folder / "log.txt").write_text("")
 
     def run(self, stage: str, limit: float) -> Record:
-        """`limit` in seconds. The record is in the file when this returns."""
+        """Run a stage for at most `limit` seconds; its record is then in the file."""
         limit = min(limit, self._end - time.monotonic())
         if limit < _LEAST:
             record = {"stage": stage, "rc": None, "seconds": 0.0, "result": {}}
@@ -98,7 +98,7 @@ class Day:
 
 
 def _run_in_group(command: list[str], limit: float, environment: dict[str, str], log: Any) -> int:
-    """Exit status. Whatever the process has started, and whoever that has, ends with it."""
+    """Return the exit status; all descendants of the process end with it."""
     process = subprocess.Popen(
         command, stdout=log, stderr=subprocess.STDOUT, env=environment, start_new_session=True
     )
@@ -115,15 +115,26 @@ def _run_in_group(command: list[str], limit: float, environment: dict[str, str],
 def parse_args() -> Namespace:
     parser = ArgumentParser(description="All measurements and tests that need a GPU.")
     add = parser.add_argument
-    add("--out", type=Path, required=True, metavar="FOLDER", help="gets the results")
-    add("--budget", type=float, default=570, metavar="SECONDS", help="in all (%(default)s)")
-    add("--stages", help=f"some of {','.join(LIMITS)}; not given: all but sanitize")
-    add("--sanitize", action="store_true", help="the stage sanitize, too, after all others")
-    add("--fa3", type=Path, metavar="FOLDER", help="has _vllm_fa3_C.abi3.so, or it as .so.xz")
+    add("--out", type=Path, required=True, metavar="FOLDER", help="folder for the results")
+    add(
+        "--budget",
+        type=float,
+        default=570,
+        metavar="SECONDS",
+        help="total time (default %(default)s)",
+    )
+    add("--stages", help=f"some of {','.join(LIMITS)}; default: all except sanitize")
+    add("--sanitize", action="store_true", help="also run the stage sanitize, last")
+    add(
+        "--fa3",
+        type=Path,
+        metavar="FOLDER",
+        help="folder with _vllm_fa3_C.abi3.so, or with its .so.xz",
+    )
     add("--device", choices=("cuda", "cpu"), default="cuda", help="%(default)s")
     args = parser.parse_args()
     if args.fa3 and not args.fa3.is_dir():
-        parser.error(f"--fa3 {args.fa3} is no folder")
+        parser.error(f"--fa3 {args.fa3} is not a folder")
     if args.stages:
         named = args.stages.split(",")
         if unknown := [name for name in named if name not in LIMITS]:
@@ -133,7 +144,7 @@ def parse_args() -> Namespace:
     else:
         named = [name for name in LIMITS if name != "sanitize" and (name != "fa3" or args.fa3)]
     named += ["sanitize"] if args.sanitize else []
-    args.stages = [name for name in LIMITS if name in named]  # what matters most first
+    args.stages = [name for name in LIMITS if name in named]  # the most important first
     return args
 
 
@@ -143,7 +154,7 @@ def _end_by_signal(number: int, frame: Any) -> None:
 
 def main() -> int:
     args = parse_args()
-    signal.signal(signal.SIGTERM, _end_by_signal)  # so that the running stage ends, too
+    signal.signal(signal.SIGTERM, _end_by_signal)  # also ends the running stage
     day = Day(args.out, args.budget, args.device, args.fa3)
     try:
         for stage in args.stages:

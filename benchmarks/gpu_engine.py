@@ -1,6 +1,6 @@
 """Stages of gpu_day.py that run engines in this process: `smoke`, `bench`, `tp` and others.
 
-Weights are random and made on the device: that takes a second, and changes no time.
+Weights are random and created on the device, which takes a second and does not affect times.
 """
 
 import json
@@ -35,7 +35,7 @@ _QUESTIONS = [
     "Who are you?",
 ]
 Variants = dict[str, dict[str, Any]]
-# The default comes first and last: what is between differs by more than those two, or by nothing.
+# The default comes first and last, so that differences can be compared with its variation.
 _VARIANTS: Variants = {
     "default": {},
     "mixed steps launched": {"capture_mixed_steps": False},
@@ -68,7 +68,7 @@ _STEP_ROWS = (64, 16, 1)
 
 
 def smoke(job: Job) -> Measurements:
-    """Every way of running answers as a CPU does, in float32."""
+    """Check that every mode gives the same answers as a CPU, in float32."""
     ways: dict[str, dict[str, Any]] = {
         "graphs": {},
         "eager": {"enforce_eager": True},
@@ -83,10 +83,10 @@ def smoke(job: Job) -> Measurements:
 
 
 def _answers(job: Job, **options: Any) -> list[list[int]]:
-    asked = [[{"role": "user", "content": question}] for question in _QUESTIONS]
+    requested = [[{"role": "user", "content": question}] for question in _QUESTIONS]
     greedy = SamplingParams(temperature=0, max_tokens=8 if job.is_tiny else 60)
     with LLM("tiny-qwen3", dtype="float32", num_kv_blocks=200, **options) as llm:
-        answers = llm.chat(asked, greedy, use_tqdm=False)
+        answers = llm.chat(requested, greedy, use_tqdm=False)
     return [answer.outputs[0].token_ids for answer in answers]
 
 
@@ -94,15 +94,15 @@ def _same_answers(job: Job, expected: list[list[int]], options: dict[str, Any]) 
     answers = _answers(job, device=job.device, **options)
     same = sum(a == b for a, b in zip(answers, expected, strict=True))
     if same < len(_QUESTIONS):
-        raise AssertionError(f"{same} of {len(_QUESTIONS)} answers are those of the CPU")
-    return f"{same} of {len(_QUESTIONS)} answers are those of the CPU"
+        raise AssertionError(f"{same} of {len(_QUESTIONS)} answers equal the CPU's")
+    return f"{same} of {len(_QUESTIONS)} answers equal the CPU's"
 
 
 # ---------------------------------------------------------------- bench
 
 
 def open_engine(job: Job, shape: str | None = None, **options: Any) -> LLM:
-    """Qwen3-0.6B's shape or the one that is named, or a tiny one, with random weights."""
+    """Return a model of Qwen3-0.6B's or the given shape, or a tiny one, with random weights."""
     named = shape_name(job) if job.is_tiny or shape is None else shape
     (job.scratch / "config.json").write_text(json.dumps(SHAPES[named]))
     common = {"device": job.device, "load_format": "dummy", "skip_tokenizer_init": True}
@@ -116,19 +116,19 @@ def shape_name(job: Job) -> str:
 
 
 def bench(job: Job) -> Measurements:
-    """nano-vllm's workload; what is not the default has one run, as long as there is time."""
+    """Time nano-vllm's workload; non-default options have one run, while time is left."""
     yield from _runs(job, _VARIANTS)
 
 
 def options(job: Job) -> Measurements:
-    """The same, of options that are known to cost time."""
+    """Time the same with options that are known to be slower."""
     yield from _runs(job, _OTHER_VARIANTS)
 
 
 def fewer_bits(job: Job) -> Measurements:
-    """The same with a KV cache of 8 bits; decode steps of an 8B model whose weights have fewer.
+    """Time the same with an 8-bit KV cache, and decode steps of an 8B model with quantized weights.
 
-    0.6B is too small for fewer bits of weights: its steps wait for launches, not for bytes.
+    0.6B is too small for quantized weights: its steps are limited by launches, not by bytes.
     """
     yield from _runs(job, {name: v for name, v in _KV_VARIANTS.items() if _is_possible(job, v)})
     for name, scheme in _SCHEMES.items():
@@ -137,13 +137,13 @@ def fewer_bits(job: Job) -> Measurements:
 
 
 def _is_possible(job: Job, options: dict[str, Any]) -> bool:
-    """Products of e4m3 need a GPU of compute capability 8.9."""
+    """Return True if the GPU has e4m3 products: compute capability 8.9 or higher."""
     has_fp8 = job.device == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
     return has_fp8 or "fp8" not in options.values()
 
 
 def _decode_steps(job: Job, scheme: dict[str, Any]) -> dict[str, Any]:
-    """Microseconds of a step by its rows, and the bytes that weights take."""
+    """Return microseconds of a step by number of rows, and the bytes of the weights."""
     from gpu_profile import step_time
 
     start, before = time.perf_counter(), _allocated(job)
@@ -172,16 +172,16 @@ def _runs(job: Job, variants: Variants) -> Measurements:
 
 
 class _Limits:
-    """The workload, and the least time that it can take here."""
+    """The workload, and its minimum time on this device."""
 
     def __init__(self, job: Job) -> None:
         workload = WORKLOADS["nano-vllm"]
-        asked: tuple[Any, ...] = (4, (5, 20), (4, 8))
+        requested: tuple[Any, ...] = (4, (5, 20), (4, 8))
         if not job.is_tiny:
             lengths = (length_range(workload[name]) for name in ("input_len", "output_len"))
-            asked = (workload["num_seqs"], *lengths)
+            requested = (workload["num_seqs"], *lengths)
         vocab_size = SHAPES[shape_name(job)]["vocab_size"]
-        self.prompts, self.output_lens = draw_workload(*asked, vocab_size)
+        self.prompts, self.output_lens = draw_workload(*requested, vocab_size)
         self.params = [
             SamplingParams(max_tokens=n, temperature=0.6, ignore_eos=True) for n in self.output_lens
         ]
@@ -189,7 +189,7 @@ class _Limits:
         self._seconds: dict[int, float] = {}
 
     def seconds(self, llm: LLM) -> float:
-        """At the rate of a large copy; steps as this engine is allowed to make them.
+        """Return the limit at the rate of a large copy, for steps with this engine's options.
 
         Weights count as 16 bits, also where they have fewer: the share can then exceed 1.
         """
@@ -202,7 +202,7 @@ class _Limits:
         return self._seconds[budget]
 
     def prompts_of_run(self, number: int) -> list[list[int]]:
-        """As long as ever, but in no prefix cache."""
+        """Return new prompts of the same lengths, which are in no prefix cache."""
         return [[(token + number) % 2000 for token in prompt] for prompt in self.prompts]
 
 
@@ -234,7 +234,7 @@ def _run_variant(
 
 
 class _IdleTime:
-    """How long the GPU had nothing to do between one step's end and the next one's begin.
+    """Measure the time for which the GPU is idle between two steps.
 
     An event lies on the stream before what a step launches and one behind it. While a step is
     launched kernel by kernel the GPU may also wait for the host; that is not in this number.
@@ -260,14 +260,14 @@ class _IdleTime:
         executor.forward, executor.sample = timed_forward, timed_sample
 
     def seconds(self) -> float:
-        """Of all steps since this was made; waits for the GPU."""
+        """Return the total of all steps since this was created; waits for the GPU."""
         if self._events:
             torch.cuda.synchronize()
         gaps = [
             last[1].elapsed_time(next_[0])
             for last, next_ in zip(self._events, self._events[1:], strict=False)
         ]
-        # Between two runs there is one long gap: nothing was asked for.
+        # Between two runs there is one long gap without requests.
         return sum(gap for gap in gaps if gap < 100) / 1e3
 
 
@@ -278,12 +278,12 @@ def _timed(llm: LLM, limits: _Limits, number: int) -> float:
     seconds = time.perf_counter() - start
     lens = [len(output.outputs[0].token_ids) for output in outputs]
     if lens != limits.output_lens:
-        raise AssertionError("an output has not the length that was asked for")
+        raise AssertionError("an output does not have the requested length")
     return seconds
 
 
 def _single_stream(job: Job, llm: LLM) -> float:
-    """128 tokens in and 256 out; the time of the first token is taken out."""
+    """Time 128 tokens in and 256 out, without the time of the first token."""
     num_in, num_out = (8, 4) if job.is_tiny else (128, 256)
 
     def generate(first: int, n: int) -> float:
@@ -300,7 +300,7 @@ def _single_stream(job: Job, llm: LLM) -> float:
 
 
 def tp(job: Job) -> Measurements:
-    """With two GPUs, the tests of tensor parallelism; with one, a group that has one rank."""
+    """Run the tests of tensor parallelism with two GPUs; with one, a group of one rank."""
     if torch.cuda.device_count() >= 2 and not job.is_tiny:
         from gpu_programs import tensor_parallel_tests
 
@@ -324,12 +324,12 @@ def tp(job: Job) -> Measurements:
 
 def _is_the_same(found: torch.Tensor, expected: torch.Tensor) -> str:
     if not torch.equal(found, expected):
-        raise AssertionError("one rank's sum is what it had, and it is not")
+        raise AssertionError("the all-reduce of one rank changed its input")
     return "right"
 
 
 def _captured(collective: Callable[[], torch.Tensor], x: torch.Tensor) -> float:
-    """Microseconds of one of many in a CUDA graph, captured as the engine does it."""
+    """Return microseconds of one of many in a CUDA graph, captured like the engine's."""
     from nanoserve.worker.cuda import Cuda
 
     cuda, repeats = Cuda(x.device), 50
@@ -346,11 +346,11 @@ def _captured(collective: Callable[[], torch.Tensor], x: torch.Tensor) -> float:
 
 
 def _engine_over(job: Job, ranks: TensorParallel) -> str:
-    """Its layers reduce and gather over the group, in graphs where there are any."""
+    """Check layers that reduce and gather over the group, in graphs if possible."""
     alone = _answers(job, device=job.device)
     parallel = ParallelContext(ranks)
     with mock.patch.object(nanoserve.worker.build_executor, "ParallelContext", lambda: parallel):
         together = _answers(job, device=job.device)
     if together != alone:
-        raise AssertionError("its answers are others than without the group")
+        raise AssertionError("the answers differ from those without the group")
     return "same answers"

@@ -1,4 +1,4 @@
-"""The stage `facts` of gpu_day.py: what machine this is, and what its parts reach at best."""
+"""The stage `facts` of gpu_day.py: describes the machine and measures its best rates."""
 
 import os
 import platform
@@ -79,7 +79,7 @@ def _median_us(run: Callable[[], object], repeats: int) -> float:
 
 
 def _host_to_device(num_bytes: int) -> float:
-    """From page-locked memory, with the waiting."""
+    """Time copies from page-locked memory, including the waiting."""
     source = torch.empty(num_bytes, dtype=torch.uint8).pin_memory()
     target = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
 
@@ -91,7 +91,7 @@ def _host_to_device(num_bytes: int) -> float:
 
 
 def _eager_launch() -> float:
-    """The host's time for one small operation of torch."""
+    """Return the host's time for one small operation of torch."""
     x, repeats = torch.zeros(1000, device="cuda"), 1000
     x.add_(1)
     torch.cuda.synchronize()

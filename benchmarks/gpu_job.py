@@ -1,4 +1,4 @@
-"""What a stage of gpu_day.py is given; how it and others run processes, and tell what they find."""
+"""Inputs of a stage of gpu_day.py, and helpers that run processes and record results."""
 
 import json
 import multiprocessing
@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
-_LAST_WORDS = 20.0  # seconds for a program that is told to end: pytest writes its report
+_LAST_WORDS = 20.0  # seconds for a program to end after an interrupt: pytest writes its report
 
 
 class Job(NamedTuple):
-    device: str  # "cuda", or "cpu": everything tiny, to see that it runs
+    device: str  # "cuda", or "cpu": everything tiny, to check that it runs
     deadline: float  # of time.monotonic
-    scratch: Path  # a folder that is gone afterwards
+    scratch: Path  # a temporary folder
     fa3: Path | None  # the folder with FlashAttention 3
 
     @property
@@ -31,14 +31,14 @@ class Job(NamedTuple):
         return self.deadline - time.monotonic()
 
 
-# A stage is a generator of these: a name, and what measures it and returns something for JSON.
+# A stage is a generator of these: a name, and a function that measures and returns JSON values.
 Measurements = Iterator[tuple[str, Callable[[], Any]]]
 
 
 class Program:
-    """Another program, in this stage's process group, so that it ends with the stage at the latest.
+    """Another program in this stage's process group, so that it ends with the stage at the latest.
 
-    What it prints goes to a file and, when it has ended, to the stage's own output.
+    Its output goes to a file and, when it has ended, to the stage's own output.
     """
 
     def __init__(self, command: list[str], job: Job, name: str, **variables: str) -> None:
@@ -53,9 +53,9 @@ class Program:
         )
 
     def wait(self, share: float = 1.0) -> tuple[int, str]:
-        """Its exit status and what it said.
+        """Return its exit status and output.
 
-        When `share` of the time is nearly up, it is interrupted.
+        It is interrupted when `share` of the time is nearly up.
         """
         try:
             rc = self._process.wait(max(0.0, share * self._job.left - _LAST_WORDS - 2))
@@ -74,14 +74,14 @@ class Program:
 
 
 def write_json(file: Path, value: Any) -> None:
-    """At once: who is ended in the middle of it leaves what was there before."""
+    """Write a file atomically: if the process is killed meanwhile, the old content stays."""
     unfinished = file.with_suffix(".part")
     unfinished.write_text(json.dumps(value, indent=1))
     unfinished.replace(file)
 
 
 class Lines:
-    """What is measured: printed as it comes, an object of JSON a line, and kept in a file."""
+    """Results, printed as JSON objects, one a line, and kept in a file."""
 
     def __init__(self, file: Path | None) -> None:
         self._file, self._lines = file, list[dict[str, Any]]()
@@ -89,7 +89,7 @@ class Lines:
 
     @property
     def seconds(self) -> float:
-        """Since the begin."""
+        """Return the seconds since the beginning."""
         return round(time.monotonic() - self._start, 1)
 
     def say(self, **found: Any) -> None:
@@ -100,7 +100,7 @@ class Lines:
 
 
 class Processes:
-    """`run(argument)` for some arguments, side by side: they fill Triton's cache on the disk."""
+    """Call `run(argument)` for some arguments in parallel, to fill Triton's cache on the disk."""
 
     def __init__(
         self, run: Callable[[Any], None], arguments: Iterable[Any], method: str = "spawn"
@@ -111,7 +111,7 @@ class Processes:
             process.start()
 
     def wait(self, limit: float | None = None) -> list[int | None]:
-        """Their exit statuses; None is that of one that was still running after the limit."""
+        """Return the exit statuses; None for a process that was still running after the limit."""
         deadline = None if limit is None else time.monotonic() + limit
         for process in self._processes:
             process.join(deadline and max(0.1, deadline - time.monotonic()))

@@ -1,4 +1,4 @@
-"""Stages of gpu_day.py that time kernels: `kernels`, and `fa3`, FlashAttention 3 beside ours."""
+"""Stages of gpu_day.py that time kernels: `kernels`, and `fa3` for FlashAttention 3."""
 
 import lzma
 import shutil
@@ -28,7 +28,7 @@ from torch.nn.functional import linear
 from nanoserve.kernels.triton.choose_tokens import choose_tokens, pack_settings
 from nanoserve.kernels.triton.filter_logits import filter_borders
 
-_POOL = 40e9  # bytes: about what an engine takes of such a GPU
+_POOL = 40e9  # bytes: about the pool of an engine on such a GPU
 _POOL_LAYERS = 8
 _FILTERS: dict[str, dict[str, Any]] = {
     "top-k 50": {"top_k": 50},
@@ -39,7 +39,7 @@ _FILTERS: dict[str, dict[str, Any]] = {
 
 
 def kernels(job: Job) -> Measurements:
-    """attention.py's tables, and what an engine's steps have otherwise than they."""
+    """Measure attention.py's tables, and cases of an engine's steps that they lack."""
     sizes = SIZES[job.device]
     peaks, shape = measure_peaks(sizes, job.device), sizes.shapes[0]
     cases = decode_cases(job.is_tiny)
@@ -66,7 +66,7 @@ def kernels(job: Job) -> Measurements:
 
 
 def _blocks_in(num_bytes: float, shape: Shape) -> int:
-    """Blocks of one of the pool's layers."""
+    """Return the number of blocks of one layer of the pool."""
     per_block = 2 * shape.num_kv_heads * 16 * shape.head_dim * DTYPE.itemsize
     return int(num_bytes / _POOL_LAYERS / per_block)
 
@@ -74,7 +74,7 @@ def _blocks_in(num_bytes: float, shape: Shape) -> int:
 def _logits(
     shape: Shape, num_rows: int, device: str, **settings: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Logits, slots, and the settings of the slots."""
+    """Return logits, slots, and the settings of the slots."""
     slots = torch.arange(num_rows, dtype=torch.int32, device=device)
     packed = torch.from_numpy(pack_settings(seed=1, stream=0, **settings)).to(device)
     logits = 3 * randn(num_rows, shape.vocab_size, device=device)
@@ -94,7 +94,7 @@ def _sampler(shape: Shape, num_rows: int, temperature: float, peaks: Peaks) -> R
 
 
 def _products(shape: Shape) -> list[tuple[str, int, int]]:
-    """(name, inputs, outputs) of a layer's four products, and of the head."""
+    """Return (name, inputs, outputs) of a layer's four products, and of the head."""
     hidden, size = shape.hidden_size, shape.intermediate_size
     q = shape.num_heads * shape.head_dim
     kv = shape.num_kv_heads * shape.head_dim
@@ -119,10 +119,10 @@ def _product_rates(job: Job, k: int, n: int) -> dict[str, Row]:
 
 
 def fa3(job: Job) -> Measurements:
-    """The same rows and caches, through FlashAttention 3 as vLLM builds and calls it.
+    """Time FlashAttention 3, as vLLM builds and calls it, on the same rows and caches.
 
-    But for its scheduler's metadata, which vLLM makes once a step, and each timed call makes anew:
-    that costs theirs some microseconds, which count where rows are few.
+    Its scheduler metadata, which vLLM computes once a step, is computed in each timed call. That
+    adds some microseconds, which matter where rows are few.
     """
     if job.device != "cuda":
         raise ValueError("FlashAttention 3 runs on NVIDIA GPUs only: --device cuda")
@@ -143,7 +143,7 @@ def _load_library(job: Job) -> None:
     packed = job.fa3 / f"{library.name}.xz"
     if not library.is_file():
         if not packed.is_file():
-            raise ValueError(f"--fa3 {job.fa3}: neither {library.name} nor {packed.name} is there")
+            raise ValueError(f"--fa3 {job.fa3}: there is neither {library.name} nor {packed.name}")
         library = job.scratch / library.name
         with lzma.open(packed) as source, library.open("wb") as target:
             shutil.copyfileobj(source, target, 2**24)
@@ -198,16 +198,16 @@ def flash_attention(rows: Rows, layer: int) -> torch.Tensor:
         rows.block_tables,
         *(nothing, nothing),  # kv_batch_idx, leftpad_k
         *(nothing, nothing, nothing),  # cosines, sines and lengths of a rotation
-        *(nothing, nothing, nothing),  # factors of 8-bit q, k and v
+        *(nothing, nothing, nothing),  # scales of 8-bit q, k and v
         rows.q.shape[2] ** -0.5,
         True,  # causal
         *(-1, -1),  # no window
         0.0,  # no soft cap
         True,  # rotation in pairs
         nothing,  # its own schedule
-        0,  # splits: it chooses
-        nothing,  # whether heads of a group are packed: it chooses
-        0,  # multiprocessors left to others
+        0,  # splits: automatic
+        nothing,  # packing of the heads of a group: automatic
+        0,  # multiprocessors left free
         nothing,  # sinks
         *(1, 0, nothing),  # ranks that share a context, this one, their lengths
     )

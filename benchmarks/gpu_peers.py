@@ -1,15 +1,15 @@
-"""Runs nano-vllm's workload on one engine, in a process of its own that has a time limit.
+"""Run nano-vllm's workload on one engine, in a separate process with a time limit.
 
     python benchmarks/gpu_peers.py --engine vllm --peers FOLDER [--fallback] [--in-process]
     python benchmarks/gpu_peers.py --engine nano-vllm --peers FOLDER --limit 100
     python benchmarks/gpu_peers.py --engine nanoserve --options '{"max_num_batched_tokens": 16384}'
-    python benchmarks/gpu_peers.py --prepare        writes nano-vllm's weights before, on the CPU
-    python benchmarks/gpu_peers.py --engine nanoserve --tiny        on a CPU: does it run?
+    python benchmarks/gpu_peers.py --prepare        only writes nano-vllm's weights, on the CPU
+    python benchmarks/gpu_peers.py --engine nanoserve --tiny        on a CPU, as a check
 
-FOLDER is what pack_peers.py packs, unpacked; without --peers, vLLM and nano-vllm must be installed.
-Each measurement is a line of JSON, printed and appended to --out, so that one file can have all
-engines. After --limit seconds, and when it has ended, the engine's process is killed with all that
-it has started, so that the GPU is free.
+FOLDER is the unpacked output of pack_peers.py; without --peers, vLLM and nano-vllm must be
+installed. Each measurement is a line of JSON, printed and appended to --out, so that one file can
+have all engines. After --limit seconds, and when it has ended, the engine's process is killed with
+all its children, so that the GPU is free.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ BEGAN = time.perf_counter()
 ROOT = Path(__file__).resolve().parents[1]
 TEMPERATURE = 0.6
 TIMED_OUT = 124  # as of `timeout`
-_TERMINATED = 143  # by SIGTERM, as shells say it
+_TERMINATED = 143  # by SIGTERM, as in shells
 Tokens = list[list[int]]
 _VLLM_SETTINGS = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
@@ -47,7 +47,7 @@ _VLLM_SETTINGS = {
 
 
 def load(name: str) -> ModuleType:
-    """Load one module of nanoserve/cli/bench without nanoserve, which would set up threads."""
+    """Load a module of nanoserve/cli/bench without nanoserve, which would configure threads."""
     spec = importlib.util.spec_from_file_location(
         f"_{name}", ROOT / f"nanoserve/cli/bench/{name}.py"
     )
@@ -83,7 +83,7 @@ def model_folder(args: Namespace, has_weights: bool = False) -> Path:
 
 
 def weight_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Of Qwen3, with tied embeddings."""
+    """Return the `config.json` of a Qwen3 model with tied embeddings."""
     hidden, head, inner = (config[k] for k in ("hidden_size", "head_dim", "intermediate_size"))
     queries, keys = (config[f"num_{k}_heads"] * head for k in ("attention", "key_value"))
     yield "model.embed_tokens", (config["vocab_size"], hidden)
@@ -100,7 +100,7 @@ def weight_shapes(config: dict[str, Any]) -> Iterator[tuple[str, tuple[int, ...]
 
 
 def write_weights(folder: Path, config: dict[str, Any]) -> None:
-    """For nano-vllm, which makes none up. The same values again and again: they change no time."""
+    """Write weights for nano-vllm, which cannot create any; repeated values do not affect times."""
     import torch
     from safetensors.torch import save_file
 
@@ -129,7 +129,7 @@ class Engine(Protocol):
     facts: dict[str, Any]
 
     def generate(self, prompts: Tokens, output_lens: list[int]) -> list[int]:
-        """How many tokens each has got."""
+        """Return the number of tokens of each output."""
 
 
 class Nanoserve:
@@ -192,14 +192,14 @@ class Vllm:
 
 
 class _NoText:
-    """In place of the tokenizer: only tokens are timed, as of the other engines."""
+    """Replace the tokenizer: only tokens are timed, as for the other engines."""
 
     def decode(self, token_ids: list[int]) -> str:
         return ""
 
 
 class NanoVllm:
-    """With its own defaults: 512 sequences, 16,384 tokens a step, lengths up to 4,096."""
+    """nano-vllm with its own defaults: 512 sequences, 16,384 tokens a step, lengths to 4,096."""
 
     def __init__(self, args: Namespace) -> None:
         start = time.perf_counter()
@@ -236,13 +236,13 @@ def workload(is_tiny: bool) -> tuple[Tokens, list[int]]:
     workloads = load("workloads")
     if is_tiny:
         return workloads.draw_workload(4, (5, 20), (4, 8), 2048)
-    asked = workloads.WORKLOADS["nano-vllm"]
-    lengths = (workloads.length_range(asked[name]) for name in ("input_len", "output_len"))
-    return workloads.draw_workload(asked["num_seqs"], *lengths, 151_936)
+    settings = workloads.WORKLOADS["nano-vllm"]
+    lengths = (workloads.length_range(settings[name]) for name in ("input_len", "output_len"))
+    return workloads.draw_workload(settings["num_seqs"], *lengths, 151_936)
 
 
 def other(prompts: Tokens, number: int, is_tiny: bool) -> Tokens:
-    """As long, but in no prefix cache."""
+    """Return prompts of the same lengths that are in no prefix cache."""
     modulus = 2048 if is_tiny else 10_001
     return [[(token + number) % modulus for token in prompt] for prompt in prompts]
 
@@ -252,7 +252,7 @@ def timed(engine: Engine, prompts: Tokens, output_lens: list[int]) -> float:
     lens = engine.generate(prompts, output_lens)
     seconds = time.perf_counter() - start
     if lens != list(output_lens):
-        raise RuntimeError("an output has not the length that was asked for")
+        raise RuntimeError("an output does not have the requested length")
     return seconds
 
 
@@ -270,7 +270,7 @@ def run_workload(args: Namespace, engine: Engine) -> None:
 
 
 def run_few_rows(args: Namespace, engine: Engine, num_rows: int) -> None:
-    """128 tokens in and 256 out; the time of the first token is taken out of the rate."""
+    """Time 128 tokens in and 256 out; the rate excludes the time of the first token."""
     num_in, num_out = (8, 4) if args.tiny else (128, 256)
     count = iter(range(1000))
 
@@ -313,7 +313,7 @@ def environment(args: Namespace) -> dict[str, str]:
 
 
 def supervise(args: Namespace, arguments: list[str]) -> int:
-    """Ends the whole process group after the limit, and what is left of it afterwards."""
+    """Run the process; kill its whole group after the limit, or the rest of it at the end."""
     command = [sys.executable, str(Path(__file__).resolve()), *arguments, "--child"]
     child = subprocess.Popen(command, env=environment(args), start_new_session=True)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
@@ -335,13 +335,19 @@ def parse_args(arguments: list[str]) -> Namespace:
     parser = ArgumentParser(description="nano-vllm's workload on one engine.")
     add = parser.add_argument
     add("--engine", choices=ENGINES, default="nano-vllm", help="%(default)s")
-    add("--options", type=json.loads, default={}, metavar="JSON", help="of the engine")
-    add("--label", default="", help="is in each line")
+    add("--options", type=json.loads, default={}, metavar="JSON", help="options of the engine")
+    add("--label", default="", help="label in each line")
     add("--peers", type=Path, metavar="FOLDER", help="vLLM and nano-vllm, from pack_peers.py")
     models = Path(tempfile.gettempdir()) / "nanoserve-peers"
-    add("--models", type=Path, default=models, metavar="FOLDER", help="is kept (%(default)s)")
-    add("--out", type=Path, metavar="FILE", help="lines are appended to it")
-    add("--runs", type=int, default=2, help="of the workload (%(default)s)")
+    add(
+        "--models",
+        type=Path,
+        default=models,
+        metavar="FOLDER",
+        help="folder for weights, which is kept (default %(default)s)",
+    )
+    add("--out", type=Path, metavar="FILE", help="file to which lines are appended")
+    add("--runs", type=int, default=2, help="runs of the workload (default %(default)s)")
     add("--limit", type=float, default=240, help="seconds (%(default)s)")
     add("--no-rows", action="store_true", help="only the workload")
     add("--fallback", action="store_true", help="vLLM without torch.compile")

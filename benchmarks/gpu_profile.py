@@ -1,8 +1,8 @@
-"""The stage `profile` of gpu_day.py: what a step launches, and how long the GPU has nothing to do.
+"""The stage `profile` of gpu_day.py: the launches of a step, and the idle time of the GPU.
 
-Every kind of step is run with a step ahead, without and with sampling in graphs: first timed, then
-under torch.profiler, which slows the host down but not what the kernels take. At 64 rows, one of
-them may have a penalty or want logprobs: that must not change the step of the others.
+Every kind of step is run with async scheduling, without and with sampling in graphs: first timed,
+then under torch.profiler, which slows down the host but not the kernels. At 64 rows, one of them
+may have a penalty or logprobs, which must not slow down the step of the others.
 """
 
 import re
@@ -23,14 +23,14 @@ from nanoserve.engine.guard import GuardedEngine
 
 _CONTEXT = 800  # tokens of every sequence's prompt
 _MIXED_ROWS = 64
-_NEW_PROMPT = 1000  # tokens that come beside the decoding rows of a mixed step
+_NEW_PROMPT = 1000  # tokens of the prompt of a mixed step
 _TIMED, _PROFILED = 20, 5  # steps
 _WAYS = {
     "one step ahead": {"async_scheduling": True},
     "mixed steps launched": {"async_scheduling": True, "capture_mixed_steps": False},
     "sampling in graphs": {"async_scheduling": True, "capture_sampling": True},
 }
-# What one row of a step may ask for beside the others, which are plain.
+# Sampling parameters of one row of a step whose other rows are plain.
 _ONE_ROW: dict[str, dict[str, Any]] = {
     "one penalty": {"repetition_penalty": 1.1},
     "one with logprobs": {"logprobs": 5},
@@ -45,16 +45,16 @@ _KINDS = {
 
 def profile(job: Job) -> Measurements:
     rows = (4, 1) if job.is_tiny else (256, 64, 8, 1)
-    for told, options in _WAYS.items():
+    for way, options in _WAYS.items():
         with open_engine(job, max_model_len=4096, **options) as llm:
             for n in rows:
-                yield f"{n} rows, {told}", partial(_profile, job, llm.engine, n, 0)
+                yield f"{n} rows, {way}", partial(_profile, job, llm.engine, n, 0)
             for name, special in _ONE_ROW.items():
                 n = 4 if job.is_tiny else _MIXED_ROWS
-                yield f"{n} rows, {name}, {told}", partial(_profile, job, llm.engine, n, 0, special)
+                yield f"{n} rows, {name}, {way}", partial(_profile, job, llm.engine, n, 0, special)
             new_prompt = 50 if job.is_tiny else _NEW_PROMPT
             n = 4 if job.is_tiny else _MIXED_ROWS
-            yield f"mixed, {told}", partial(_profile, job, llm.engine, n, new_prompt)
+            yield f"mixed, {way}", partial(_profile, job, llm.engine, n, new_prompt)
 
 
 def _profile(
@@ -64,7 +64,7 @@ def _profile(
     new_prompt: int,
     special: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Decode steps of so many rows; with `new_prompt`, each gets one of so many tokens beside.
+    """Profile decode steps of `n` rows; with `new_prompt`, each also has a prompt of that length.
 
     `special` are sampling parameters of one of the rows.
     """
@@ -77,7 +77,7 @@ def _profile(
 
 
 def step_time(job: Job, engine: GuardedEngine, num_rows: int) -> float:
-    """Microseconds of a decode step of so many rows: a median."""
+    """Return the median microseconds of a decode step of `n` rows."""
     step = _start(job, engine, num_rows, 0, None)
     microseconds = _timed(job, step)["wall us"]
     _abort_all(engine)
@@ -91,7 +91,7 @@ def _start(
     new_prompt: int,
     special: dict[str, Any] | None,
 ) -> Callable[[], None]:
-    """A function that runs one step; all rows decode."""
+    """Return a function that runs one step in which all rows decode."""
     vocab_size, names = engine.model_config.vocab_size, count()
 
     def add(num_tokens: int) -> None:
@@ -146,7 +146,7 @@ def _timed(job: Job, step: Callable[[], None]) -> dict[str, Any]:
 
 
 def _profiled(job: Job, engine: GuardedEngine, step: Callable[[], None]) -> dict[str, Any]:
-    """Per step; with a step ahead, the one that was under way before is waited for."""
+    """Return values per step; with async scheduling, the previous step is awaited first."""
     activities, kind = [ProfilerActivity.CPU], torch.autograd.DeviceType.CPU
     if job.device == "cuda":
         activities.append(ProfilerActivity.CUDA)
@@ -167,7 +167,7 @@ def _profiled(job: Job, engine: GuardedEngine, step: Callable[[], None]) -> dict
     for event in events:
         start, end = event.time_range.start, event.time_range.end
         gaps.append(start - last)
-        # A kernel may come before the one before it is over, and wait: that is not its time.
+        # A kernel may start before its predecessor ends, and wait: that is not counted as its time.
         alone = max(0.0, end - max(start, last))
         kernels.setdefault(event.name[:100], []).append(alone)
         last = max(last, end)

@@ -15,7 +15,7 @@ _GPU_TESTS = "tests/gpu/test_gpu.py"
 # mostly wait for the compiler, which can run many times at once.
 _ENGINES = "((tokens and not choose) or engine or memory or launched or generates)"
 _COMPILERS = 12
-# Plugins that others bring along, and that do not survive being in many processes.
+# Plugins of other packages that fail in several processes.
 _NO_PLUGINS = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:benchmark")
 _PEER = ("nanoserve", "transformers-cb")
 _SANITIZED = (
@@ -27,7 +27,7 @@ _SANITIZED = (
 
 
 def _engine_files() -> dict[str, str]:
-    """Return the files whose tests run whole engines of small models, by what they test."""
+    """Return the files whose tests run whole engines of small models, by subject."""
     files = sorted((ROOT / "tests/gpu").glob("test_*_gpu.py"))
     return {
         file.stem.removeprefix("test_").removesuffix("_gpu"): str(file.relative_to(ROOT))
@@ -36,7 +36,7 @@ def _engine_files() -> dict[str, str]:
 
 
 def tests(job: Job) -> Measurements:
-    """All of `pytest -m gpu` but tensor parallelism, in processes side by side."""
+    """Run `pytest -m gpu` without tensor parallelism, in parallel processes."""
     num_processes = str(max(1, min(_COMPILERS, (os.cpu_count() or 1) - 2)))
     options: dict[str, tuple[str, ...]] = {
         name: (file, "-n", "0") for name, file in _engine_files().items()
@@ -64,7 +64,7 @@ def _start_tests(job: Job, name: str, file: str, *options: str) -> Program:
 def _test_counts(program: Program, report: Path) -> dict[str, Any]:
     rc, said = program.wait()
     if not report.is_file():
-        raise RuntimeError(f"pytest has left no report: exit status {rc}, {said[-200:]!r}")
+        raise RuntimeError(f"pytest wrote no report: exit status {rc}, {said[-200:]!r}")
     suite = next(ElementTree.parse(report).iter("testsuite"))
     total, failed, errors, skipped = (
         int(suite.get(name, "0")) for name in ("tests", "failures", "errors", "skipped")
@@ -86,12 +86,12 @@ def _test_counts(program: Program, report: Path) -> dict[str, Any]:
 
 
 def drafts(job: Job) -> Measurements:
-    """What speculative decoding gains, with CUDA graphs of its steps."""
-    yield "7 draft tokens", partial(_gains, job, "7 draft tokens", "--guesses", "7")
+    """Measure the gain of speculative decoding, with CUDA graphs of its steps."""
+    yield "7 draft tokens", partial(_gains, job, "7 draft tokens", "--draft-tokens", "7")
 
 
 def _gains(job: Job, name: str, *more: str) -> dict[str, Any]:
-    """Ratios over an engine without draft tokens, by text and number of sequences."""
+    """Return ratios over an engine without draft tokens, by text and number of sequences."""
     command = python("benchmarks/speculation.py", "--device", job.device, *more)
     command += ["--rounds", "1", "--texts", "copy,random"]
     if job.is_tiny:
@@ -109,9 +109,9 @@ def _gains(job: Job, name: str, *more: str) -> dict[str, Any]:
 
 
 def peers(job: Job) -> Measurements:
-    """bench.py, whose engines take turns, on the same random weights.
+    """Run bench.py, whose engines take turns, on the same random weights.
 
-    transformers' continuous batching is measured; its static batches are, should that not run.
+    transformers' continuous batching is measured, or its static batches if that does not run.
     """
     runs: dict[str, Any] = {}
     yield "in turns", lambda: runs.update(_compare(job, _PEER, "2")) or runs
@@ -129,7 +129,7 @@ def _compare(job: Job, engines: tuple[str, ...], repeat: str, *more: str) -> dic
         command += ["--shape", "tiny", "--num-seqs", "3", "--input-len", "4-9"]
         command += ["--output-len", "2-4", "--repeat", "1", "--threads", "1"]
     _, said = Program(command, job, "-".join(engines)).wait()
-    # From what it prints after each run, because it may have been cut off.
+    # Parsed from the output after each run, because the program may have been interrupted.
     num_tokens = re.search(r"(\d+) output tokens", said)
     result: dict[str, Any] = {}
     for engine in engines:
@@ -137,7 +137,7 @@ def _compare(job: Job, engines: tuple[str, ...], repeat: str, *more: str) -> dic
         if found and num_tokens:
             result[engine] = [int(num_tokens[1]) / float(seconds) for seconds in found]
     if not result:
-        raise RuntimeError(f"no engine has ended a run: {said[-200:]!r}")
+        raise RuntimeError(f"no engine finished a run: {said[-200:]!r}")
     return {"unit": "tok/s", **result, "failed": re.findall(r"^(.+ FAILED: .+)$", said, re.M)}
 
 
@@ -145,7 +145,7 @@ def _compare(job: Job, engines: tuple[str, ...], repeat: str, *more: str) -> dic
 
 
 def sanitize(job: Job) -> Measurements:
-    """What NVIDIA's tools find in some kernel tests, and say about the attention kernels."""
+    """Run NVIDIA's tools on some kernel tests and on the attention kernels."""
     tests = python("-m", "pytest", _GPU_TESTS, "-m", "gpu", "-n", "0", "-q", *_NO_PLUGINS)
     tests += ["-k", _SANITIZED]
     for tool, share in (("memcheck", 1 / 3), ("racecheck", 1 / 2)):

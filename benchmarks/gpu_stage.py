@@ -1,9 +1,9 @@
-"""One stage of gpu_day.py, in a process of its own: its measurements, one after the other.
+"""Run one stage of gpu_day.py in a separate process: its measurements, one after the other.
 
     python benchmarks/gpu_stage.py STAGE --device cuda --deadline 1234.5 --result FILE.json
 
-A measurement that raises is told with its error, and the next one begins. The file is written
-after each, so a stage that is ended from outside leaves what it has.
+If a measurement raises, its error is recorded, and the next one begins. The file is written after
+each, so a stage that is killed leaves its results so far.
 """
 
 import gc
@@ -38,7 +38,7 @@ MODULES = {
 
 
 def run(stage: str, job: Job, file: Path) -> bool:
-    """Whether nothing has raised, and no measurement calls its own result "bad"."""
+    """Return True if nothing raised and no measurement marks its own result as "bad"."""
     result: dict[str, Any] = {}
     try:
         for name, measure in getattr(import_module(MODULES[stage]), stage)(job):

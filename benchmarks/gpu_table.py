@@ -1,4 +1,4 @@
-"""What gpu_day.py has found, on one screen: values, and beside them what they should be."""
+"""Show the results of gpu_day.py on one screen, beside their aims."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -20,7 +20,7 @@ def print_table(records: list[dict[str, Any]]) -> None:
 
 
 def table(records: list[dict[str, Any]]) -> list[str]:
-    """At most MAX_LINES lines of MAX_WIDTH characters. Errors come first: they must not be lost."""
+    """Return at most MAX_LINES lines of MAX_WIDTH characters, errors first."""
     lines = _stages(records) + _errors(records)
     for record in records:
         good = {name: value for name, value in record["result"].items() if _is_good(value)}
@@ -39,14 +39,14 @@ def _is_good(value: Any) -> bool:
 
 
 def _stages(records: list[dict[str, Any]]) -> list[str]:
-    told = []
+    words = []
     for record in records:
         if "skipped" in record:
-            told.append(f"{record['stage']} SKIPPED ({record['skipped']})")
+            words.append(f"{record['stage']} SKIPPED ({record['skipped']})")
             continue
         state = {0: "ok", 124: "CUT OFF"}.get(record["rc"], f"FAILED ({record['rc']})")
-        told.append(f"{record['stage']} {state} {record['seconds']:.0f} s")
-    return _wrapped("stages", told)
+        words.append(f"{record['stage']} {state} {record['seconds']:.0f} s")
+    return _wrapped("stages", words)
 
 
 def _errors(records: list[dict[str, Any]]) -> list[str]:
@@ -55,14 +55,14 @@ def _errors(records: list[dict[str, Any]]) -> list[str]:
         for name, value in record["result"].items():
             if not _is_good(value):
                 kind = "FAILED" if "error" in value else "left out"
-                told = " ".join((value.get("error") or value["left out"]).split())
-                lines.append(f"{kind}: {record['stage']}, {name}: {told}")
+                words = " ".join((value.get("error") or value["left out"]).split())
+                lines.append(f"{kind}: {record['stage']}, {name}: {words}")
     most = MAX_LINES // 4
     return lines if len(lines) <= most else [*lines[:most], f"... {len(lines) - most} more failed"]
 
 
 def _wrapped(title: str, cells: list[str]) -> list[str]:
-    """One line, or as many as it takes."""
+    """Return a text wrapped to one or more lines."""
     lines = [f"{title}: "]
     for i, cell in enumerate(cells):
         cell += " | " if i < len(cells) - 1 else ""
@@ -160,8 +160,8 @@ def _kernels(result: Result) -> Iterator[str]:
         lambda row: f"{row['kernel']} {row['tokens']} {_byte_rate(row)}",
     )
     for kernel in ("filter_borders", "choose_tokens"):
-        told = {name: row for name, row in result.items() if name.startswith(kernel)}
-        cells = [f"{name.split(' ', 1)[1]} {row['us']:.0f}" for name, row in told.items()]
+        words = {name: row for name, row in result.items() if name.startswith(kernel)}
+        cells = [f"{name.split(' ', 1)[1]} {row['us']:.0f}" for name, row in words.items()]
         yield from _wrapped(f"{kernel}, us", cells)
     for name, rates in result.items():
         if name.startswith("product"):
@@ -174,9 +174,9 @@ def _byte_rate(row: Result) -> str:
     return f"{us:.{1 if us < 100 else 0}f} {_share(row['of a copy'])}"
 
 
-def _by_shape(rows: list[Result], told: Callable[[Result], str]) -> Iterator[str]:
+def _by_shape(rows: list[Result], words: Callable[[Result], str]) -> Iterator[str]:
     for shape in dict.fromkeys(row["shape"] for row in rows):
-        cells = [told(row) for row in rows if row["shape"] == shape]
+        cells = [words(row) for row in rows if row["shape"] == shape]
         yield from _wrapped(f"  {shape}", cells)
 
 
@@ -197,7 +197,7 @@ def _peers(result: Result) -> Iterator[str]:
 
 
 def _fa3(result: Result) -> Iterator[str]:
-    """A line for each case, with all sizes of blocks."""
+    """Yield a line for each case, with all block sizes."""
     yield "FlashAttention 3: us of ours / theirs, shares of the peak, theirs over ours (aim: 0.9)"
     for case in dict.fromkeys(name.partition(",")[0] for name in result):
         cells = []
@@ -213,7 +213,7 @@ def _fa3(result: Result) -> Iterator[str]:
 
 
 def _sweep(result: Result) -> Iterator[str]:
-    """Now and best, with the values of the fields that were varied."""
+    """Yield the current and the best time, with the values of the varied fields."""
     shapes: dict[str, list[str]] = {}
     for name, found in result.items():
         shape, _, case = name.partition(": ")

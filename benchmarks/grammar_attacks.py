@@ -1,10 +1,10 @@
-"""Grammars that are meant to do harm, and what their neighbours notice of them.
+"""Send hostile grammars, and measure their effect on other requests.
 
     python benchmarks/grammar_attacks.py          as Markdown
 
-Some streams are answered without a pause; meanwhile one grammar after another is asked for. Shown
-is when each was refused, or what became of it, and the time between two tokens of the neighbours
-meanwhile, beside that without an attack.
+Some streams run without a pause while one grammar after another is requested. The table shows when
+each was rejected, or its result, and the time between two tokens of the other streams meanwhile,
+beside that without an attack.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from hostile_grammars import hostile_grammars
 
 
 class Neighbours:
-    """Streams that go on, and the times between their tokens."""
+    """Streams that run all the time, and the times between their tokens."""
 
     def __init__(self, llm: AsyncLLM, count: int) -> None:
         self._tasks = [asyncio.create_task(self._stream(llm, number)) for number in range(count)]
@@ -39,7 +39,7 @@ class Neighbours:
                 before = now
 
     def gaps(self) -> str:
-        """Of the time since the last call: median, 99th percentile and longest, in milliseconds."""
+        """Return median, 99th percentile and maximum since the last call, in milliseconds."""
         gaps, self._gaps = sorted(self._gaps), []
         if not gaps:
             return "none came"
@@ -61,10 +61,10 @@ async def attack(llm: AsyncLLM, guide: dict) -> str:
         )
         async for output in llm.generate([5], params):
             num_tokens = len(output.outputs[0].token_ids)
-        told = f"{num_tokens} tokens"
+        outcome = f"{num_tokens} tokens"
     except ValueError as error:
-        told = f"{'failed' if num_tokens else 'refused'}: {str(error)[:70]}".replace("|", "/")
-    return f"{1000 * (time.perf_counter() - began):.0f} | {told}"
+        outcome = f"{'failed' if num_tokens else 'rejected'}: {str(error)[:70]}".replace("|", "/")
+    return f"{1000 * (time.perf_counter() - began):.0f} | {outcome}"
 
 
 async def run(args: Namespace) -> None:
@@ -77,9 +77,9 @@ async def run(args: Namespace) -> None:
         print("|---|---|---|---|")
         print(f"| none | | | {neighbours.gaps()} |", flush=True)
         for name, guide in hostile_grammars().items():
-            told = await attack(llm, guide)
+            outcome = await attack(llm, guide)
             await asyncio.sleep(0.2)
-            print(f"| {name} | {told} | {neighbours.gaps()} |", flush=True)
+            print(f"| {name} | {outcome} | {neighbours.gaps()} |", flush=True)
         await neighbours.stop()
 
 
@@ -88,7 +88,11 @@ def main() -> None:
     parser.add_argument("--model", default="tiny-qwen3")
     parser.add_argument("--streams", type=int, default=4)
     parser.add_argument("--seconds", type=float, default=3)
-    parser.add_argument("--engine-process", action="store_true", help="as a server does by default")
+    parser.add_argument(
+        "--engine-process",
+        action="store_true",
+        help="run the engine in its own process, like a server by default",
+    )
     args = parser.parse_args()
     print(f"{describe('cpu')}, {args.model}, {args.streams} streams beside\n")
     asyncio.run(run(args))

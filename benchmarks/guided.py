@@ -1,18 +1,18 @@
-"""What grammars cost, and what forced runs bring.
+"""Measure the cost of grammars and the gain of jump-forward tokens.
 
     python benchmarks/guided.py                                   tiny-qwen3's shape, as Markdown
     python benchmarks/guided.py --shape qwen3-0.6b-8l --rounds 3
 
-The model computes all it would, and what comes out is scripted, as in `speculation.py`: documents
-of JSON, with a space behind each comma and colon, that a schema allows. So a model that writes what
-it is asked for is measured without one that can. But for tiny-qwen3, the tokenizer is made of the
-standard library's sources, with as many tokens as the shape has, or `--vocabulary`.
+The model computes everything as usual, but its output is scripted, as in `speculation.py`: JSON
+documents that a schema allows, with a space after each comma and colon. So the model need not be
+able to follow the schema. Except for tiny-qwen3, the tokenizer is trained on the standard library's
+sources, with as many tokens as the shape has, or `--vocabulary`.
 
-Three engines take turns, in one process: one without a grammar (free), one with it that computes
-token by token (guided), and one that computes what is forced together (forced runs). Timed are the
-steps in which all sequences decode. What a grammar adds to a step is timed apart, as what is spent
-in it: following the tokens, asking whether the next one is allowed, filling masks. `--texts random`
-is the other end: nothing that this model wants is allowed, so that each token takes a mask.
+Three engines take turns, in one process: one without a grammar (free), one with a grammar and token
+by token (constrained), and one that computes jump-forward tokens together. The steps in which all
+sequences decode are timed. The time spent in grammars is measured separately: advancing them,
+checking the next token, filling masks. `--texts random` is the other extreme: the model's preferred
+token is never allowed, so that each token needs a mask.
 """
 
 import json
@@ -64,7 +64,7 @@ _WORDS = ["amber", "birch", "cedar", "delta", "ember", "fjord", "grove", "harbor
 
 
 def make_tokenizer(folder: Path, size: int) -> None:
-    """Byte-level BPE of the standard library, so that nothing need be downloaded."""
+    """Train byte-level BPE on the standard library, so that nothing has to be downloaded."""
     files = sorted(Path(sysconfig.get_path("stdlib")).rglob("*.py"))
     random.Random(0).shuffle(files)
     tokenizer = TokenizerBackend(models.BPE())
@@ -101,7 +101,7 @@ def document(rng: random.Random) -> dict[str, Any]:
 
 
 class Clock:
-    """Seconds spent in grammars."""
+    """Count the seconds spent in grammars."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self.seconds, self._clock, self._depth = 0.0, clock, 0
@@ -124,7 +124,7 @@ class Clock:
 
 
 def scripts_of(args: Namespace, llm: LLM, num_streams: int, rng: random.Random) -> list[Any]:
-    """(prompt, answer) of each: an answer that never comes to its end."""
+    """Return (prompt, output) of each; an output never reaches its end."""
     encode, scripts = llm.engine.tokenizer.encode, []
     for _ in range(num_streams):
         text = json.dumps([document(rng) for _ in range(args.tokens // 20)])
@@ -160,14 +160,14 @@ def cell(args: Namespace, engines: list[Any], num_streams: int, clock: Clock) ->
         if number:
             for values, value in zip(rates, rate, strict=True):
                 values.append(value)
-    free, guided, forced = (statistics.median(values) for values in rates)
+    free, constrained, jump = (statistics.median(values) for values in rates)
     micros = 1e6 * spent[1] / max(1, steps[1])
-    step = 1e6 * num_streams / guided
+    step = 1e6 * num_streams / constrained
     ratios = [b / a for a, b in zip(rates[0], rates[2], strict=True)]
     costs = [b / a for a, b in zip(rates[0], rates[1], strict=True)]
     return (
-        f"| {num_streams} | {free:.0f} | {guided:.0f} | {statistics.median(costs):.3f} | "
-        f"{micros:.0f} | {100 * micros / step:.2f} % | {forced:.0f} | "
+        f"| {num_streams} | {free:.0f} | {constrained:.0f} | {statistics.median(costs):.3f} | "
+        f"{micros:.0f} | {100 * micros / step:.2f} % | {jump:.0f} | "
         f"**{statistics.median(ratios):.2f}** | {min(ratios):.2f} - {max(ratios):.2f} |"
     )
 
@@ -177,9 +177,9 @@ def main() -> None:
     parser.add_argument("--shape", default="tiny-qwen3", choices=["tiny-qwen3", *SHAPES])
     parser.add_argument("--streams", default="1,4,16,64")
     parser.add_argument("--texts", default="json", choices=("json", "random"))
-    parser.add_argument("--vocabulary", type=int, help="tokens, if not the shape's own")
+    parser.add_argument("--vocabulary", type=int, help="number of tokens (default: the shape's)")
     parser.add_argument("--prompt", type=int, default=100, help="tokens")
-    parser.add_argument("--tokens", type=int, default=200, help="of output")
+    parser.add_argument("--tokens", type=int, default=200, help="output tokens")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     args = parser.parse_args()
@@ -196,18 +196,17 @@ def main() -> None:
             make_tokenizer(Path(folder), size)
             options["load_format"] = "dummy"
         print(f"{describe(device)}\n\n{args.shape}, {args.texts}, {args.rounds} rounds\n")
+        print("| sequences | free, tokens/s | constrained | constrained / free |", end="")
         print(
-            "| sequences | free, tokens/s | guided | guided / free | us a step in grammars |",
-            end="",
+            " us a step in grammars | of a step | jump-forward, tokens/s | jump / free | rounds |"
         )
-        print(" of a step | forced runs, tokens/s | forced / free | rounds |")
         print("|---|---|---|---|---|---|---|---|---|", flush=True)
         with (
             LLM(model, **options) as free,
-            LLM(model, structured_outputs_config={"jump_forward": False}, **options) as guided,
-            LLM(model, structured_outputs_config={"jump_forward": True}, **options) as forced,
+            LLM(model, structured_outputs_config={"jump_forward": False}, **options) as constrained,
+            LLM(model, structured_outputs_config={"jump_forward": True}, **options) as jump,
         ):
-            engines = [(llm, Script(llm)) for llm in (free, guided, forced)]
+            engines = [(llm, Script(llm)) for llm in (free, constrained, jump)]
             clock = Clock(free.engine.clock)
             for num_streams in map(int, args.streams.split(",")):
                 print(cell(args, engines, num_streams, clock), flush=True)

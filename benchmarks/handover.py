@@ -1,9 +1,9 @@
-"""What it costs to hand a step to a tensor-parallel worker, beside pickling it through a pipe.
+"""Measure handing a step to a tensor-parallel worker, compared with pickling it through a pipe.
 
     python benchmarks/handover.py
 
-Rank 0 publishes a decode step; a worker process notes when it could start on it. In shared memory
-the batch is there already and the pipe carries its number; otherwise the pipe carries the arrays of
+Rank 0 sends a decode step; a worker process records when it could start. With shared memory the
+batch is there already and the pipe carries its number; otherwise the pipe carries the arrays of
 the same batch, pickled. Both in turns: microseconds from before the hand-over until the worker has
 its batch, by the system's clock, medians of 400.
 """
@@ -34,7 +34,7 @@ def layout_for(num_seqs: int, context: int) -> BatchLayout:
 
 
 def pack_decode_step(batch: Batch, num_seqs: int, context: int) -> None:
-    """Every sequence has one token to compute, and its block table is full."""
+    """Return a batch in which every sequence has one token and a full block table."""
     plan, params = Plan(budget=0), SamplingParams(max_tokens=None)
     for slot in range(num_seqs):
         seq = Sequence(str(slot), [7] * context, params, max_model_len=context + 1)
@@ -45,14 +45,14 @@ def pack_decode_step(batch: Batch, num_seqs: int, context: int) -> None:
 
 
 def arrays_of(batch: Batch) -> dict[str, np.ndarray]:
-    """What a worker reads of a decode step."""
+    """Read the fields of a decode step that a worker needs."""
     header = batch.header
     arrays = {name: getattr(batch, name)[..., : header.num_rows] for name in _ARRAYS}
     return arrays | {"block_tables": batch.block_tables(header.num_rows, header.table_width)}
 
 
 def worker(num_seqs: int, context: int, memory: int, step_fd: int, pickle_fd: int, to: int) -> None:
-    """Answers every step, however it comes, with the time at which its batch was at hand."""
+    """Answer every step with the time at which its batch was available."""
     layout = layout_for(num_seqs, context)
     batch = Batch(layout, map_memory(memory, layout.num_bytes))
     connection, answers = Connection(pickle_fd, writable=False), os.fdopen(to, "w")
@@ -67,7 +67,7 @@ def worker(num_seqs: int, context: int, memory: int, step_fd: int, pickle_fd: in
 
 
 def measure(num_seqs: int, context: int) -> tuple[float, float]:
-    """Median microseconds: (a number through a pipe, the arrays through a pipe)."""
+    """Return median microseconds: (a number through a pipe, the arrays through a pipe)."""
     layout, memory = layout_for(num_seqs, context), anonymous_file()
     os.ftruncate(memory, layout.num_bytes)
     batch = Batch(layout, map_memory(memory, layout.num_bytes))

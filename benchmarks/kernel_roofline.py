@@ -1,17 +1,17 @@
-"""What the kernels of a step would take at the very least, one by one, on a GPU that is not here.
+"""Compute the minimum times of a step's kernels, one by one, for a GPU that need not be present.
 
     python benchmarks/kernel_roofline.py
     python benchmarks/kernel_roofline.py --gpu h200 --launch-us 1.5
 
-`roofline.py` counts what a model needs; this counts what nanoserve's launches do: each reads its
-inputs from memory and writes its outputs there, and takes a place in the graph. A step is run on
-torch's "meta" device, where tensors have shapes and no memory, and each launch is told by its
-arguments. It takes as long as the slowest of its bytes, its matrix products and its instructions
-at the GPU's best, and `--launch-us` more.
+`roofline.py` counts what a model needs; this counts nanoserve's launches: each reads its inputs
+from memory, writes its outputs there, and is a node of the graph. A step is run on torch's "meta"
+device, where tensors have shapes and no memory, and each launch is recorded with its arguments. Its
+time is the longest of its bytes, its matrix products and its instructions at the GPU's best rates,
+plus `--launch-us`.
 
-So this is a limit too, and what lies between it and the one of `roofline.py` is lost even if every
-kernel is perfect. Left out are block tables, what the host does between two steps, and how evenly
-programs share their work (`load_balance.py`). Steps with prompts count as if they were graphs too.
+So this is a limit, too, and the difference to `roofline.py` is lost even if every kernel is
+perfect. Not included are block tables, the host's work between two steps, and how evenly programs
+share their work (`load_balance.py`). Steps with prompts count as if they were graphs, too.
 """
 
 import functools
@@ -52,7 +52,7 @@ _INSTRUCTIONS = {"_best_of_parts": 54}
 
 
 class GPU(NamedTuple):
-    """What it reaches at best, per second: bytes of a copy, operations, a thread's instructions."""
+    """Best rates of a GPU, per second: bytes of a copy, operations, a thread's instructions."""
 
     num_sms: int
     bandwidth: float
@@ -68,7 +68,7 @@ GPUS = {
 
 
 class Launch(NamedTuple):
-    """`layer`: whose keys and values it is the first to read; how many depends on the contexts."""
+    """Launch of a kernel; `layer` is the one whose keys and values it is the first to read."""
 
     name: str
     num_bytes: int
@@ -78,7 +78,7 @@ class Launch(NamedTuple):
 
 
 class _Recorder(TorchDispatchMode):
-    """Lists the launches of what runs within, torch's operations and Triton's kernels.
+    """List the launches in its context: torch's operations and Triton's kernels.
 
     Tensors in the storages `left_out` take no bytes.
     """
@@ -130,7 +130,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 @contextmanager
 def _recorded(recorder: _Recorder, num_sms: int) -> Iterator[None]:
-    """Within, kernels for so many multiprocessors are recorded instead of being launched."""
+    """In its context, record kernels for this many multiprocessors instead of launching them."""
 
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
         name = self.__name__ if isinstance(self, JITFunction) else self.fn.__name__
@@ -148,7 +148,7 @@ def _recorded(recorder: _Recorder, num_sms: int) -> Iterator[None]:
 
 
 class Predictor:
-    """Launches of a model's steps, and the seconds that they take on `gpu`."""
+    """Launches of a model's steps, and their seconds on `gpu`."""
 
     def __init__(
         self, config: ModelConfig, gpu: GPU, launch_seconds: float, max_num_tokens: int = 8192
@@ -172,7 +172,7 @@ class Predictor:
     def _launches(
         self, num_tokens: int, num_rows: int, num_decode_rows: int, num_logits: int
     ) -> list[Launch]:
-        """Model, LM head and sampler."""
+        """Return the launches of model, LM head and sampler."""
         header = BatchHeader(
             num_tokens=num_tokens,
             num_rows=num_rows,
@@ -197,9 +197,9 @@ class Predictor:
         return recorder.launches
 
     def step(self, step: Step) -> list[tuple[Launch, float]]:
-        """Launches, attention's with all that it reads, and seconds.
+        """Return launches, attention's with all its reads, and seconds.
 
-        A decode step is filled up with rows of one key, to a number that there is a graph for.
+        A decode step is padded with rows of one key, to a size for which there is a graph.
         """
         query_lens, context_lens = step.query_lens, step.context_lens
         num_rows, num_logits = len(query_lens), step.num_logits
@@ -235,7 +235,7 @@ class Predictor:
         )
 
     def limit(self, step: Step) -> float:
-        """Seconds by what the model needs, as `roofline.limit`."""
+        """Return seconds by the model's needs, as `roofline.limit`."""
         need = Need(self.config)
         return max(
             need.bytes(step) / self.gpu.bandwidth, need.operations(step) / self.gpu.matmul_rate
@@ -247,7 +247,7 @@ def decode_step(num_rows: int, context: int) -> Step:
 
 
 def print_step(predictor: Predictor, num_rows: int, context: int) -> None:
-    """By kernel: launches, bytes and microseconds of a decode step."""
+    """Print launches, bytes and microseconds of a decode step, by kernel."""
     step = decode_step(num_rows, context)
     rows: dict[str, np.ndarray] = {}
     for launch, seconds in predictor.step(step):
@@ -264,7 +264,7 @@ def print_step(predictor: Predictor, num_rows: int, context: int) -> None:
 
 
 def share_of_roofline(predictor: Predictor, steps: Iterable[Step]) -> tuple[float, float]:
-    """(seconds by the roofline, seconds predicted) of all steps."""
+    """Return (seconds by the roofline, predicted seconds) of all steps."""
     limit = predicted = 0.0
     for step in steps:
         limit += predictor.limit(step)
@@ -277,10 +277,15 @@ def main() -> None:
     add = parser.add_argument
     add("--gpu", choices=GPUS, default="h100")
     add("--shape", choices=SHAPES, default="qwen3-0.6b")
-    add("--rows", default="1,8,64,256", help="of a decode step (default 1,8,64,256)")
+    add("--rows", default="1,8,64,256", help="rows of a decode step (default 1,8,64,256)")
     add("--context", type=int, default=820, help="tokens of each row (default 820)")
-    add("--launch-us", type=float, default=1.0, help="that a node of a graph takes (default 1.0)")
-    add("--max-num-batched-tokens", type=int, default=8192, help="of the workload (default 8192)")
+    add("--launch-us", type=float, default=1.0, help="overhead of a graph node (default 1.0)")
+    add(
+        "--max-num-batched-tokens",
+        type=int,
+        default=8192,
+        help="tokens of a step of the workload (default 8192)",
+    )
     add("--no-workload", action="store_true", help="only decode steps")
     args = parser.parse_args()
     config = ModelConfig.from_hf(SHAPES[args.shape], {}, "bfloat16")

@@ -1,11 +1,11 @@
-"""Times attention over an 8-bit KV cache beside one of bfloat16, for some tiles.
+"""Time attention over an 8-bit KV cache, compared with bfloat16, for some tile sizes.
 
     python benchmarks/kv_code_tiles.py [--out FILE] [--rounds 2] [--limit 40]
-    TRITON_INTERPRET=1 python benchmarks/kv_code_tiles.py --device cpu    tiny: does it run at all?
+    TRITON_INTERPRET=1 python benchmarks/kv_code_tiles.py --device cpu    tiny, as a check
 
-Prints an object of JSON a line. `of_bf16` is the time over that of bfloat16 with its own tiles
-(below 1: faster), `gbs` what is read of K and V, codes and scales. A variant that fails or differs
-is a line with "error".
+Prints one JSON object a line. `of_bf16` is the time over that of bfloat16 with its own tiles (below
+1: faster), `gbs` the rate at which K and V, codes and scales, are read. A variant that fails or
+differs is a line with "error".
 """
 
 import statistics
@@ -25,7 +25,7 @@ from nanoserve.attention.quantized_kv import dequantize, quantize
 from nanoserve.kernels.triton.tile_config import TileConfig
 
 KINDS = {"bf16": None, "int8": torch.int8, "fp8": torch.uint8}
-DECODE = {  # of codes; None is what tile_config chooses
+DECODE = {  # tiles for codes; None: those of tile_config
     "own": None,
     "64 keys, 3 programs": TileConfig(16, 64, 4, 5, 3),
     "128 keys, 2 programs": TileConfig(16, 128, 4, 5, 2),
@@ -80,7 +80,7 @@ class Run(NamedTuple):
 
 
 def make(kind: str, case: Case, device: str) -> tuple[Rows, torch.Tensor]:
-    """Rows with caches of this kind, and what attention over the first one should be."""
+    """Return rows with caches of this kind, and the expected attention over the first one."""
     contexts = [case.context] * case.num_rows
     rows = make_rows(SHAPES[device], contexts, case.query_len, case.num_layers, device)
     dtype = KINDS[kind]
@@ -94,13 +94,13 @@ def make(kind: str, case: Case, device: str) -> tuple[Rows, torch.Tensor]:
 
 
 def num_bytes(kind: str, case: Case, shape: Shape) -> int:
-    """Of all K and V; a head's codes have a scale, in float32."""
+    """Return the bytes of all K and V; a head's codes have a float32 scale."""
     each = 2 * shape.head_dim if KINDS[kind] is None else shape.head_dim + 4
     return 2 * case.num_rows * case.context * shape.num_kv_heads * each
 
 
 def compile_kind(kind: str) -> None:
-    """A variant that cannot be compiled is told when it is to run."""
+    """Compile a variant; a failure is reported when the variant is run."""
     for case in _COMPILED:
         rows, _ = make(kind, case, "cuda")
         for config in case.variants.values() if kind != "bf16" else (None,):
@@ -112,7 +112,7 @@ def compile_kind(kind: str) -> None:
 
 
 def runs_of(name: str, case: Case, device: str, lines: Lines) -> list[Run]:
-    """Those whose results are those of bfloat16."""
+    """Return the variants whose results equal those of bfloat16."""
     runs = []
     for kind in KINDS:
         rows, wanted = make(kind, case, device)
@@ -130,7 +130,7 @@ def runs_of(name: str, case: Case, device: str, lines: Lines) -> list[Run]:
 
 
 def time_of(run: Run, case: Case, device: str) -> float:
-    """In a CUDA graph, layers in turns; the median of seven replays."""
+    """Time layers in turns in a CUDA graph; return the median of seven replays."""
     with only(run.config, case.is_decode):
         if device == "cpu":
             return seconds(partial(run.rows.attend, 0), device)

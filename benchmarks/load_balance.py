@@ -1,21 +1,20 @@
-"""How evenly a decode launch keeps a GPU busy, by simulation, over nano-vllm's workload.
+"""Simulate how evenly a decode launch loads a GPU, over nano-vllm's workload.
 
     python benchmarks/load_balance.py
 
 Decode attention reads the keys and values of each row once, and rows are of different lengths. Two
-ways to cut this work into programs:
+ways to split this work into programs:
 
     per row       a program for each row and KV head, or several where rows are few, in equal splits
-                  that are a power of two; rows follow each other on the places of the GPU
-    equal shares  what nanoserve/kernels/triton/decode_attention_kernels.py does: the tiles of all
-    rows lie
-                  in one line, which is cut into as many shares as make two programs for each
-                  multiprocessor; a share has a program for every KV head, side by side
+                  that are a power of two; rows follow each other on the multiprocessors
+    equal shares  as in nanoserve/kernels/triton/decode_attention_kernels.py: the tiles of all rows
+                  form one sequence, which is split into as many shares as make two programs for
+                  each multiprocessor; a share has one program for every KV head
 
-The model is a fluid. The programs under way share the bandwidth equally, but none gets more than
-`per_program`. A program waits for its first tile, and again for a little when it comes to another
-row. A launch is as long as its last program; a loss is what it takes beyond its bytes at the full
-bandwidth, before parts of rows are put together.
+The model is a fluid. The running programs share the bandwidth equally, but none gets more than
+`per_program`. A program waits for its first tile, and again briefly when it reaches another row. A
+launch is as long as its last program; the loss is its time beyond its bytes at the full bandwidth,
+before parts of rows are merged.
 """
 
 import heapq
@@ -36,10 +35,10 @@ Program = list[tuple[float, float]]
 
 
 class Launch(NamedTuple):
-    """What decode attention of Qwen3-0.6B is on an H100."""
+    """Decode attention of Qwen3-0.6B on an H100."""
 
     num_sms: int = 132
-    programs_per_sm: int = 3  # that run at once, by their shared memory
+    programs_per_sm: int = 3  # running at once, by their shared memory
     shares_per_sm: int = 2  # programs of equal shares: shares times KV heads
     bandwidth: float = 3.0e12  # bytes per second of a large copy
     per_program: float = 25e9  # and at most so many for one: two tiles of 32 KiB under way
@@ -55,7 +54,7 @@ class Launch(NamedTuple):
 
 
 def per_row(launch: Launch, contexts: Sequence[int], max_context: int = 40_960) -> list[Program]:
-    """Splits are chosen for the longest context there may be, as graphs are captured."""
+    """Return programs per row; splits are for the longest possible context, as in graphs."""
     num_programs = len(contexts) * launch.num_kv_heads
     wanted = min(2 * launch.num_sms // num_programs, max_context // (4 * launch.tile), 64)
     num_splits = 1 << (max(1, wanted).bit_length() - 1)
@@ -72,7 +71,7 @@ def per_row(launch: Launch, contexts: Sequence[int], max_context: int = 40_960) 
 
 
 def equal_shares(launch: Launch, contexts: Sequence[int]) -> list[Program]:
-    """Share after share, all of the same size but the last; few tiles make fewer shares.
+    """Return the shares, all of the same size except the last; few tiles make fewer shares.
 
     Heads are alike: the programs of a share have the same pieces.
     """
@@ -101,7 +100,7 @@ def _num_tiles(launch: Launch, context: int) -> int:
 
 
 def seconds(launch: Launch, programs: list[Program]) -> float:
-    """Until the last program has ended, if they start in this order wherever there is a place."""
+    """Return the time until the last program ends, if they start in this order when possible."""
     time, read = 0.0, 0.0  # `read`: bytes that a program would have which has read all the time
     waiting: list[tuple[float, int]] = []  # (until, program)
     reading: list[tuple[float, int]] = []  # (what `read` is when its piece ends, program)
@@ -109,7 +108,7 @@ def seconds(launch: Launch, programs: list[Program]) -> float:
     not_started = deque(range(len(programs)))
 
     def go_on(program: int) -> None:
-        """With its next piece, or with another program in its place."""
+        """Continue with the next piece, or with another program."""
         if not pieces[program]:
             if not not_started:
                 return
@@ -135,13 +134,13 @@ def seconds(launch: Launch, programs: list[Program]) -> float:
 
 
 def loss(launch: Launch, programs: list[Program]) -> float:
-    """What the programs take beyond the time of their bytes, as a share of it."""
+    """Return the time of the programs beyond that of their bytes, as a share of the latter."""
     num_bytes = sum(piece[1] for program in programs for piece in program)
     return seconds(launch, programs) * launch.bandwidth / num_bytes - 1
 
 
 def nano_vllm_steps(config: EngineConfig, vocab_size: int) -> tuple[Iterator[Step], int]:
-    """The steps of nano-vllm's workload, and how many tokens it generates."""
+    """Return the steps of nano-vllm's workload, and its number of generated tokens."""
     workload = WORKLOADS["nano-vllm"]
     lengths = (length_range(workload[name]) for name in ("input_len", "output_len"))
     prompts, output_lens = draw_workload(workload["num_seqs"], *lengths, vocab_size)
@@ -149,7 +148,7 @@ def nano_vllm_steps(config: EngineConfig, vocab_size: int) -> tuple[Iterator[Ste
 
 
 def losses(launch: Launch, steps: Iterable[Step]) -> dict[str, float]:
-    """Over all decode steps: seconds beyond those of the bytes, as a share of them."""
+    """Return the loss over all decode steps, as a share of the time of the bytes."""
     spent, least = {"per row": 0.0, "equal shares": 0.0}, 0.0
     sizes = graph_sizes(256)
     for step in steps:
@@ -166,7 +165,7 @@ def losses(launch: Launch, steps: Iterable[Step]) -> dict[str, float]:
 
 def main() -> None:
     parser = ArgumentParser(description="The loss of ragged rows in decode attention, simulated.")
-    parser.add_argument("--every", type=int, default=24, help="decode step that is simulated")
+    parser.add_argument("--every", type=int, default=24, help="simulate every N-th decode step")
     every = parser.parse_args().every
     config = EngineConfig("none", max_num_batched_tokens=8192)
     steps = list(nano_vllm_steps(config, 151_936)[0])[::every]

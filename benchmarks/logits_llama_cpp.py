@@ -1,4 +1,4 @@
-"""llama.cpp's own logits of every token of prompts, and its own quantiser: for `quality_real.py`.
+"""Run llama.cpp's logits of every prompt token and its quantiser, for `quality_real.py`.
 
     python benchmarks/quality.py --model smollm2 --llama-cpp PYTHON
 
@@ -22,7 +22,7 @@ import numpy as np
 
 
 def quantize(job: dict[str, Any]) -> None:
-    """Write `target`. Raises `ValueError` if the library cannot."""
+    """Write `target`. Raises `ValueError` if the library fails."""
     params = lib.llama_model_quantize_default_params()
     name = "ALL_F32" if job["kind"] == "F32" else f"MOSTLY_{job['kind']}"
     params.ftype = getattr(lib, f"LLAMA_FTYPE_{name}")
@@ -72,7 +72,7 @@ def logits(job: dict[str, Any]) -> None:
 
 
 def _print_warnings(level: int, text: bytes, user_data: Any) -> None:
-    """The library tells a great deal when it loads a model; level 3 is an error."""
+    """Print warnings of the library, which logs a lot; level 3 is an error."""
     if level == 3:
         sys.stderr.write(text.decode(errors="replace"))
 

@@ -1,11 +1,11 @@
-"""llama.cpp with and without prompt lookup, on scripted texts: the peer in `speculation.py`.
+"""Run llama.cpp with and without prompt lookup on scripted texts, for `speculation.py`.
 
     python benchmarks/speculation.py --llama-cpp PYTHON     PYTHON has llama-cpp-python and gguf
 
-That starts this file with PYTHON, which needs nothing of nanoserve. Guesses are those of
-`LlamaPromptLookupDecoding`, which comes with llama-cpp-python. The library computes all tokens of a
-step in one batch, as its own lookup does, and its logits behind each are looked at; but what comes
-out is the script's, as it is with nanoserve.
+That starts this file with PYTHON, which needs nothing of nanoserve. Draft tokens are those of
+`LlamaPromptLookupDecoding` in llama-cpp-python. The library computes all tokens of a step in one
+batch, as its own lookup does, and its logits for each are read; but the output is scripted, as with
+nanoserve.
 """
 
 import json
@@ -28,16 +28,16 @@ Script = tuple[list[int], list[int]]
 
 
 class LookupEngine(LlamaCppEngine):
-    """Decodes scripts, with up to so many guesses a step for each sequence; 0 is off."""
+    """Decode scripts, with up to `num_drafts` draft tokens a step for each sequence; 0 is off."""
 
     def __init__(self, spec: Namespace) -> None:
         super().__init__(spec, {})
-        self.num_guesses = 0
-        self.num_guessed = self.num_right = 0
+        self.num_drafts = 0
+        self.num_drafted = self.num_accepted = 0
         self.scripts: list[Script] = []
 
     def decode_rate(self, scripts: list[Script]) -> float:
-        """Tokens per second from when all decode until the first one ends."""
+        """Return tokens per second from when all decode until the first one ends."""
         self.scripts = scripts
         for index, (prompt, answer) in enumerate(scripts):
             self.add(index, prompt, len(answer))
@@ -60,40 +60,40 @@ class LookupEngine(LlamaCppEngine):
         lib.llama_model_free(self.model)
 
     def _step(self) -> None:
-        """One batch: the last token of each sequence, and guesses behind it."""
-        lookup = LlamaPromptLookupDecoding(num_pred_tokens=self.num_guesses)
+        """Compute one batch: the last token of each sequence, and its draft tokens."""
+        lookup = LlamaPromptLookupDecoding(num_pred_tokens=self.num_drafts)
         rows: list[tuple[Any, int, list[int]]] = []
         self.batch.n_tokens = 0
         for sequence in self.running:
             tokens = sequence.prompt + sequence.output
             most = sequence.output_len - len(sequence.output) - 1
-            guesses = []
-            if self.num_guesses:
-                guesses = lookup(np.array(tokens, dtype=np.intc))[:most].tolist()
+            drafts = []
+            if self.num_drafts:
+                drafts = lookup(np.array(tokens, dtype=np.intc))[:most].tolist()
             row = self.batch.n_tokens
-            self._append(tokens[-1:] + guesses, len(tokens) - 1, sequence.slot)
+            self._append(tokens[-1:] + drafts, len(tokens) - 1, sequence.slot)
             for place in range(row, self.batch.n_tokens):
                 self.batch.logits[place] = 1
-            rows.append((sequence, row, guesses))
+            rows.append((sequence, row, drafts))
         status = lib.llama_decode(self.context, self.batch)
         if status != 0:
             raise RuntimeError(f"llama_decode returned {status}")
         memory = lib.llama_get_memory(self.context)
-        for sequence, row, guesses in rows:
-            for place in range(row, row + 1 + len(guesses)):
+        for sequence, row, drafts in rows:
+            for place in range(row, row + 1 + len(drafts)):
                 logits = lib.llama_get_logits_ith(self.context, place)
                 np.ctypeslib.as_array(logits, (self.vocab_size,)).argmax()
             answer, start = self.scripts[sequence.index][1], len(sequence.output)
-            right = 0
-            while right < len(guesses) and guesses[right] == answer[start + right]:
-                right += 1
-            sequence.output = answer[: start + right + 1]
-            # K and V of the last token are not there yet, and those of wrong guesses are to go.
+            accepted = 0
+            while accepted < len(drafts) and drafts[accepted] == answer[start + accepted]:
+                accepted += 1
+            sequence.output = answer[: start + accepted + 1]
+            # K and V of the last token do not exist yet; remove those of rejected draft tokens.
             first_wrong = len(sequence.prompt) + len(sequence.output) - 1
-            if right < len(guesses):
+            if accepted < len(drafts):
                 lib.llama_memory_seq_rm(memory, sequence.slot, first_wrong, -1)
-            self.num_guessed += len(guesses)
-            self.num_right += right
+            self.num_drafted += len(drafts)
+            self.num_accepted += accepted
 
 
 def main() -> None:
@@ -104,13 +104,13 @@ def main() -> None:
         spec.output_lens = [len(answer) for answer in answers]
         spec.max_num_seqs = len(answers)
         engine = LookupEngine(spec)
-        for num_guesses in spec.guesses:
+        for num_drafts in spec.drafts:
             rates: list[list[float]] = [[], []]
-            engine.num_guessed = engine.num_right = 0
+            engine.num_drafted = engine.num_accepted = 0
             for number, scripts in enumerate(cell["rounds"]):
                 rate = [0.0, 0.0]
                 for which in (0, 1) if number % 2 else (1, 0):
-                    engine.num_guesses = which * num_guesses
+                    engine.num_drafts = which * num_drafts
                     rate[which] = engine.decode_rate(scripts)
                 if number:  # the first round is for warming up
                     rates[0].append(rate[0])
@@ -118,9 +118,9 @@ def main() -> None:
             ratios = [on / off for off, on in zip(*rates, strict=True)]
             off, on = (statistics.median(values) for values in rates)
             print(
-                f"| {cell['text']} | {len(answers)} | {num_guesses} | {off:.0f} | {on:.0f} | "
+                f"| {cell['text']} | {len(answers)} | {num_drafts} | {off:.0f} | {on:.0f} | "
                 f"**{statistics.median(ratios):.2f}** | {min(ratios):.2f} - {max(ratios):.2f} | "
-                f"{engine.num_right} of {engine.num_guessed} |",
+                f"{engine.num_accepted} of {engine.num_drafted} |",
                 flush=True,
             )
         engine.close()

@@ -1,11 +1,12 @@
-"""Whether one step ahead hides the brain behind the device: max(device, brain), or their sum?
+"""Measure whether async scheduling hides the scheduler side behind the device.
 
     python benchmarks/overlap.py
 
-The device is a thread that sleeps for a given time in each step, so that the two do not compete for
-a processor. Every sequence decodes one token in each step. A column of a device time T shows the
-median step without and with a step ahead, and what it would be if nothing were lost: the longer of
-T and the brain, which is what the step takes with a device that takes no time.
+A step should take the longer of the two times, not their sum. The device is a thread that sleeps
+for a given time in each step, so that it does not compete for a processor. Every sequence decodes
+one token in each step. For a device time T, a row shows the median step without and with async
+scheduling, and the latter over the ideal: the longer of T and the scheduler side, which is the time
+of a step whose device takes no time.
 """
 
 import queue
@@ -31,7 +32,7 @@ _MAX_MODEL_LEN = 1024
 
 
 class SleepingExecutor:
-    """Steps run in a thread, one after the other, `seconds` each."""
+    """Device whose steps run in a thread, one after the other, for `seconds` each."""
 
     def __init__(self, config: EngineConfig, seconds: float) -> None:
         blocks = -(-_MAX_MODEL_LEN // config.block_size)
@@ -71,8 +72,8 @@ class SleepingExecutor:
         end = 0.0
         while (launch := self._launched.get()) is not None:
             launched, done = launch
-            # A device neither oversleeps nor waits for Python's lock: what this thread wakes too
-            # late, the next step has less.
+            # A real device neither oversleeps nor waits for Python's lock: if this thread wakes too
+            # late, the next step is shorter.
             end = max(end, launched) + self._seconds
             while (left := end - time.perf_counter()) > 0:
                 time.sleep(left if left < 2e-4 else left - 1e-4)
@@ -80,7 +81,7 @@ class SleepingExecutor:
 
 
 def median_step(num_seqs: int, seconds: float, ahead: bool) -> float:
-    """Seconds of a step in which every sequence decodes."""
+    """Return the seconds of a step in which every sequence decodes."""
     config = EngineConfig(
         "none",
         max_num_seqs=num_seqs,
@@ -129,16 +130,16 @@ def _model_config() -> ModelConfig:
 
 
 def main() -> None:
-    print("| sequences | brain us | device us | no step ahead | one step ahead | over the longer |")
+    print("| sequences | scheduler us | device us | in turn | async scheduling | over the longer |")
     print("|---|---|---|---|---|---|")
     for num_seqs in (16, 64, 256):
-        brain = median_step(num_seqs, 0.0, ahead=False)
+        scheduler = median_step(num_seqs, 0.0, ahead=False)
         for factor in (0.5, 1.0, 2.0, 4.0):
-            device = max(factor * brain, 1e-4)
+            device = max(factor * scheduler, 1e-4)
             serial, ahead = (median_step(num_seqs, device, value) for value in (False, True))
-            cells = (brain, device, serial, ahead)
+            cells = (scheduler, device, serial, ahead)
             numbers = " | ".join(f"{value * 1e6:.0f}" for value in cells)
-            print(f"| {num_seqs} | {numbers} | {ahead / max(device, brain):.2f} |")
+            print(f"| {num_seqs} | {numbers} | {ahead / max(device, scheduler):.2f} |")
 
 
 if __name__ == "__main__":

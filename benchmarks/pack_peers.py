@@ -1,24 +1,25 @@
-"""Packs vLLM and nano-vllm for a GPU machine that has no network: archives of 40 MB in all.
+"""Pack vLLM and nano-vllm for a GPU machine that has no network: archives of 40 MB in all.
 
     python benchmarks/pack_peers.py --out FOLDER [--nano-vllm CHECKOUT]
 
-There, FOLDER/setup.sh unpacks all of them into one folder, where they do not overlap, compiles what
-is imported late, and puts what vLLM would start another Python to find out where vLLM looks for it:
+There, FOLDER/setup.sh unpacks all of them into one folder, where they do not overlap, compiles
+modules that are imported late, and writes a cache file of vLLM's that saves starting another
+Python:
 
     bash FOLDER/setup.sh PEERS
     python benchmarks/gpu_peers.py --engine vllm --peers PEERS
     PYTHONPATH=PEERS python ...                     vLLM, grammars
     PYTHONPATH=PEERS/nano:PEERS python ...          nano-vllm
 
-That machine has Python 3.12, PyTorch, Triton, transformers and what comes with them. vLLM's
-libraries hold machine code for a dozen GPUs. What is not for `--arch` is overwritten with zeros,
-which pack to nothing: no address changes, and CUDA chooses by headers, which stay. Kernels that
-exist as PTX only are then missing (Marlin's, for weights in 4 bits). FlashAttention 3 is packed,
-which Hopper takes, and FlashAttention 2 is not.
+That machine has Python 3.12, PyTorch, Triton, transformers and their dependencies. vLLM's libraries
+contain machine code for a dozen GPUs. Code that is not for `--arch` is overwritten with zeros,
+which compress to nothing: no address changes, and CUDA selects by headers, which stay. Kernels that
+exist as PTX only are then missing (Marlin's, for weights in 4 bits). FlashAttention 3, which Hopper
+uses, is packed, and FlashAttention 2 is not.
 
-nano-vllm calls two functions of flash-attn, of which there is no wheel for each PyTorch. A package
-that is written here does the same with vLLM's FlashAttention 3. It lies in a folder of its own,
-because vLLM would take it for the real one.
+nano-vllm calls two functions of flash-attn, which has no wheels for every PyTorch. A package that
+is written here does the same with vLLM's FlashAttention 3. It is in a separate folder, because vLLM
+would mistake it for the real one.
 """
 
 import hashlib
@@ -38,7 +39,7 @@ from zipfile import ZipFile
 
 _VLLM = "vllm==0.22.0"
 _NANO_VLLM = "git+https://github.com/GeeeekExplorer/nano-vllm"
-# What vLLM imports to run offline, less what transformers brings; then grammars.
+# Imports of vLLM for offline use, without transformers' dependencies; then grammars.
 _PACKAGES = """
     annotated-types blake3 cachetools cbor2 distro fastapi gguf jiter msgspec openai<3
     openai-harmony opentelemetry-api partial-json-parser pybase64 pydantic pydantic-core pyzmq
@@ -96,7 +97,7 @@ def _forward(q, k, v, ends_q, ends_k, used_k, longest_q, longest_k, block_table,
         None, None, None,  # factors of 8-bit q, k and v
         scale, causal,
         -1, -1, 0.0, True,  # no window, no soft cap, rotation in pairs
-        None, 0, None, 0,  # schedule, splits, packed heads: it chooses; no SM left free
+        None, 0, None, 0,  # schedule, splits, packed heads: automatic; no SM left free
         None, 1, 0, None,  # no sinks, no context parallelism
     )[0]
 '''
@@ -118,7 +119,7 @@ for archive in "$here"/*.tar.xz; do
     jobs+=($!)
 done
 for job in "${jobs[@]}"; do wait "$job"; done
-# What is imported at a later time would otherwise be compiled then, file by file.
+# Modules that are imported later would otherwise be compiled then, file by file.
 late="vllm openai pydantic xgrammar tvm_ffi nano"
 (cd "$dest" && python3 -m compileall -q -j 0 $late >/dev/null) || true
 mkdir -p ~/.cache/vllm/modelinfos
@@ -150,7 +151,7 @@ _MODEL_INFO = {  # of vLLM 0.22, in its order
 
 
 class Entry(NamedTuple):
-    """One program of a fat binary, as bytes of the file."""
+    """One program of a fat binary, as a range of bytes of the file."""
 
     start: int
     end: int
@@ -159,7 +160,7 @@ class Entry(NamedTuple):
 
 
 def entries(data: bytes | bytearray) -> Iterator[Entry]:
-    """All that NVIDIA's compiler has put into a library, without their headers.
+    """Return all programs of NVIDIA's compiler in a library, without their headers.
 
     A fat binary: magic number, version, bytes of this header, bytes of what follows. An entry:
     kind, version, bytes of this header, bytes of the program, 12 others, architecture.
@@ -178,7 +179,7 @@ def entries(data: bytes | bytearray) -> Iterator[Entry]:
 
 
 def cut(library: Path, arch: int) -> None:
-    """Zeros in place of programs for other GPUs."""
+    """Overwrite programs for other GPUs with zeros."""
     data = bytearray(library.read_bytes())
     found = list(entries(data))
     kept = [entry for entry in found if (entry.kind, entry.arch) == (2, arch)]
@@ -195,7 +196,7 @@ def _pip(*arguments: str | Path) -> None:
 
 
 def _for_python(version: str) -> list[str]:
-    """Wheels for that machine, whatever this one has."""
+    """Download wheels for that machine, independent of this one."""
     platforms = [f"--platform=manylinux_2_{minor}_x86_64" for minor in _GLIBC]
     platforms.append("--platform=manylinux2014_x86_64")
     return ["--only-binary=:all:", "--implementation=cp", f"--python-version={version}", *platforms]
@@ -218,10 +219,10 @@ def _pack(archive: Path, tree: Path, files: list[Path]) -> str:
 
 
 def write_setup(tree: Path, out: Path) -> None:
-    """What the other machine runs, and what vLLM would ask a second Python about its model."""
+    """Write the script of the other machine, and the file that saves vLLM a second Python."""
     (out / "setup.sh").write_text(_SETUP)
     source = (tree / "vllm/model_executor/models/qwen3.py").read_bytes()
-    digest = hashlib.md5(source, usedforsecurity=False).hexdigest()  # vLLM believes no other
+    digest = hashlib.md5(source, usedforsecurity=False).hexdigest()  # the one that vLLM checks
     (out / "modelinfos").mkdir(exist_ok=True)
     info = json.dumps({"hash": digest, "modelinfo": _MODEL_INFO}, indent=2)
     (out / "modelinfos" / f"{_MODEL}.json").write_text(info)

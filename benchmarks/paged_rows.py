@@ -1,4 +1,4 @@
-"""Rows with paged caches full of random keys and values, for whoever times attention."""
+"""Rows with paged caches full of random keys and values, for timing attention."""
 
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -14,7 +14,7 @@ BLOCK_SIZE = 16
 
 @dataclass(frozen=True)
 class Shape:
-    """What the kernels see of a model."""
+    """Dimensions of a model that matter for the kernels."""
 
     name: str
     num_heads: int
@@ -27,7 +27,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Rows:
-    """The last tokens of each of some contexts, and caches that hold the contexts."""
+    """The last tokens of some contexts, and caches that hold the contexts."""
 
     q: torch.Tensor
     kv_caches: list[torch.Tensor]
@@ -53,14 +53,14 @@ class Rows:
         )
 
     def decode_rows(self) -> "Rows":
-        """Those of one token alone."""
+        """Return the decode rows only."""
         n = self.num_decode_rows
         rows = {"context_lens": self.context_lens[:n], "block_tables": self.block_tables[:n]}
         tokens = {"q": self.q[:n], "cu_seqlens_q": self.cu_seqlens_q[: n + 1]}
         return replace(self, **tokens, **rows, query_len=1)
 
     def chunks(self) -> "Rows":
-        """Those of more tokens alone."""
+        """Return the rows of several tokens only."""
         n = self.num_decode_rows
         if n == 0:
             return self
@@ -78,9 +78,9 @@ def make_rows(
     block_size: int = BLOCK_SIZE,
     num_blocks: int = 0,
 ) -> Rows:
-    """With `num_layers` caches of `num_blocks`, or as many as it takes; their order is random.
+    """Return rows with `num_layers` caches of `num_blocks`, or as many as needed, in random order.
 
-    `query_len` is that of all rows, or of each, the rows of one token first.
+    `query_len` is the length of all rows, or of each, decode rows first.
     """
     lens = [query_len] * len(contexts) if isinstance(query_len, int) else query_len
     blocks = [-(-context // block_size) for context in contexts]
@@ -109,7 +109,7 @@ def randn(*shape: int, device: str) -> torch.Tensor:
 
 
 def decode_cases(is_tiny: bool) -> dict[str, list[int]]:
-    """Contexts of decode steps: alike, and as nano-vllm's workload has them at some steps."""
+    """Return contexts of decode steps: equal ones, and those of nano-vllm's workload."""
     if is_tiny:
         return {"2x20": [20, 20], "ragged": [7, 40, 21]}
     prompts, output_lens = draw_workload(256, (100, 1024), (100, 1024), 151_936)

@@ -1,22 +1,23 @@
-"""How much memory loading a model takes, and what it is: in each precision, beside llama.cpp.
+"""Measure the memory of loading a model in each precision, compared with llama.cpp.
 
     python benchmarks/peak_memory.py                           0.6B with random weights, as Markdown
     python benchmarks/peak_memory.py --llama-cpp PYTHON        PYTHON has llama-cpp-python and gguf
     python benchmarks/peak_memory.py --shape qwen3-0.6b-8l --kv-tokens 1536 --precisions int8
 
-Each row is a process of its own, which imports, loads, and answers a prompt of 512 tokens with 32
+Each row is a separate process, which imports, loads, and answers a prompt of 512 tokens with 32
 more. Meanwhile this process, which stays small, reads the other's /proc/PID/status once a
-millisecond. Linux tells the pages of a process apart:
+millisecond. Linux distinguishes the pages of a process:
 
-    own      memory that nothing else holds (RssAnon): weights, KV cache, what is compiled
+    own      anonymous memory (RssAnon): weights, KV cache, compiled code
     files    pages of mapped files (RssFile): libraries, and checkpoints as far as they are mapped.
              The system can drop them at any time, and does when memory is short
 
-"Imports" are what there is before the model: Python, torch, numba and the engine's own modules.
-The peaks are the kernel's own (VmHWM, set back before each phase), so none falls between two looks.
+"Imports" is the memory before the model is loaded: Python, torch, numba and the engine's own
+modules. The peaks are the kernel's own (VmHWM, reset before each phase), so none is missed between
+two reads.
 
 llama.cpp reads GGUF files with the same weights: bfloat16, Q8_0 and Q4_0. Its KV cache has as many
-tokens as ours; both write zeros to all of it when they load. MB are 10^6 bytes.
+tokens as nanoserve's; both write zeros to all of it when they load. MB are 10^6 bytes.
 """
 
 import json
@@ -39,7 +40,7 @@ _COLUMNS = ("imports", "load", "run")
 
 
 def memory_of(process: int) -> dict[str, int]:
-    """In bytes, by the names of `_FIELDS`. Nothing, if the process has ended."""
+    """Return bytes by the names of `_FIELDS`; nothing if the process has ended."""
     found = {}
     for line in Path(f"/proc/{process}/status").read_text().splitlines():
         name, _, value = line.partition(":")
@@ -49,7 +50,7 @@ def memory_of(process: int) -> dict[str, int]:
 
 
 def watch(command: list[str], environment: dict[str, str]) -> dict[str, dict[str, int]]:
-    """Run a child; by phase, what it held at its end, and `peak` and `peak_own` within it.
+    """Run a child; return, by phase, its memory at the end, and `peak` and `peak_own` within it.
 
     The child prints the name of each phase when it is over, and waits for a line to go on.
     """
@@ -68,7 +69,7 @@ def watch(command: list[str], environment: dict[str, str]) -> dict[str, dict[str
                 break
             phases[name] = now | {"peak_own": peak_own}
             peak_own = 0
-            Path(f"/proc/{child.pid}/clear_refs").write_text("5")  # VmHWM begins anew
+            Path(f"/proc/{child.pid}/clear_refs").write_text("5")  # resets VmHWM
             child.stdin.write(b"go on\n")
     if child.returncode or tuple(phases) != _COLUMNS:
         raise SystemExit(f"{' '.join(command)} ended with {child.returncode}, after {list(phases)}")
@@ -76,7 +77,7 @@ def watch(command: list[str], environment: dict[str, str]) -> dict[str, dict[str
 
 
 def end_phase(name: str) -> None:
-    """In a child."""
+    """Report the end of a phase, in a child process."""
     print(name, flush=True)
     sys.stdin.readline()
 
@@ -87,7 +88,7 @@ def run_nanoserve(spec: Namespace) -> None:
     from nanoserve import LLM, SamplingParams
 
     torch.set_num_threads(spec.threads)
-    # What an engine imports late.
+    # Modules that an engine imports late.
     late = ["numba", "engine.llm_engine", "quantization.cpu_method", "kernels_cpu.float_linear"]
     for module in (*late, "attention.numba", "layers.numba_ops", "worker.compile_ahead"):
         import_module(module if module == "numba" else f"nanoserve.{module}")
@@ -134,7 +135,7 @@ CHILDREN = {
 
 
 def row(label: str, phases: dict[str, dict[str, int]]) -> str:
-    """In MB."""
+    """Return a number of bytes in MB."""
     before, loaded = phases["imports"], phases["load"]
     numbers = [before["own"], before["files"]]
     numbers += [loaded["peak"], loaded["peak"] - before["total"], loaded["peak_own"]]
@@ -204,13 +205,15 @@ def main() -> None:
     parser.add_argument("--precisions", default=",".join(_PRECISIONS), help="%(default)s")
     parser.add_argument("--kv-tokens", type=int, default=9216, help="%(default)s, 1 GiB of 0.6B")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--llama-cpp", metavar="PYTHON", help="an interpreter that has it")
-    parser.add_argument("--folder", type=Path, help="where the weights are, or are kept")
+    parser.add_argument(
+        "--llama-cpp", metavar="PYTHON", help="interpreter that has llama-cpp-python"
+    )
+    parser.add_argument("--folder", type=Path, help="folder of the weights, which is kept")
     parser.add_argument("--child", choices=CHILDREN, help="what this script starts")
     parser.add_argument("--spec", type=Path, help="for --child")
     args = parser.parse_args()
     if args.kv_tokens < 1536:  # the library has room for two sequences, each a multiple of 256
-        parser.error(f"--kv-tokens {args.kv_tokens}: at least 1536, which the prompt needs")
+        parser.error(f"--kv-tokens {args.kv_tokens}: at least 1536, because of the prompt")
     if args.child:
         CHILDREN[args.child](Namespace(**json.loads(args.spec.read_text())))
         return

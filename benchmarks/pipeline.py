@@ -1,14 +1,14 @@
-"""How busy the stages of a pipeline are: simulated ones, and real ones.
+"""Measure how busy the stages of a pipeline are, simulated and real.
 
     python benchmarks/pipeline.py [--shape qwen3-0.6b-8l] [--simulated-only]
 
-What is simulated is the stages and the time: the scheduler is the real one. A step takes each stage
-1 / stages of `2 ms + 0.05 ms x tokens`, and the brain 0.2 ms. The last column is what comes of a
-step that takes all that runs and the whole budget: the others find nobody left.
+Stages and time are simulated; the scheduler is the real one. A step takes each stage 1 / stages of
+`2 ms + 0.05 ms x tokens`, and the scheduler side 0.2 ms. The last column is the result if a step
+takes all running sequences and the whole budget, which leaves nothing for other steps.
 
-Real stages share the processor: two of one thread each beside one process of two threads, and two
-ranks of tensor parallelism. Best of three runs each, in turns; then a run with a trace, for the
-bubbles.
+Real stages share the processor: two of one thread each are compared with one process of two threads
+and with two ranks of tensor parallelism. Best of three runs each, in turns; then a run with a
+trace, for the bubbles.
 """
 
 import argparse
@@ -35,15 +35,16 @@ from nanoserve.features.trace.phases import tell_stages
 from nanoserve.features.trace.reader import read_trace
 
 _MAX_MODEL_LEN = 1024
-_FIXED, _PER_TOKEN = 2e-3, 5e-5  # seconds that a step takes all stages together
-_BRAIN = 2e-4  # seconds for a step's plan and its results
+_FIXED, _PER_TOKEN = 2e-3, 5e-5  # seconds of a step in all stages together
+_SCHEDULER = 2e-4  # seconds for a step's plan and its results
 
 
 class SimulatedStages:
-    """Stages in a time of their own: what counts is when each has a step to compute.
+    """Stages in simulated time: only the times at which each has a step to compute matter.
 
-    The last one is the brain's, as in `nanoserve.features.parallel.pipeline`: it computes a step
-    when that is collected, and nothing while the brain plans.
+    The last one shares its process with the scheduler, as in
+    `nanoserve.features.parallel.pipeline`: it computes a step when that is collected, and nothing
+    while the scheduler plans.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -60,7 +61,7 @@ class SimulatedStages:
         self._free_at = [0.0] * (self._num_stages - 1)
 
     def next_batch(self) -> Batch:
-        self.now += _BRAIN
+        self.now += _SCHEDULER
         self._num_batches += 1
         return self._batches[self._num_batches % len(self._batches)]
 
@@ -73,7 +74,7 @@ class SimulatedStages:
         return batch.header.num_sampled, ready, seconds
 
     def sample(self, handle: tuple[int, float, float], inputs: SampleInputs) -> None:
-        """With the last stage."""
+        """Collect the step, which runs its last stage."""
 
     def collect(self, handle: tuple[int, float, float]) -> StepResult:
         num_sampled, ready, seconds = handle
@@ -82,14 +83,14 @@ class SimulatedStages:
         return StepResult([[7] for _ in range(num_sampled)])
 
     def cancel(self, handles: list[tuple[int, float, float]]) -> None:
-        """Whatever is launched ends by itself."""
+        """Do nothing: launched steps end by themselves."""
 
     def close(self) -> None:
-        """There is nothing to end."""
+        """Do nothing: there are no processes to end."""
 
 
 class TakesAll(PipelineSchedule):
-    """A step takes all that is there, as it would of a single device."""
+    """Let a step take all sequences, as with a single device."""
 
     def token_budget(self, num_tokens: int) -> int:
         return num_tokens
@@ -99,7 +100,7 @@ class TakesAll(PipelineSchedule):
 
 
 def bubble(num_stages: int, num_seqs: int, is_shared: bool) -> float:
-    """The share of the time in which a stage had nothing to do, of all stages."""
+    """Return the share of time in which a stage is idle, over all stages."""
     config = EngineConfig(
         "none",
         max_num_seqs=num_seqs,
@@ -127,7 +128,7 @@ def simulated() -> None:
 
 
 def run(llm: LLM) -> float:
-    """Output tokens a second."""
+    """Return output tokens a second."""
     prompts = [[5 + n % 90, 7, 8, n % 50] * (4 + n % 13) for n in range(64)]
     params = [
         SamplingParams(temperature=0, max_tokens=16 + 5 * n % 48, ignore_eos=True)

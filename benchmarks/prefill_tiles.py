@@ -1,12 +1,12 @@
-"""Times the attention of chunks for some tiles, with FlashAttention 3 beside them where it is.
+"""Time attention over chunks for some tile sizes, and FlashAttention 3 if it is available.
 
     python benchmarks/prefill_tiles.py [--peers FOLDER] [--out FILE] [--rounds 3] [--limit 40]
-    TRITON_INTERPRET=1 python benchmarks/prefill_tiles.py --device cpu    tiny: does it run at all?
+    TRITON_INTERPRET=1 python benchmarks/prefill_tiles.py --device cpu    tiny, as a check
 
-Prints an object of JSON a line: case, variant, us, TFLOP/s. A variant that does not compile, run or
-agree with the first one is a line with "error". FOLDER is where vLLM lies, with its
-`_vllm_fa3_C*.so` somewhere below (pack_peers.py). The variants are compiled side by side first, in
-processes of their own, into Triton's cache on the disk.
+Prints one JSON object a line: case, variant, us, TFLOP/s. A variant that does not compile, run or
+agree with the first one is a line with "error". FOLDER contains vLLM, with its
+`_vllm_fa3_C*.so` (pack_peers.py). The variants are first compiled in parallel, in separate
+processes, into Triton's cache on the disk.
 """
 
 import statistics
@@ -38,7 +38,7 @@ SHAPES = {
     "cuda": Shape("Qwen3-0.6B", 16, 8, 128, 0, 0, 0),
     "cpu": Shape("tiny", 4, 2, 16, 0, 0, 0),
 }
-CASES = {  # (new tokens, context) of each row, those of one token first
+CASES = {  # (new tokens, context) of each row, decode rows first
     "cuda": {
         "8x1024": [(1024, 1024)] * 8,
         "1x8192": [(8192, 8192)],
@@ -63,7 +63,7 @@ def make(lens: list[tuple[int, int]], device: str) -> Rows:
 
 
 def flop_of_chunks(lens: list[tuple[int, int]], shape: Shape) -> int:
-    """4 x heads x head_dim for each pair of a query and a key that it sees."""
+    """Return FLOP: 4 x heads x head_dim for each pair of a query and a visible key."""
     seen = sum(n * (context - n) + n * (n + 1) // 2 for n, context in lens if n > 1)
     return 4 * shape.num_heads * shape.head_dim * seen
 
@@ -82,7 +82,7 @@ def hybrid(rows: Rows) -> torch.Tensor:
 
 
 def load_flash_attention(folder: Path | None) -> str | None:
-    """None when it is there, otherwise why not."""
+    """Return None if it is available, otherwise the reason."""
     if folder is None:
         return "no --peers"
     try:
@@ -96,7 +96,7 @@ def load_flash_attention(folder: Path | None) -> str | None:
 
 
 def compile_variant(number: int) -> None:
-    """Any rows do: to Triton, numbers of rows and of tokens make no other kernels."""
+    """Compile with any rows: Triton's kernels do not depend on numbers of rows and tokens."""
     attend(make([(1, 20), (300, 300)], "cuda"), _CONFIGS[number])
 
 
@@ -113,7 +113,7 @@ def runs_of(case: str, rows: Rows, flop: int, has_theirs: bool) -> list[Run]:
 
 
 def same(runs: list[Run], lines: Lines) -> list[Run]:
-    """Those whose results are the first one's."""
+    """Return the variants whose results equal those of the first."""
     wanted, right = runs[0].call().float(), []
     for run in runs:
         try:
@@ -133,7 +133,7 @@ def say_error(run: Run, error: Exception, lines: Lines) -> None:
 
 
 def time_of(run: Run, device: str) -> float:
-    """In a CUDA graph, as kernels of an engine run; the median of seven replays."""
+    """Time calls in a CUDA graph, as in an engine; return the median of seven replays."""
     if device == "cpu":
         return seconds(run.call, device)
     repeats = 3 if run.case in _LONG else 10
@@ -141,7 +141,7 @@ def time_of(run: Run, device: str) -> float:
 
 
 def time_all(runs: list[Run], args: Namespace, lines: Lines) -> dict[Run, list[float]]:
-    """The times of each in rounds, so that what the clock does meets all of them."""
+    """Time all variants in rounds, so that changes of the clock affect all of them."""
     times: dict[Run, list[float]] = {run: [] for run in runs}
     for _ in range(args.rounds):
         for run in list(times):
@@ -192,7 +192,7 @@ def main() -> None:
     parser = ArgumentParser(description="The attention of chunks, for some tiles.")
     add = parser.add_argument
     add("--device", choices=("cpu", "cuda"), default="cuda")
-    add("--peers", type=Path, metavar="FOLDER", help="where vLLM lies, for its FlashAttention 3")
+    add("--peers", type=Path, metavar="FOLDER", help="folder with vLLM, for its FlashAttention 3")
     add("--out", type=Path, metavar="FILE", help="all lines, as JSON")
     add("--rounds", type=int, default=3, help="%(default)s")
     add("--limit", type=float, default=40.0, help="seconds; no round begins after (%(default)s)")

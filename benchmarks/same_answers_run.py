@@ -2,9 +2,8 @@
 
     PYTHONPATH=TREE python benchmarks/same_answers_run.py SCENARIO.json ANSWERS.jsonl TREE
 
-Only what a user of the package may call is called here, so that one file runs all versions. Each
-configuration adds a line to the answers when it is over, so what is there tells how far a process
-came that has died.
+Only public functions are called, so that one file runs all versions. Each configuration adds a line
+to the answers when it is complete, so the file shows how far a process came that has died.
 """
 
 import json
@@ -80,7 +79,7 @@ def plain_logprobs(positions: Any) -> Any:
 
 
 class Answer:
-    """What a request has got up to now; deltas are put together in the order in which they came."""
+    """The output of a request so far; deltas are put together in the order in which they came."""
 
     def __init__(self, kind: str = "cumulative") -> None:
         self._is_delta = kind == "delta"

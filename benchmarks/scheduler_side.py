@@ -1,4 +1,4 @@
-"""What a step costs besides the model, in two versions of the engine that take turns.
+"""Measure a step without its model, in two versions of the engine that take turns.
 
     python benchmarks/scheduler_side.py OLD NEW                           two source trees
     python benchmarks/scheduler_side.py OLD NEW --loads guided,ngram --seqs 1,32 --whole
@@ -6,15 +6,15 @@
 Each round starts a process per tree, with the tree as PYTHONPATH, and the next round swaps them: a
 machine's speed drifts. A process measures decode steps of so many sequences with the bundled model,
 cut to one layer of random weights; of each step, all but the time of the executor (launching the
-model and the sampler, and waiting for both): planning, packing, output processing, and what lies
-between. `--whole` shows the time of whole steps instead, which is what counts for grammars and
+model and the sampler, and waiting for both): planning, packing, output processing, and the time
+between them. `--whole` shows the time of whole steps instead, which is what counts for grammars and
 drafts: masks are filled while the executor samples.
 
 A cell is the median over rounds of a process's median step, in microseconds; the ratio, new over
 old, is the median of the ratios of the rounds, and its range.
 
 Loads: plain (outputs at the end only), stream (an output for each token), guided (a regular
-expression without forced tokens), ngram (speculation, never adaptive).
+expression without jump-forward tokens), ngram (speculation, never adaptive).
 """
 
 import json
@@ -78,7 +78,7 @@ def measure(load: str, num_seqs: int, num_steps: int) -> dict[str, float]:
 
 
 def measure_tree(tree: Path, args: Namespace) -> dict[str, dict[str, float]]:
-    """Return what a process of its own has measured, by load and number of sequences."""
+    """Return the results of a separate process, by load and number of sequences."""
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__, "--child", str(tree)]
     for name in ("loads", "seqs", "steps"):

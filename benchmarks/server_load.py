@@ -1,14 +1,14 @@
-"""A server under load for a while: is anything lost, does anything grow?
+"""Put a server under load, and check that nothing is lost and nothing grows.
 
 python benchmarks/server_load.py                            256 streams for two minutes
 python benchmarks/server_load.py --requests 24000           so many requests, 64 at a time, short
 python benchmarks/server_load.py --streams 32 --seconds 10
 
-It starts `nanoserve serve` on the bundled model in float32, and asks greedily, so each answer that
-is not dropped must be, to the letter, the one that `LLM.generate` has given before. A third of the
-streams is dropped at a random point, and every sixteenth is not read for some seconds. Memory,
-files and threads of both processes are read from /proc while it goes on, and the engine's state
-from `/metrics` when all is over. The exit status is 1 if anything is lost or left.
+It starts `nanoserve serve` on the bundled model in float32, with greedy sampling, so each complete
+output must equal the one of `LLM.generate`. A third of the streams is dropped at a random point,
+and every sixteenth is not read for some seconds. Memory, files and threads of both processes are
+read from /proc meanwhile, and the engine's state from `/metrics` at the end. The exit status is 1
+if anything is lost or left.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ OPTIONS = {"dtype": "float32", "max_num_seqs": 256, "num_kv_blocks": 16_000}
 
 
 def expected_texts(args: Namespace) -> list[tuple[list[int], str]]:
-    """Prompts and what the engine alone makes of them; in a process that is then gone."""
+    """Return prompts and the engine's outputs for them, computed in a separate process."""
     program = (
         "import json, sys; from nanoserve import LLM, SamplingParams\n"
         "prompts, max_tokens, options = json.load(sys.stdin)\n"
@@ -49,7 +49,7 @@ def expected_texts(args: Namespace) -> list[tuple[list[int], str]]:
 
 
 class Load:
-    """Clients that ask again and again, and what came of it."""
+    """Clients that send requests repeatedly, and their results."""
 
     def __init__(self, args: Namespace, port: int, expected: list[tuple[list[int], str]]) -> None:
         self.args, self.port, self.expected = args, port, expected
@@ -98,7 +98,7 @@ class Load:
 
 
 def footprint(pids: list[int]) -> str:
-    """Memory, open files and threads of each process."""
+    """Return memory, open files and threads of each process."""
     told = []
     for pid in pids:
         status = Path(f"/proc/{pid}/status").read_text()
@@ -109,7 +109,7 @@ def footprint(pids: list[int]) -> str:
 
 
 def left(port: int) -> dict[str, float]:
-    """What the engine still has of anybody."""
+    """Return the state that the engine still has of any request."""
     names = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
     text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
     return {name: float(re.search(rf"vllm:{name}{{.*}} (\S+)", text)[1]) for name in names}

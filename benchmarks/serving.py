@@ -1,15 +1,15 @@
-"""What a server costs: its part of the tokens that the engine alone makes, and its chunks a second.
+"""Measure a server: its share of the engine's offline throughput, and its chunks a second.
 
 python benchmarks/serving.py                          the bundled model
 python benchmarks/serving.py --shape qwen3-0.6b-8l    random weights
-python benchmarks/serving.py --chunks                 with an engine that costs nothing
+python benchmarks/serving.py --chunks                 with a simulated engine without cost
 
-Offline and served in turns, in processes that have both done so before, on the same kind of prompts
-and lengths. The clients are woken by an answer's end, or by 30 KB of it, and not by every chunk: on
-a machine of two cores they would take a good part of one, which no server can help.
+Offline and served runs alternate, in processes that are warmed up, on the same kind of prompts and
+lengths. The clients are woken by the end of an output, or by 30 KB of it, and not by every chunk:
+on a machine of two cores they would take a large part of one, independent of the server.
 
-The engine that costs nothing has a token for each stream every few milliseconds. Where the server
-cannot keep up, what comes in the meantime is sent in one chunk, so their number stays at its limit.
+The simulated engine has a token for each stream every few milliseconds. Where the server cannot
+keep up, several tokens are sent in one chunk, so the number of chunks stays at its limit.
 """
 
 import asyncio
@@ -72,7 +72,7 @@ async def load(port: int, prompts: list[list[int]], lengths: list[int], streams:
 
 @contextmanager
 def serving(command: list[str]) -> Iterator[int]:
-    """The port of a server that is started by `command`."""
+    """Start a server by `command` and yield its port."""
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as server:
         try:
             lines = iter(server.stderr.readline, "")
@@ -96,7 +96,7 @@ def run_served(streams: int, port: int, prompts: list[list[int]], lengths: list[
 
 
 def compare(args: Namespace, model: str, options: dict[str, str | int]) -> None:
-    """A round is a run of each; what comes before the first one is not counted."""
+    """Run rounds of one run each; a warm-up before the first one is not counted."""
     options = options | {"max_num_seqs": args.max_num_seqs}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     command = [sys.executable, "-m", "nanoserve", "serve", model, "--port", "0", *flags]
@@ -126,7 +126,7 @@ def compare(args: Namespace, model: str, options: dict[str, str | int]) -> None:
 
 
 class CostlessEngine:
-    """What `EngineThread` is to a server; its tokens are known beforehand, and come in time."""
+    """Replacement for `EngineThread` whose tokens are known and arrive on time."""
 
     def __init__(self, real: EngineThread, post, seconds: float) -> None:
         self.engine, self.is_running, self.error, self.backlog = real.engine, True, None, -1
@@ -184,8 +184,8 @@ def count_chunks(args: Namespace) -> None:
     print("|---|---|---|---|---|---|")
     prompts, lengths = [[1, 2, 3]] * args.streams, [400] * args.streams
     for milliseconds, interval in ((50, 1), (25, 1), (10, 1), (5, 1), (10, 4), (5, 16)):
-        told = json.dumps([milliseconds / 1e3, interval])
-        with serving([sys.executable, __file__, "--costless", told]) as port:
+        spec = json.dumps([milliseconds / 1e3, interval])
+        with serving([sys.executable, __file__, "--costless", spec]) as port:
             rates = []
             for _ in range(args.rounds):
                 began = time.perf_counter()
@@ -206,7 +206,7 @@ def parse_args() -> Namespace:
     add("--max-num-seqs", type=int, default=256, help="of the engine (%(default)s)")
     add("--max-tokens", type=int, default=64, help="on average; of 1/4 to 7/4 (%(default)s)")
     add("--rounds", type=int, default=7, help="%(default)s")
-    add("--chunks", action="store_true", help="count chunks, with an engine that costs nothing")
+    add("--chunks", action="store_true", help="count chunks, with a simulated engine without cost")
     add("--costless", type=json.loads, metavar="[SECONDS, N]", help="be the server of --chunks")
     args = parser.parse_args()
     if args.chunks:

@@ -1,31 +1,31 @@
-"""What guessing brings, and where it costs: against off, over sequences and kinds of text.
+"""Measure speculative decoding against no draft tokens, by sequences and kinds of text.
 
     python benchmarks/speculation.py                            tiny-qwen3's shape, as Markdown
     python benchmarks/speculation.py --shape qwen3-0.6b-8l --streams 1,4 --rounds 3
 
-The model computes all it would, and what comes out is scripted: its tokens are replaced, sampled as
-they are, by those of a text, in every engine alike. So any shape can be measured, without weights,
-on texts of known kinds:
+The model computes everything as usual, but its output is scripted: the sampled tokens are replaced
+by those of a text, in every engine alike. So any shape can be measured, without weights, on texts
+of known kinds:
 
-    copy     a page of this repository's documentation is the prompt, and it is said once more, with
-             a word in fifty another one
-    chat     the documentation goes on: it repeats itself as prose and lists do
-    random   nothing ever comes again but by chance
+    copy     the prompt is a page of this repository's documentation, and the output repeats it with
+             one word in fifty changed
+    chat     the output continues the documentation, which repeats itself as prose and lists do
+    random   nothing is repeated except by chance
 
-`--texts answers` is no script: the bundled model answers questions that it was not trained on, four
-for each sequence, at temperature 0.7, and all of it is timed. A draft model and a head guess there:
+`--texts answers` is not scripted: the bundled model answers questions that it was not trained on,
+four for each sequence, at temperature 0.7, and all of it is timed, for a draft model or a head:
 
     python benchmarks/speculation.py --texts answers --method hidden_head --model tiny-qwen3
     python benchmarks/speculation.py --texts answers --method draft_model --model tiny-qwen3-draft
 
-`--llama-cpp PYTHON` measures llama.cpp's lookup on the same texts and shape in our place, with 2
-guesses (which its documentation advises on a CPU) and with `--guesses`; see `lookup_llama_cpp.py`.
+`--llama-cpp PYTHON` measures llama.cpp's lookup on the same texts and shape instead, with 2 draft
+tokens (as its documentation advises on a CPU) and with `--draft-tokens`; see `lookup_llama_cpp.py`.
 
-An engine that guesses and one that does not take turns, in one process, every twenty tokens of a
-sequence: a machine's speed drifts. Each round has another text. Timed are the steps in which all
-sequences decode: from the one after which all have their first token to the one in which the first
-of them ends. The first round is for learning what steps take, and left out. A cell is the median of
-the rounds' ratios. (Answers take turns as a whole.)
+An engine with draft tokens and one without take turns, in one process, every twenty tokens of a
+sequence, because a machine's speed drifts. Each round has another text. The steps in which all
+sequences decode are timed: from the one after which all have their first token to the one in which
+the first of them ends. In the first round the engine measures its steps; it is left out. A cell is
+the median of the rounds' ratios. (Answers take turns as a whole.)
 """
 
 import json
@@ -54,7 +54,7 @@ _ROOT = Path(__file__).parents[1]
 
 
 class Script:
-    """Puts texts in the place of what an engine samples."""
+    """Replace the tokens that an engine samples by those of texts."""
 
     def __init__(self, llm: LLM) -> None:
         self._engine, self._texts = llm.engine, {}
@@ -79,14 +79,14 @@ class Script:
 
 
 def documentation() -> list[int]:
-    """In tokens of the bundled model."""
+    """Return the texts as tokens of the bundled model."""
     tokenizer = Tokenizer(bundled_checkpoint("tiny-qwen3"))
     files = [_ROOT / "README.md", *sorted((_ROOT / "docs").rglob("index.md"))]
     return [i for file in files for i in tokenizer.encode(file.read_text(encoding="utf-8"))]
 
 
 def script(text: str, words: list[int], args: Namespace, rng: random.Random) -> Any:
-    """(prompt, answer) of one request."""
+    """Return (prompt, output) of one request."""
     start, length = rng.randrange(len(words) - 2 * args.prompt), args.tokens
     prompt = words[start : start + args.prompt]
     if text == "random":
@@ -100,7 +100,7 @@ def script(text: str, words: list[int], args: Namespace, rng: random.Random) -> 
 
 
 class Decoding:
-    """The steps of one engine in which all of its sequences decode, some at a time."""
+    """The steps of one engine in which all sequences decode, some at a time."""
 
     def __init__(self, llm: LLM, scripts: list[Any], played: Script, **settings: Any) -> None:
         self._engine, self._played = llm.engine, played
@@ -116,7 +116,7 @@ class Decoding:
         self._num_before, self._seconds = self._num_tokens(), 0.0
 
     def advance(self, num_tokens: int) -> bool:
-        """By so many tokens a sequence, on average; returns whether all still decode."""
+        """Decode this many tokens a sequence, on average; return True if all still decode."""
         wanted = self._num_tokens() + num_tokens * len(self._sequences)
         began, is_going = self._engine.clock(), True
         while is_going and self._num_tokens() < wanted:
@@ -126,7 +126,7 @@ class Decoding:
         return is_going
 
     def end(self) -> float:
-        """Tokens per second."""
+        """Return tokens per second."""
         num_tokens = self._num_tokens() - self._num_before
         for number in range(len(self._sequences)):
             self._engine.abort_request(str(number))
@@ -138,7 +138,7 @@ class Decoding:
 
 
 def decode_rates(engines: list[Any], scripts: list[Any], order: tuple[int, int]) -> list[float]:
-    """Tokens per second of each, while all decode."""
+    """Return the tokens per second of each engine while all sequences decode."""
     runs = [Decoding(llm, scripts, played) for llm, played in engines]
     going = list(order)
     while going:
@@ -147,7 +147,7 @@ def decode_rates(engines: list[Any], scripts: list[Any], order: tuple[int, int])
 
 
 def answer_rate(llm: LLM, questions: list[Any], seed: int) -> float:
-    """Tokens per second of answers, prompts included."""
+    """Return the tokens per second of answers, prompts included."""
     clock = llm.engine.clock
     params = [
         SamplingParams(temperature=0.7, seed=seed + number, max_tokens=100)
@@ -159,7 +159,7 @@ def answer_rate(llm: LLM, questions: list[Any], seed: int) -> float:
 
 
 def cell(args: Namespace, engines: list[Any], text: str, num_streams: int) -> str:
-    """One row of the table."""
+    """Return one row of the table."""
     rng, words = random.Random(f"{text} {num_streams}"), args.words
     ratios: list[float] = []
     rates: list[list[float]] = [[], []]
@@ -178,18 +178,18 @@ def cell(args: Namespace, engines: list[Any], text: str, num_streams: int) -> st
             rates[0].append(rate[0])
             rates[1].append(rate[1])
     after = engines[1][0].stats
-    guesses = after.num_draft_tokens - before.num_draft_tokens
-    right = after.num_accepted_tokens - before.num_accepted_tokens
+    drafted = after.num_draft_tokens - before.num_draft_tokens
+    accepted = after.num_accepted_tokens - before.num_accepted_tokens
     off, on = (statistics.median(values) for values in rates)
     low, ratio, high = min(ratios), statistics.median(ratios), max(ratios)
     return (
         f"| {text} | {num_streams} | {off:.0f} | {on:.0f} | **{ratio:.2f}** | {low:.2f} - "
-        f"{high:.2f} | {right} of {guesses} |"
+        f"{high:.2f} | {accepted} of {drafted} |"
     )
 
 
 def run_llama_cpp(args: Namespace, streams: list[int], folder: str) -> None:
-    """The table of `lookup_llama_cpp.py`, of the texts that our engines get."""
+    """Print the table of `lookup_llama_cpp.py` for the same texts."""
     cells = []
     for num_streams in streams:
         for text in args.texts.split(","):
@@ -208,10 +208,10 @@ def run_llama_cpp(args: Namespace, streams: list[int], folder: str) -> None:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[args.shape]))
         run_child("weights", spec)
     file = Path(folder) / "lookup.json"
-    guesses = sorted({2, args.guesses})
-    file.write_text(json.dumps(spec | {"cells": cells, "guesses": guesses}))
+    drafts = sorted({2, args.draft_tokens})
+    file.write_text(json.dumps(spec | {"cells": cells, "drafts": drafts}))
     child = Path(__file__).with_name("lookup_llama_cpp.py")
-    print("| text | sequences | guesses | off, tokens/s | on | on / off | rounds | right guesses |")
+    print("| text | sequences | drafts | off, tokens/s | on | on / off | rounds | accepted |")
     print("|---|---|---|---|---|---|---|---|", flush=True)
     subprocess.run([args.llama_cpp, str(child), str(file)], check=True)
 
@@ -221,7 +221,7 @@ def main() -> None:
     parser.add_argument("--shape", default="tiny-qwen3", choices=["tiny-qwen3", *SHAPES])
     parser.add_argument("--method", default="ngram", choices=METHODS.names())
     parser.add_argument("--model", help="of a draft model, or of a head")
-    parser.add_argument("--guesses", type=int, default=8, help="num_speculative_tokens")
+    parser.add_argument("--draft-tokens", type=int, default=8, help="num_speculative_tokens")
     parser.add_argument("--streams", default="1,4,16,64")
     parser.add_argument("--texts", default=",".join(TEXTS))
     parser.add_argument("--prompt", type=int, default=200, help="tokens")
@@ -237,9 +237,9 @@ def main() -> None:
         parser.error("--llama-cpp is measured on a CPU")
     args.words = documentation()
     streams = [int(number) for number in args.streams.split(",")]
-    guesses = {"method": args.method, "num_speculative_tokens": args.guesses}
-    guesses |= {"model": args.model} if args.model else {}
-    guesses |= {"enforce_eager": True} if args.eager else {}
+    config = {"method": args.method, "num_speculative_tokens": args.draft_tokens}
+    config |= {"model": args.model} if args.model else {}
+    config |= {"enforce_eager": True} if args.eager else {}
     device = choose_device(args.device)
     args.questions = held_out_questions(80) if "answers" in args.texts else []
     with tempfile.TemporaryDirectory() as folder:
@@ -255,14 +255,14 @@ def main() -> None:
             print(f"{args.shape}, llama.cpp's lookup, {args.rounds} rounds\n")
             run_llama_cpp(args, streams, folder)
             return
-        print(f"{args.shape}, {guesses}, {args.rounds} rounds\n")
-        print("| text | sequences | off, tokens/s | on | on / off | rounds | right guesses |")
+        print(f"{args.shape}, {config}, {args.rounds} rounds\n")
+        print("| text | sequences | off, tokens/s | on | on / off | rounds | accepted |")
         print("|---|---|---|---|---|---|---|")
         for num_streams in streams:
             options["max_num_seqs"] = num_streams
             with (
                 LLM(model, **options) as off,
-                LLM(model, speculative_config=guesses, **options) as on,
+                LLM(model, speculative_config=config, **options) as on,
             ):
                 engines = [(llm, Script(llm)) for llm in (off, on)]
                 for text in args.texts.split(","):

@@ -1,10 +1,10 @@
-"""Seconds until a new process has loaded a model and made its first token, by scheme.
+"""Measure the seconds until a new process has loaded a model and its first token, by scheme.
 
     python benchmarks/starting.py [--shape qwen3-0.6b] [--repeat 5]
 
 "Cold" begins with the caches of compiled functions and of measured products empty, as after an
-installation; "warm" is the next start. The checkpoint was read before, so that the disk is not what
-counts. Schemes take turns.
+installation; "warm" is the next start. The checkpoint was read before, so that the disk does not
+matter. Schemes take turns.
 """
 
 import json
@@ -51,13 +51,13 @@ def write_weights(spec: dict[str, str], scratch: Path) -> None:
 
 
 def start(model: Path, scheme: str, caches: Path) -> dict[str, float]:
-    """Seconds of each part, of a process of its own."""
+    """Return the seconds of each part, measured in a separate process."""
     environment = os.environ | {"NUMBA_CACHE_DIR": str(caches), "XDG_CACHE_HOME": str(caches)}
     command = [sys.executable, "-c", _START, str(model), json.dumps(SCHEMES[scheme])]
-    told = subprocess.run(
+    output = subprocess.run(
         command, env=environment, stdout=subprocess.PIPE, text=True, check=True
     ).stdout
-    return dict(zip(PARTS, json.loads(told.splitlines()[-1]), strict=True))
+    return dict(zip(PARTS, json.loads(output.splitlines()[-1]), strict=True))
 
 
 def measure(model: Path, schemes: list[str], repeat: int, scratch: Path) -> None:

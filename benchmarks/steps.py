@@ -1,14 +1,14 @@
-"""Where the time of a step goes: schedule, pack, model, sample, update; over sequences and context.
+"""Measure the parts of a step (schedule, pack, model, sample, update) by sequences and context.
 
     python benchmarks/steps.py --shape qwen3-0.6b                        on its own, as Markdown
     python benchmarks/steps.py --shape tiny --seqs 1,8,64 --plot steps.png
 
-Every point is a pure decode step: so many running sequences, each with so long a context. Prompts
-are not computed: the scheduler and the block manager do their part, but while a step has a prompt
-in it the model is left out and its tokens are made up, because with random weights the content of
-the KV cache changes no time. Points whose KV does not fit into `--kv-gib` are named and left out.
+Every point is a pure decode step with a number of running sequences of one context length. Prompts
+are scheduled and get blocks, but are not computed: while a step contains a prompt, the model is
+left out and its tokens are made up, because with random weights the content of the KV cache does
+not affect times. Points whose KV does not fit into `--kv-gib` are listed and left out.
 
-The engine's own share is everything but the model (the transformer and its LM head).
+The engine's own share is everything except the model (the transformer and its LM head).
 """
 
 import json
@@ -39,7 +39,7 @@ from nanoserve.engine.executor import (
 
 
 class PromptSkipper:
-    """The executor behind it, but steps with prompts in them are not run: their tokens are 7."""
+    """Wrapper of an executor that does not run steps with prompts: their tokens are 7."""
 
     def __init__(self, executor: Executor) -> None:
         self._executor = executor
@@ -65,10 +65,10 @@ class PromptSkipper:
 
 
 def load(args: Namespace, folder: Path) -> tuple[LLM, StepTimer]:
-    """The engine, with random weights unless a checkpoint is given; its prompts will be skipped."""
+    """Return an engine, with random weights unless a checkpoint is given, that skips prompts."""
     (folder / "config.json").write_text(json.dumps(SHAPES[args.shape]))
     model = bundled_checkpoint(args.model or "") or Path(args.model or folder)
-    # Steps under way at the same time could not be told apart.
+    # Steps in flight at the same time could not be distinguished.
     options: dict[str, Any] = {"max_num_seqs": max(args.seqs), "async_scheduling": False}
     config = EngineConfig("none", **options).for_device(choose_device(args.device))
     longest = longest_sequence(config, max(args.seqs), max(args.contexts), args.steps)
@@ -91,12 +91,12 @@ def load(args: Namespace, folder: Path) -> tuple[LLM, StepTimer]:
 
 
 def longest_sequence(config: EngineConfig, num_seqs: int, context: int, num_steps: int) -> int:
-    """A context grows while the prompts of others are scheduled, and by each measured step."""
+    """Return prompt lengths; contexts grow while prompts are scheduled and steps measured."""
     return context + num_seqs * context // config.max_num_batched_tokens + num_steps + 8
 
 
 def fits(llm: LLM, num_seqs: int, context: int, num_steps: int) -> bool:
-    """Whether no sequence of this point is refused or preempted."""
+    """Return True if no sequence of this point is rejected or preempted."""
     executor, config = llm.engine.executor, llm.engine.config
     length = longest_sequence(config, num_seqs, context, num_steps)
     blocks = num_seqs * -(-length // config.block_size)
@@ -104,7 +104,7 @@ def fits(llm: LLM, num_seqs: int, context: int, num_steps: int) -> bool:
 
 
 def measure(llm: LLM, timer: StepTimer, num_seqs: int, context: int, num_steps: int) -> StepParts:
-    """Medians, part by part, over decode steps of `num_seqs` sequences around `context` tokens."""
+    """Return medians by part over decode steps of `num_seqs` sequences around `context` tokens."""
     engine = llm.engine
     params = SamplingParams(
         max_tokens=None, temperature=0, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY

@@ -1,11 +1,11 @@
-"""The sweep behind the tuning table of the decode attention: which tiles are fastest on this GPU.
+"""Find the fastest tiles of decode attention on this GPU, for the tuning table.
 
     python benchmarks/tune.py                                   head_dim 128, 2 heads to a KV head
     python benchmarks/tune.py --head-dim 64 --group 4 --grid num_warps=1,2,4 --grid tile_n=64
-    TRITON_INTERPRET=1 python benchmarks/tune.py --device cpu   tiny: does it run at all?
+    TRITON_INTERPRET=1 python benchmarks/tune.py --device cpu   tiny, to check that it runs
 
-A configuration is what `tile_config` returns with some of its fields replaced. Compiling one takes
-a second, so a pool of processes fills Triton's cache first, on contexts of a few tokens.
+A configuration is the result of `tile_config` with some fields replaced. Compiling one takes a
+second, so a pool of processes fills Triton's cache first, on contexts of a few tokens.
 """
 
 import itertools
@@ -53,7 +53,7 @@ def points(grid: Grid) -> list[Values]:
 
 @contextmanager
 def tiles(values: Values) -> Iterator[list[paged_attention.TileConfig]]:
-    """Everything that attends meanwhile does it with these values; its configurations."""
+    """In its context, use these values for all attention; yield the configurations."""
     original, made = paged_attention.tile_config, []
 
     def chosen(*args: Any, **kwargs: Any) -> paged_attention.TileConfig:
@@ -66,7 +66,7 @@ def tiles(values: Values) -> Iterator[list[paged_attention.TileConfig]]:
 
 @contextmanager
 def only(config: paged_attention.TileConfig | None, is_decode: bool) -> Iterator[None]:
-    """Decode rows, or else chunks, have this configuration meanwhile; with None, their own."""
+    """In its context, use this configuration for decode rows, or for chunks; None: the default."""
     original = paged_attention.tile_config
 
     def chosen(
@@ -81,25 +81,25 @@ def only(config: paged_attention.TileConfig | None, is_decode: bool) -> Iterator
 
 
 def current(rows: Rows, grid: Grid) -> Values:
-    """What is chosen today, of the fields that the grid varies."""
+    """Return the current values of the fields that the grid varies."""
     with tiles({}) as made:
         rows.attend(0)
     return {name: getattr(made[0], name) for name in grid}
 
 
 def compile_all(shape: Shape, grid: Grid, device: str) -> dict[str, str]:
-    """Which configurations cannot be run, and why; a kernel is the same for any `num_programs`."""
+    """Return the configurations that fail, with errors; `num_programs` does not matter."""
     if device == "cpu":
         return {}
     num_processes = max(1, min(_MOST_COMPILERS, (os.cpu_count() or 1) - 2))
     compiled = {name: values for name, values in grid.items() if name != _PROGRAMS}
     with multiprocessing.get_context("spawn").Pool(num_processes) as pool:
-        told = pool.imap_unordered(partial(_compile, shape), points(compiled))
-        return {str(values): error for values, error in told if error}
+        results = pool.imap_unordered(partial(_compile, shape), points(compiled))
+        return {str(values): error for values, error in results if error}
 
 
 def _compile(shape: Shape, values: Values) -> tuple[Values, str]:
-    """Any rows do: to Triton, numbers of rows and of shares make no other kernels."""
+    """Compile with any rows: kernels do not depend on numbers of rows and splits."""
     try:
         with tiles(values):
             make_rows(shape, [8000], 1, 1, "cuda").attend(0)
@@ -110,7 +110,7 @@ def _compile(shape: Shape, values: Values) -> tuple[Values, str]:
 
 
 def sweep_case(shape: Shape, grid: Grid, contexts: list[int], peaks: Peaks) -> dict[str, Any]:
-    """The fastest, and what is chosen today; in microseconds, and over the rate of a copy."""
+    """Return the fastest and the current values: microseconds, and share of a copy's rate."""
     kv, num_bytes = decode_bytes(shape, contexts)
     layers = num_turns(kv, SIZES[peaks.device])
     rows = make_rows(shape, contexts, 1, layers, peaks.device)
@@ -121,16 +121,19 @@ def sweep_case(shape: Shape, grid: Grid, contexts: list[int], peaks: Peaks) -> d
     found.sort(key=lambda item: item[0])
     now = current(rows, grid)
 
-    def told(us: float | None, values: Values) -> dict[str, Any]:
+    def described(us: float | None, values: Values) -> dict[str, Any]:
         share = us and peaks.share(num_bytes / (us / 1e6), peaks.bandwidth)
         return {"us": us, "of a copy": share, **values}
 
     us_now = _microseconds(rows, now, layers, peaks.device)
-    return {"current": told(us_now, now), "best": [told(*item) for item in found[:_SHOWN]]}
+    return {
+        "current": described(us_now, now),
+        "best": [described(*item) for item in found[:_SHOWN]],
+    }
 
 
 def _microseconds(rows: Rows, values: Values, layers: int, device: str) -> float | None:
-    """None for tiles that do not fit."""
+    """Return the time, or None for tiles that do not fit."""
     try:
         with tiles(values):
             return in_turns(rows.attend, layers, device) * 1e6
@@ -140,7 +143,7 @@ def _microseconds(rows: Rows, values: Values, layers: int, device: str) -> float
 
 
 def sweep(job: Job) -> Measurements:
-    """The stage of gpu_day.py: the default grid, most of all for the first shape."""
+    """Run the stage of gpu_day.py: the default grid, mainly for the first shape."""
     sizes, grid = SIZES[job.device], default_grid(job.is_tiny)
     peaks = measure_peaks(sizes, job.device)
     cases = decode_cases(job.is_tiny)

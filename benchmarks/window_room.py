@@ -1,10 +1,10 @@
-"""How many sequences fit into one KV pool, with blocks behind sliding windows given back.
+"""Count the sequences that fit into one KV pool if blocks behind sliding windows are freed.
 
     python benchmarks/window_room.py [--gib 16]
 
-No model runs: `BlockManager` alone allocates, in chunks of a step, as the scheduler has it do. For
-each model and context length, sequences of that length are computed side by side until one of them
-finds no blocks. "before" is one group of all layers, which keeps the K and V of all tokens
+No model runs: `BlockManager` alone allocates, in chunks, as it does for the scheduler. For each
+model and context length, sequences of that length are added until one of them gets no blocks.
+"before" is one group of all layers, which keeps the K and V of all tokens
 (`disable_hybrid_kv_cache_manager=True`).
 """
 
