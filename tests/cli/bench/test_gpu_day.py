@@ -143,7 +143,7 @@ def test_what_a_stage_has_started_ends_with_it() -> None:
     [
         (("--stages", "facts,nothing"), "no nothing; known are facts"),
         (("--stages", "fa3"), "needs --fa3"),
-        (("--fa3", "no/such/folder"), "is no folder"),
+        (("--fa3", "no/such/folder"), "is not a folder"),
     ],
 )
 def test_what_cannot_be_done_is_refused(

@@ -33,7 +33,7 @@ def test_every_scheme_of_a_real_model_is_one_of_options_that_exist() -> None:
 
 def test_a_real_model_is_looked_for(tmp_path) -> None:
     assert quality_real.model_file(str(tmp_path)) == tmp_path
-    with pytest.raises(ValueError, match="'no-such-model' is no file and no folder"):
+    with pytest.raises(ValueError, match="'no-such-model' is neither a file nor a folder"):
         quality_real.model_file("no-such-model")
 
 
