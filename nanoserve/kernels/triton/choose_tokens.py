@@ -189,7 +189,7 @@ def _best_part(best_scores, best_ids, token_ids, NUM_PARTS: tl.constexpr, BLOCK:
 
 @triton.jit
 def _row_key(slot_settings, position):
-    """Compute `row_keys` of noise.py for one row. Unsigned, so that shifts insert zeros."""
+    """Compute `row_keys` of gumbel_noise.py for one row. Unsigned, so that shifts insert zeros."""
     key = _mix(tl.load(slot_settings + 1).to(tl.uint32, bitcast=True) + _WEYL)
     key = _mix((key ^ tl.load(slot_settings + 2).to(tl.uint32, bitcast=True)) + _WEYL)
     key = _mix((key ^ position.to(tl.uint32, bitcast=True)) + _WEYL)
