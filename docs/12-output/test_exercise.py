@@ -75,7 +75,7 @@ def check(pieces: list[bytes], stops: list[str]) -> str | None:
     [
         (["Ans", "wer:", " 42"], []),
         (["Ans", "wer:", " 42"], ["swer"]),
-        (["a", "a", "b", "b"], ["aabb", "ab"]),  # the shorter one begins later, but is complete first
+        (["a", "a", "b", "b"], ["aabb", "ab"]),  # the shorter one is complete first
         (["ab", "abx"], ["abab"]),
         (["ab", "ac"], ["abab"]),
         (["x", "stop", "y"], ["stop"]),

@@ -88,7 +88,7 @@ def _pieces(text: str) -> list[tuple[int, bytes]]:
 
 
 def tokens_table(texts: Sequence[str]) -> str:
-    """How the bundled tokenizer splits texts; spaces become a symbol, incomplete characters bytes."""
+    """How the bundled tokenizer splits texts; spaces are symbols, incomplete characters bytes."""
     rows = []
     for text in texts:
         pieces = _pieces(text)

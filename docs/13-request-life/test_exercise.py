@@ -34,7 +34,7 @@ def answers(llm: LLM) -> list[list[int]]:
 def engine(llm: LLM, answers: list[list[int]]) -> Iterator[GuardedEngine]:
     yield llm.engine
     for request_id in list(llm.engine.output_processor.requests):
-        llm.engine.abort_request(request_id)  # what a failed test left must not fail the next
+        llm.engine.abort_request(request_id)  # requests left by a failed test must not fail the next
 
 
 def check_idle(engine: GuardedEngine, jobs: object) -> None:
@@ -66,7 +66,7 @@ def test_no_jobs_are_no_results(engine: GuardedEngine) -> None:
 
 
 def test_jobs_that_come_later_get_what_generate_gives(engine: GuardedEngine, answers) -> None:
-    arrivals = [0, 0, 3, 3, 40, 41, 95, 95]  # with pauses in which nothing runs
+    arrivals = [0, 0, 3, 3, 40, 41, 95, 95]  # with pauses in which no job runs
     jobs = [Job(f"job {i}", arrivals[i], PROMPTS[i], PARAMS) for i in range(8)]
     results = serve(engine, jobs)
     assert [tokens(results[f"job {i}"]) for i in range(8)] == answers, jobs
