@@ -34,7 +34,7 @@ def answers(llm: LLM) -> list[list[int]]:
 def engine(llm: LLM, answers: list[list[int]]) -> Iterator[GuardedEngine]:
     yield llm.engine
     for request_id in list(llm.engine.output_processor.requests):
-        llm.engine.abort_request(request_id)  # requests left by a failed test must not fail the next
+        llm.engine.abort_request(request_id)  # left over by a failed test
 
 
 def check_idle(engine: GuardedEngine, jobs: object) -> None:
@@ -55,7 +55,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, engine: GuardedEngine, calls: set[int]
 
     def broken(*args: Any) -> Any:
         if next(num_calls) in calls:
-            raise RuntimeError("the device is on fire")
+            raise RuntimeError("the device has failed")
         return forward(*args)
 
     monkeypatch.setattr(engine.executor, "forward", broken)
