@@ -190,7 +190,7 @@ LAYER, HEAD = (
 
 
 def weight_bytes(layers: int, item: int) -> int:
-    """Bytes read by a decode step of `layers` of Qwen3-0.6B's layers, with `item` bytes a weight."""
+    """Bytes read by a decode step of `layers` layers of Qwen3-0.6B, with `item` bytes a weight."""
     return (layers * LAYER + HEAD) * item
 
 
