@@ -73,7 +73,7 @@ def test_what_few_runs_say_of_the_median() -> None:
 
 
 def test_a_drifting_machine_spoils_runs_that_are_far_apart() -> None:
-    """1.1 times slower with every run. In AAABBB the runs of a pair are three apart, in ABABAB one."""
+    """1.1 times slower with every run. The runs of a pair are three apart in AAABBB, else one."""
     times = {"A": 1.0, "B": 1.2}
     assert worked.median_of_ratios("AAABBB", times, 1.1) == pytest.approx(1.2 * 1.331)
     assert worked.median_of_ratios("ABABAB", times, 1.1) == pytest.approx(1.32)
@@ -113,7 +113,7 @@ def test_bytes_of_a_part_of_the_model() -> None:
 
 
 def test_rows_at_the_ridge() -> None:
-    # 70 GFLOP/s and 10 GB/s: 7 operations a byte; float32 weights take half an operation a byte and row.
+    # 70 GFLOP/s and 10 GB/s: 7 operations a byte; a row takes half an operation a byte of float32.
     assert worked.ridge_rows(7e10, 1e10, item=4) == pytest.approx(14)
     assert worked.ridge_rows(7e10, 1e10, item=2) == pytest.approx(7)
 
