@@ -91,7 +91,7 @@ def test_a_job_joins_at_its_tick(engine: GuardedEngine) -> None:
     assert steps_of == {"early": list(range(20)), "late": list(range(7, 27))}, jobs
 
 
-def test_a_refused_job_disturbs_nobody(engine: GuardedEngine, answers) -> None:
+def test_a_rejected_job_disturbs_no_other(engine: GuardedEngine, answers) -> None:
     jobs = [
         Job("good", 0, PROMPTS[0], PARAMS),
         Job("empty", 0, [], PARAMS),
