@@ -1,4 +1,4 @@
-"""A solution of `exercise.py`: an automaton over tokens, and the states that an output has passed."""
+"""A solution of `exercise.py`: an automaton over tokens, and the path of an output through it."""
 
 from dataclasses import dataclass
 

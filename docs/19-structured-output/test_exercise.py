@@ -1,4 +1,4 @@
-"""Tests of the exercise of chapter 19, against `re` by enumeration, and with the engine's `Guided`."""
+"""Tests of the exercise of chapter 19, by enumeration with `re` and with the engine's `Guided`."""
 
 import random
 import re
@@ -139,7 +139,7 @@ def test_after_rollbacks_the_grammar_equals_a_fresh_one(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_engine_follows_a_sequence_with_it(seed: int) -> None:
-    """With `Guided`, the engine's class for the grammar of one sequence: draft tokens and samples."""
+    """With `Guided`, the engine's class for one sequence's grammar: draft tokens and samples."""
     rng = random.Random(seed)
     pattern = rng.choice(list(EXAMPLES))
     seq = Sequence("r", [1], SamplingParams(max_tokens=30), 100)
