@@ -217,8 +217,8 @@ def products(ids: list[list[int]], is_grouped: bool) -> int:
 def choose(
     tokens: int, experts: int, top_k: int, skew: float, generator: np.random.Generator
 ) -> ndarray:
-    """int [tokens, top_k]: experts drawn without replacement. The popularities are (i + 1) ** -skew,
-    assigned to the experts in random order (Gumbel top-k)."""
+    """int [tokens, top_k]: experts drawn without replacement (Gumbel top-k). The popularities are
+    (i + 1) ** -skew, assigned to the experts in random order."""
     popularity = -skew * np.log(np.arange(experts) + 1.0)
     noise = -np.log(-np.log(generator.random((tokens, experts))))
     score = generator.permutation(popularity) + noise

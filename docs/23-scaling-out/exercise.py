@@ -16,8 +16,8 @@ Return, for each step, a (begin, end) of each stage.
 the end of the last step.
 
 `share_layers` splits a model with layers of these sizes into stages, in order, each with at least
-one layer. The last stage also has the head. The largest stage must be as small as possible; which of
-several best splits you choose does not matter. Return the layers of each stage.
+one layer. The last stage also has the head. The largest stage must be as small as possible; any of
+several best splits will do. Return the layers of each stage.
 
 Test it with `pytest -x docs/23-scaling-out/test_exercise.py`.
 """

@@ -37,7 +37,7 @@ def _starts_under(bound: int, sizes: list[int], head: int, num_stages: int) -> l
     starts, first = [], 0
     for stage in range(num_stages - 1):
         starts.append(first)
-        last_possible = len(sizes) - (num_stages - 1 - stage)  # leave one layer for each stage that follows
+        last_possible = len(sizes) - (num_stages - 1 - stage)  # one for each later stage
         total = 0
         while first < last_possible and total + sizes[first] <= bound:
             total += sizes[first]

@@ -74,7 +74,7 @@ KV_IN_TRANSFER = "its K and V are being transferred"  # a reason to be held
 
 
 class ByTheEngine:
-    """The same with `Scheduler`: waiting requests are held; sequences that never run keep blocks."""
+    """The same with `Scheduler`: requests are held, and sequences that never run keep blocks."""
 
     def __init__(self, num_blocks: int, block_size: int, max_num_seqs: int) -> None:
         config = EngineConfig("none", block_size=block_size, max_num_seqs=max_num_seqs)

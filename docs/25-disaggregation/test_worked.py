@@ -59,7 +59,7 @@ def random_jobs(rng: random.Random) -> list[worked.Job]:
 def one_and_two_pools(seed: int) -> tuple[worked.Run, worked.Run]:
     rng = random.Random(seed)
     size = rng.choice([2, 4, 16])
-    num_blocks = worked.BLOCK_SIZE * rng.randint(9, 13) // size  # slightly more than the longest needs
+    num_blocks = worked.BLOCK_SIZE * rng.randint(9, 13) // size  # just above the longest
     pools = [worked.Pool(num_blocks, rng.choice([256, 8192]), size) for _ in range(3)]
     for pool in pools:
         pool.checks_all = True

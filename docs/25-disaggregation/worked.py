@@ -50,7 +50,7 @@ KV_IN_TRANSFER = "its K and V are being transferred"  # a reason to be held
 
 
 def transfer_table(num_tokens: int) -> str:
-    """Table: K and V of a prompt, the times to send them over links, and the time to compute them."""
+    """Table: K and V of a prompt, the times to send them over links, and to compute them."""
     rows = []
     for name, (_, kv_bytes, num_gpus) in MODELS.items():
         size = num_tokens * kv_bytes
@@ -83,7 +83,7 @@ def tier_table(num_tokens: int) -> str:
 
 
 def piece_bytes(contiguous: bool) -> int:
-    """Bytes of a block of 16 tokens that one copy moves: K or V of one layer, or the whole block."""
+    """Bytes of a block of 16 tokens that one copy moves: K or V of one layer, or all of it."""
     return BLOCK_SIZE * KV_BYTES // (1 if contiguous else 2 * NUM_LAYERS)
 
 
@@ -270,7 +270,7 @@ class TwoPools:
             self.held[job] = answer
 
     def start_transfers(self, run: "Run") -> None:
-        """Start transfers from the head of the line, as long as there are blocks to receive them."""
+        """Start transfers from the head of the line, while there are blocks to receive them."""
         pool = self.pools[1]
         size = pool.manager.block_size
         while self.pending:
