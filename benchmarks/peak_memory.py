@@ -89,8 +89,9 @@ def run_nanoserve(spec: Namespace) -> None:
 
     torch.set_num_threads(spec.threads)
     # Modules that an engine imports late.
-    late = ["numba", "engine.llm_engine", "quantization.cpu_method", "kernels_cpu.float_linear"]
-    for module in (*late, "attention.numba", "layers.numba_ops", "worker.compile_ahead"):
+    late = ["numba", "engine.llm_engine", "models.quantization.cpu_method"]
+    late += ["kernels.cpu.float_linear", "attention.numba", "models.layers.numba_ops"]
+    for module in (*late, "worker.compile_ahead"):
         import_module(module if module == "numba" else f"nanoserve.{module}")
     end_phase("imports")
     llm = LLM(

@@ -6,7 +6,7 @@ from nanoserve import LLM, SamplingParams
 
 
 def first_run(out: Path) -> None:
-    """The question of `worked.answer`, in a pool that is small enough to be looked at."""
+    """Record the question of `worked.output`, with a pool small enough for the picture."""
     question = [{"role": "user", "content": "What is a block table?"}]
     greedy = SamplingParams(temperature=0, max_tokens=100)
     with LLM("tiny-qwen3", dtype="float32", num_kv_blocks=12, trace=str(out)) as llm:

@@ -1,4 +1,4 @@
-"""The first run is what a reader sees who types it."""
+"""The page shows what a reader sees who runs its example."""
 
 import json
 from pathlib import Path

@@ -3,8 +3,8 @@
 Everything is counted in bytes, tokens, operations and seconds. A *user* has a sequence of a fixed
 number of tokens, of which each leaves `bytes_per_token` bytes in the KV cache.
 
-Fill in the three functions. They need nothing but integers and floats; no function may try out
-batches one by one, because a batch may have millions of users.
+Complete the three functions. They need only integers and floats. No function may try batches one
+by one, because a batch may have millions of users.
 
 Run the test with: pytest -x docs/01-serving/test_exercise.py
 """
@@ -24,15 +24,15 @@ class Machine(NamedTuple):
 def users_that_fit(
     pool_bytes: int, bytes_per_token: int, tokens_per_user: int, block_size: int
 ) -> int:
-    """Users that a pool of KV blocks holds, if each takes whole blocks of `block_size` tokens.
+    """Return how many users fit into a pool, if each takes whole blocks of `block_size` tokens.
 
-    A block belongs to one user. The pool has whole blocks only: what is left over is of no use.
+    A block belongs to one user. The pool has whole blocks only; a remainder cannot be used.
     """
     raise NotImplementedError
 
 
 def tokens_per_second(machine: Machine, users: int, kv_bytes_per_user: float) -> float:
-    """Tokens per second of decode steps with `users` users, each of which gets one per step.
+    """Return the tokens per second of decode steps with `users` users, each with one per step.
 
     A step takes the longer of two times: that of its bytes and that of its operations. Operations
     of attention do not count.
@@ -43,9 +43,9 @@ def tokens_per_second(machine: Machine, users: int, kv_bytes_per_user: float) ->
 def smallest_batch(
     machine: Machine, rate: float, kv_bytes_per_user: float, max_users: int
 ) -> int | None:
-    """The fewest users, at least one and at most `max_users`, with which decoding gives `rate`.
+    """Return the fewest users, from one to `max_users`, with which decoding reaches `rate`.
 
-    `rate` is in tokens per second. None if no such number of users reaches it: reading caches
-    takes its time, and so do the products.
+    `rate` is in tokens per second. Return None if no such number of users reaches it: reading the
+    caches takes time, and so do the products.
     """
     raise NotImplementedError

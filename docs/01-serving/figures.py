@@ -17,7 +17,7 @@ X_RANGE, Y_RANGE = (0.5, 3000), (0.6, 2000)  # operations a byte, 10^12 operatio
 
 
 def roofline() -> str:
-    """What LLaMA-2-7B reaches on two GPUs, over the operations that it does for each byte."""
+    """Draw what LLaMA-2-7B attains on two GPUs, over its operations per byte."""
     figure = svg.Figure(
         "Roofline of an A100 and an H100, with decode steps and a prefill of LLaMA-2-7B", 500
     )
@@ -39,12 +39,12 @@ def roofline() -> str:
 
 
 def step_intensity(users: int) -> float:
-    """Operations of a decode step's products over all bytes that it reads, KV included."""
+    """Return the operations of a decode step's products per byte that it reads, KV included."""
     return 2 * PARAMETERS * users / (WEIGHTS + users * KV_PER_USER)
 
 
 def _points(figure: svg.Figure) -> None:
-    """On the A100's roof: the products alone, and the whole step."""
+    """Draw the steps on the A100's roof: the weights alone, and with K and V."""
     name = "A100 80 GB"
     for users in USERS:
         x = worked.weight_intensity(users, 2)
@@ -60,7 +60,7 @@ def _points(figure: svg.Figure) -> None:
     figure.circle(_x(x), _y(_reached(name, x)), 6, svg.PURPLE)
     figure.text(_x(x), _y(_reached(name, x)) + 24, f"prefill of {PROMPT:,}", 15, fill=svg.PURPLE)
     figure.circle(96, 44, 6, svg.CARD, svg.BLUE)
-    figure.text(110, 49, "decode of 1 to 128 users, weights alone", 15, "start", svg.BLUE)
+    figure.text(110, 49, "decode of 1 to 128 users, weights only", 15, "start", svg.BLUE)
     figure.circle(96, 68, 6, svg.ORANGE)
     words = f"with {KV_PER_USER / 1e9:.1f} GB of K and V for each user"
     figure.text(110, 73, words, 15, "start", svg.ORANGE)
@@ -73,12 +73,12 @@ def _axes(figure: svg.Figure) -> None:
     for y in (1, 10, 100, 1000):
         figure.line(_x(X_RANGE[0]), _y(y), _x(X_RANGE[1]), _y(y), svg.FAINT, 1)
         figure.text(_x(X_RANGE[0]) - 8, _y(y) + 5, f"{y:,}", anchor="end")
-    figure.text(390, 486, "operations for each byte that is read", fill=svg.SOFT)
-    figure.text(24, 250, "TFLOP/s that can be reached", fill=svg.SOFT, turned=True)
+    figure.text(390, 486, "operations per byte read", fill=svg.SOFT)
+    figure.text(24, 250, "attainable TFLOP/s", fill=svg.SOFT, turned=True)
 
 
 def _reached(name: str, intensity: float) -> float:
-    """10^12 operations a second: what the memory feeds, or what the GPU computes at most."""
+    """Return the attainable TFLOP/s: limited by the memory or by the GPU's peak."""
     device = worked.DEVICES[name]
     return min(device.bandwidth * intensity, device.matmul_rate) / 1e12
 

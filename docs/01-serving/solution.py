@@ -15,14 +15,14 @@ class Machine(NamedTuple):
 def users_that_fit(
     pool_bytes: int, bytes_per_token: int, tokens_per_user: int, block_size: int
 ) -> int:
-    """Rounded three times: blocks of the pool down, blocks of a user up, users down."""
+    """Round three times: blocks of the pool down, blocks of a user up, users down."""
     blocks = pool_bytes // (block_size * bytes_per_token)
     blocks_per_user = -(-tokens_per_user // block_size)
     return blocks // blocks_per_user
 
 
 def tokens_per_second(machine: Machine, users: int, kv_bytes_per_user: float) -> float:
-    """One token per user and step; the slower of memory and products bounds the step."""
+    """Compute one token per user and step; the slower of memory and products bounds the step."""
     memory = (machine.weight_bytes + users * kv_bytes_per_user) / machine.bandwidth
     products = 2 * machine.parameters * users / machine.matmul_rate
     return users / max(memory, products)

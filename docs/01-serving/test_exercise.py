@@ -1,4 +1,4 @@
-"""Test of the exercise of chapter 1, against our block manager and against trying everything."""
+"""Test of the exercise of chapter 1, against our block manager and against exhaustive search."""
 
 import random
 

@@ -73,7 +73,7 @@ def test_intensities_and_ridges() -> None:
 
 @pytest.mark.parametrize(("users", "context"), [(1, 1000), (32, 300)])
 def test_our_roofline_counts_the_same(users: int, context: int) -> None:
-    """But for the norms, which it leaves out, and the embedding rows, which the chapter does."""
+    """Except for the norms, which it omits, and the embedding rows, which the chapter omits."""
     need = Need(ModelConfig.from_hf(SHAPES["qwen3-0.6b"], {}, "bfloat16"))
     step = Step(np.ones(users, dtype=int), np.full(users, context), users)
     bandwidth, parameters, per_token = 4.8e12, 596_049_920, 114_688

@@ -1,4 +1,4 @@
-"""Who fits on a device, and how fast a step can be: the arithmetic of chapter 1.
+"""How many users fit on a device, and how fast a step can be: the arithmetic of chapter 1.
 
 The roofline is that of Williams, Waterman and Patterson 2009 (doi 10.1145/1498765.1498785); its use
 for decoding follows Pope et al. 2022 (arXiv 2211.05102).
@@ -36,12 +36,12 @@ def weight_bytes(parameters: int, dtype_bytes: float) -> float:
 
 
 def users_reserved(pool_bytes: int, per_token: int, max_len: int) -> int:
-    """Users that fit if each gets room for the longest sequence."""
+    """Return how many users fit if each reserves memory for the longest sequence."""
     return pool_bytes // (max_len * per_token)
 
 
 def users_paged(pool_bytes: int, per_token: int, tokens: int, block_size: int) -> int:
-    """Users that fit if each takes whole blocks."""
+    """Return how many users fit if each takes whole blocks."""
     blocks = pool_bytes // (block_size * per_token)
     return blocks // -(-tokens // block_size)
 
@@ -51,22 +51,22 @@ def unused_share(reserved: float, used: float) -> float:
 
 
 def product_seconds(parameters: int, tokens: int, matmul_rate: float) -> float:
-    """Matrix products of a step: two operations, multiply and add, per weight and token."""
+    """Return the time of a step's matrix products: a multiply and an add per weight and token."""
     return 2 * parameters * tokens / matmul_rate
 
 
 def decode_seconds(users: int, weights: float, kv_per_user: float, bandwidth: float) -> float:
-    """A decode step reads all weights once, and the KV of every user."""
+    """Return the time in which a decode step reads all weights once, and every user's KV."""
     return (weights + users * kv_per_user) / bandwidth
 
 
 def batching_gain(users: int, weights: float, kv_per_user: float) -> float:
-    """Tokens per second of a batch over those of one user, while memory is the limit."""
+    """Return the tokens per second of a batch over those of one user, if it is memory-bound."""
     return users * (weights + kv_per_user) / (weights + users * kv_per_user)
 
 
 def batching_limit(weights: float, kv_per_user: float) -> float:
-    """What `batching_gain` tends to as users are added."""
+    """Return the limit of `batching_gain` as users are added."""
     return (weights + kv_per_user) / kv_per_user
 
 
@@ -93,12 +93,12 @@ def batching_table(
 
 
 def weight_intensity(tokens: int, dtype_bytes: float) -> float:
-    """Operations per byte of a product with the weights: each is read once for all tokens."""
+    """Return operations per byte of a product with the weights, each read once for all tokens."""
     return 2 * tokens / dtype_bytes
 
 
 def attention_intensity(queries_per_kv_head: int, dtype_bytes: float) -> float:
-    """Operations per byte of K and V in a decode step.
+    """Return the operations per byte of K and V in a decode step.
 
     A value of K or V takes part in one multiply and add per query head that reads its KV head.
     """
@@ -106,7 +106,7 @@ def attention_intensity(queries_per_kv_head: int, dtype_bytes: float) -> float:
 
 
 def ridge_table() -> str:
-    """Markdown: operations per byte at which each device passes from waiting to computing."""
+    """Markdown: operations per byte from which on each device is compute-bound."""
     lines = ["| device | bandwidth | products | ridge |", "|---|---:|---:|---:|"]
     for name, device in DEVICES.items():
         lines.append(

@@ -1,4 +1,4 @@
-"""Attention of three tokens, and a pair of dimensions that RoPE turns: chapter 2's numbers."""
+"""Figures of chapter 2: attention of three tokens, and a pair of dimensions rotated by RoPE."""
 
 import math
 from pathlib import Path
@@ -13,7 +13,7 @@ PAIRS = ((5, 3), (105, 103), (5, 4))  # positions of the query and the key
 
 
 def three_tokens() -> str:
-    """Scores, weights behind the causal mask, and outputs, as three small heat maps."""
+    """Draw scores, weights with the causal mask, and outputs, as three small heat maps."""
     figure = svg.Figure(
         "Scores, causal weights and outputs of three tokens whose queries differ", 280
     )
@@ -37,16 +37,16 @@ def three_tokens() -> str:
     for x, words in ((248, "softmax"), (453, "x V")):
         figure.arrow(x, 150, x + 36, 150)
         figure.text(x + 17, 142, words, 13, fill=svg.SOFT)
-    figure.text(left[0], 254, "hatched: keys of the future, not seen", 14, "start", svg.SOFT)
+    figure.text(left[0], 254, "hatched: future keys, masked", 14, "start", svg.SOFT)
     return str(figure)
 
 
 def turning_pair() -> str:
-    """The first pair of dimensions of a query and a key, in its plane, at several positions."""
-    figure = svg.Figure("A query and a key as arrows that RoPE turns, at several positions", 330)
+    """Draw the first pair of dimensions of a query and a key in a plane, at several positions."""
+    figure = svg.Figure("A query and a key as arrows that RoPE rotates, at several positions", 330)
     query, key = worked.QUERIES[-1], worked.KEYS[0]
-    _panel(figure, 0, "as computed, not turned", "no position yet", query, key)
-    notes = ("distance 2", "distance 2: same angle", "distance 1: another")
+    _panel(figure, 0, "as computed, not rotated", "no position yet", query, key)
+    notes = ("distance 2", "distance 2: same angle", "distance 1: other angle")
     for i, ((m, n), note) in enumerate(zip(PAIRS, notes, strict=True), 1):
         turned = worked.rotate(query, m, THETA), worked.rotate(key, n, THETA)
         _panel(figure, i, f"query at {m}, key at {n}", note, *turned)
@@ -54,7 +54,7 @@ def turning_pair() -> str:
     figure.text(230, 310, "query", 15, "start", svg.BLUE)
     figure.arrow(320, 305, 352, 305, svg.ORANGE, 3, 9)
     figure.text(360, 310, "key", 15, "start", svg.ORANGE)
-    figure.text(430, 310, "dot: product of the two", 15, "start", svg.SOFT)
+    figure.text(430, 310, "dot: their dot product", 15, "start", svg.SOFT)
     return str(figure)
 
 
@@ -78,7 +78,7 @@ def _cell(
 
 
 def _shade(share: float) -> str:
-    """From white to a blue on which dark text can be read."""
+    """Return a shade from white to a blue on which dark text is readable."""
     white, blue = (255, 255, 255), (138, 164, 240)
     mixed = [round(a + (b - a) * share) for a, b in zip(white, blue, strict=True)]
     return "#" + "".join(f"{part:02x}" for part in mixed)

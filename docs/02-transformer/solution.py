@@ -6,7 +6,7 @@ import numpy as np
 
 
 def rotate(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
-    """The two halves of a head are the two coordinates of all its points."""
+    """Rotate: the two halves of a head are the two coordinates of all its points."""
     head_dim = x.shape[-1]
     speeds = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     angles = positions[:, None, None] * speeds  # the same for every head
@@ -17,7 +17,7 @@ def rotate(x: np.ndarray, positions: np.ndarray, theta: float) -> np.ndarray:
 
 
 def attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, cu_seqlens: np.ndarray) -> np.ndarray:
-    """Sequence by sequence; the KV heads are repeated for the query heads that share them."""
+    """Attend in each sequence; the KV heads are repeated for the query heads that share them."""
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat(group, axis=1) for x in (k, v))
     out = np.empty_like(q)

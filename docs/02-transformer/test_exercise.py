@@ -32,11 +32,11 @@ def test_rotation_keeps_lengths_and_distances() -> None:
     np.testing.assert_allclose(score, far_score, atol=1e-9, err_msg=f"{case}scores")
     lengths, before = (near**2).sum(-1), (x**2).sum(-1)
     np.testing.assert_allclose(lengths, before, atol=1e-9, err_msg=f"{case}lengths")
-    assert not np.allclose(score, (x[0] * x[1]).sum(-1)), f"{case}nothing has been turned"
+    assert not np.allclose(score, (x[0] * x[1]).sum(-1)), f"{case}nothing has been rotated"
 
 
 def batch(lens: list[int], heads: int, kv_heads: int, size: float = 1.0) -> tuple[np.ndarray, ...]:
-    """q, k, v and cu_seqlens: the same ones for the same arguments."""
+    """Return q, k, v and cu_seqlens, the same ones for the same arguments."""
     n, rng = sum(lens), np.random.default_rng(0)
     q = rng.standard_normal((n, heads, 8)) * size
     k, v = rng.standard_normal((2, n, kv_heads, 8))

@@ -1,4 +1,4 @@
-"""A decoder layer by hand, and where a model's parameters are: the arithmetic of chapter 2."""
+"""A decoder layer by hand, and a model's parameters by part: the arithmetic of chapter 2."""
 
 import math
 from typing import NamedTuple
@@ -6,7 +6,7 @@ from typing import NamedTuple
 Vector = list[float]
 Matrix = list[Vector]
 
-# Three tokens, one head of four dimensions; their queries ask for different things. Softmax weights
+# Three tokens, one head of four dimensions; the queries look for different things. Softmax weights
 # of one row sum to 1, and so does the last dimension of every output.
 QUERIES: Matrix = [[1, 0, 2, 0], [0, 2, 0, 1], [2, 0, 0, 2]]
 KEYS: Matrix = [[2, 0, 1, 1], [0, 2, 1, 0], [1, 0, 2, 1]]
@@ -14,7 +14,7 @@ VALUES: Matrix = [[4, 0, 0, 1], [0, 4, 0, 1], [0, 0, 4, 1]]
 
 
 class Shape(NamedTuple):
-    """What a config.json says of a Qwen3 or a Llama."""
+    """The shape of a Qwen3 or a Llama, from its config.json."""
 
     vocab_size: int
     hidden_size: int
@@ -32,7 +32,7 @@ LLAMA_2_7B = Shape(32_000, 4096, 11_008, 32, 32, 32, 128, tied=False, head_norms
 
 
 def parameters(shape: Shape) -> dict[str, int]:
-    """Of each part of the model, over all layers."""
+    """Return the parameters of each part of the model, over all layers."""
     hidden, layers = shape.hidden_size, shape.layers
     q_size, kv_size = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     norms = layers * 2 * hidden + hidden
@@ -68,7 +68,7 @@ def dot(x: Vector, y: Vector) -> float:
 
 
 def softmax(scores: Vector) -> Vector:
-    """Shifted by the largest score, which changes nothing and keeps exp from overflowing."""
+    """Subtract the largest score first, which changes nothing and keeps exp from overflowing."""
     powers = [math.exp(score - max(scores)) for score in scores]
     return [power / sum(powers) for power in powers]
 
@@ -76,7 +76,7 @@ def softmax(scores: Vector) -> Vector:
 def attention_weights(q: Matrix, k: Matrix, causal: bool) -> Matrix:
     """Vaswani et al. 2017 (arXiv 1706.03762), section 3.2.1: softmax(q k^T / sqrt(d)), row by row.
 
-    With the causal mask, query i sees keys 0 to i only; what it does not see has weight 0.
+    With the causal mask, query i attends to keys 0 to i only; the others have weight 0.
     """
     rows = []
     for i, query in enumerate(q):
@@ -87,20 +87,20 @@ def attention_weights(q: Matrix, k: Matrix, causal: bool) -> Matrix:
 
 
 def attention(q: Matrix, k: Matrix, v: Matrix, causal: bool) -> Matrix:
-    """Each query's weighted sum of the values."""
+    """Return each query's weighted sum of the values."""
     columns = list(zip(*v, strict=True))
     weights = attention_weights(q, k, causal)
     return [[dot(row, list(column)) for column in columns] for row in weights]
 
 
 def vectors(rows: Matrix) -> str:
-    """As the text lists them: `(1, 0), (0, 1) and (1, 1)`."""
+    """Return vectors as the text lists them: `(1, 0), (0, 1) and (1, 1)`."""
     *first, last = (f"({_row(row, 0)})" for row in rows)
     return f"{', '.join(first)} and {last}"
 
 
 def three_tokens_table(causal: bool) -> str:
-    """Markdown: how each of `QUERIES` attends to `KEYS`; what a query does not see is a dash."""
+    """Markdown: how each of `QUERIES` attends to `KEYS`; masked keys are dashes."""
     weights = attention_weights(QUERIES, KEYS, causal)
     outputs = attention(QUERIES, KEYS, VALUES, causal)
     lines = ["| token | scores | divided by 2 | weights | output |", "|---:|---|---|---|---|"]
@@ -129,7 +129,7 @@ def rms_norm_row(x: Vector) -> str:
 
 
 def rotate(x: Vector, position: int, theta: float = 10_000.0) -> Vector:
-    """Su et al. 2021 (arXiv 2104.09864): turn pair (x[i], x[i + d/2]) by position theta^(-2i/d)."""
+    """Su et al. 2021 (arXiv 2104.09864): rotate (x[i], x[i + d/2]) by position theta^(-2i/d)."""
     half = len(x) // 2
     turned = [0.0] * len(x)
     for i in range(half):
@@ -140,7 +140,7 @@ def rotate(x: Vector, position: int, theta: float = 10_000.0) -> Vector:
 
 
 def turned_scores_table(pairs: list[tuple[int, int]], theta: float) -> str:
-    """Markdown: the last of `QUERIES` meets the first of `KEYS`, at some positions."""
+    """Markdown: the score of the last of `QUERIES` and the first of `KEYS`, at some positions."""
     lines = ["| theta | position of query | of key | distance | score |"]
     lines.append("|---:|---:|---:|---:|---:|")
     for m, n in pairs:
@@ -150,7 +150,7 @@ def turned_scores_table(pairs: list[tuple[int, int]], theta: float) -> str:
 
 
 def turn_in_tokens(pair: int, head_dim: int, theta: float) -> float:
-    """After how many tokens a pair of dimensions has gone round once."""
+    """Return the number of tokens in which a pair of dimensions makes a full turn."""
     return 2 * math.pi * theta ** (2 * pair / head_dim)
 
 
@@ -160,5 +160,5 @@ def kv_head_of(head: int, heads: int, kv_heads: int) -> int:
 
 
 def kv_heads_row(heads: int, kv_heads: int) -> str:
-    """The KV head of each query head."""
+    """Return the KV head of each query head."""
     return ", ".join(str(kv_head_of(head, heads, kv_heads)) for head in range(heads))

@@ -18,10 +18,10 @@ from typing import Any
 
 
 def generate(model: Any, prompt: list[int], num_new: int) -> list[int]:
-    """The `num_new` tokens that follow `prompt`, which has at least one token.
+    """Return the `num_new` tokens that follow `prompt`, which has at least one token.
 
     `model.project` may be called once for each token and layer, and not at all for the last new
-    token: nobody will ever read its K and V. `model.choose` may be called `num_new` times. With
+    token: its K and V are never read. `model.choose` may be called `num_new` times. With
     `num_new` 0, nothing needs to be computed.
     """
     raise NotImplementedError

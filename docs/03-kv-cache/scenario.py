@@ -6,7 +6,7 @@ from nanoserve import LLM, SamplingParams
 
 
 def cache_grows(out: Path) -> None:
-    """One sequence: its blocks are filled by the prompt, then token by token."""
+    """Record one sequence, whose blocks are filled by the prompt and then token by token."""
     question = [{"role": "user", "content": "What is a KV cache?"}]
     options = {"block_size": 4, "num_kv_blocks": 12, "max_model_len": 48}
     with LLM("tiny-qwen3", dtype="float32", trace=str(out), **options) as llm:

@@ -6,7 +6,7 @@ import numpy as np
 
 
 def generate(model: Any, prompt: list[int], num_new: int) -> list[int]:
-    """Feed the prompt's tokens and then each new one, but for the last."""
+    """Compute the prompt's tokens and then each new one, except the last."""
     keys: list[list[np.ndarray]] = [[] for _ in range(model.num_layers)]
     values: list[list[np.ndarray]] = [[] for _ in range(model.num_layers)]
     tokens = list(prompt)
@@ -16,7 +16,7 @@ def generate(model: Any, prompt: list[int], num_new: int) -> list[int]:
         x = model.embed(tokens[position], position)
         for layer in range(model.num_layers):
             q, k, v = model.project(layer, x)
-            # Stored first: a token attends to itself, too.
+            # Store first: a token also attends to itself.
             keys[layer].append(k)
             values[layer].append(v)
             x = model.finish(layer, x, _attend(q, np.array(keys[layer]), np.array(values[layer])))

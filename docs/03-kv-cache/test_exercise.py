@@ -11,7 +11,7 @@ HIDDEN, HEAD_DIM, VOCAB = 12, 6, 40
 
 
 class TinyModel:
-    """Random weights. It counts how often each of its parts is asked."""
+    """A model with random weights. It counts the calls of each of its parts."""
 
     def __init__(self, num_layers: int, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -40,7 +40,7 @@ class TinyModel:
 
 
 def without_cache(model: TinyModel, prompt: list[int], num_new: int) -> list[int]:
-    """All tokens through all layers for every new one, behind an explicit mask."""
+    """Recompute all tokens in all layers for every new one, with an explicit mask."""
     tokens = list(prompt)
     for _ in range(num_new):
         xs = np.array([model.embed(token, i) for i, token in enumerate(tokens)])
@@ -68,7 +68,7 @@ def test_the_tokens_are_those_of_recomputing(
 
 
 def test_a_token_far_back_is_seen() -> None:
-    """With a model whose output depends on it, or a loop without attention would pass."""
+    """Use a model whose output depends on it; otherwise a loop without attention would pass."""
     prompts = [[n, 5, 6] for n in range(10)]
     found = [generate(TinyModel(3, seed=1), prompt, 8) for prompt in prompts]
     for prompt, tokens in zip(prompts, found, strict=True):

@@ -104,7 +104,7 @@ def test_our_engine_counts_blocks_in_the_same_way() -> None:
 
 @pytest.mark.parametrize(("head_first", "run"), [(True, 4096), (False, 256)])
 def test_what_a_head_reads_in_one_piece(head_first: bool, run: int) -> None:
-    """Found in a tensor: how far the addresses of one head's tokens go on without a gap."""
+    """Measured in a tensor: the addresses of one head's tokens up to the first gap."""
     assert kv_cache.run_bytes(8, 16, 128, 2, head_first) == run
     spec = AttentionBackend().kv_cache_spec(16, 8, 128, torch.bfloat16)
     (ours,) = spec.allocate(1, 3)
@@ -123,7 +123,7 @@ def test_with_one_kv_head_the_order_does_not_matter() -> None:
 
 
 def test_the_engine_computes_each_token_once_and_the_last_one_never() -> None:
-    """The prompt is new to the cache, so nothing of it is taken from there."""
+    """The prompt is new, so no part of it is a prefix hit."""
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     with LLM("tiny-qwen3", num_kv_blocks=12, block_size=4, max_model_len=48) as llm:
         (output,) = llm.generate("The KV cache keeps", params, use_tqdm=False)
@@ -145,7 +145,7 @@ def test_groups_keep_the_blocks_of_a_window() -> None:
 
 @pytest.mark.parametrize("length", [1024, 4096])
 def test_our_engine_holds_the_blocks_of_the_table(length: int) -> None:
-    """While it goes on: its tables at the most, after a prompt in steps of 256."""
+    """Compare the most blocks in its tables during decode, after a prompt in steps of 256."""
     manager = BlockManager(1000, 16, windows=(None, 1024), max_step_tokens=256)
     seq = Sequence("long", [1] * (length - 40), SamplingParams(max_tokens=40), length)
     held = [0, 0]

@@ -34,7 +34,7 @@ MODELS = {
 
 
 def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
-    """K and V of one token in every layer.
+    """Return the bytes of K and V of one token, over all layers.
 
     Kwon et al. 2023 (arXiv 2309.06180), section 3, for OPT-13B: 2 vectors x hidden size 5120 x
     40 layers x 2 bytes = 800 KiB. There hidden size is KV heads x head_dim; with grouped queries
@@ -44,25 +44,25 @@ def bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype_bytes: int)
 
 
 def full_bytes(layers: int, heads: int, key_dim: int, value_dim: int) -> int:
-    """Of one token in 16 bits, if each head kept its own key and value."""
+    """Return the bytes of one token in 16 bits, if each head keeps its own key and value."""
     return layers * heads * (key_dim + value_dim) * 2
 
 
 def latent_bytes(layers: int, latent: int, rotated: int) -> int:
-    """Of one token in 16 bits with multi-head latent attention (arXiv 2405.04434, section 2.1)."""
+    """Return the bytes of a token in 16 bits with MLA (arXiv 2405.04434, section 2.1)."""
     return layers * (latent + rotated) * 2
 
 
 def windowed_share(length: int, window: int, windowed: int, layers: int) -> float:
-    """The part of a cache that is needed if so many layers look back no further than a window."""
+    """Return the share of a full cache that is needed if `windowed` layers have a window."""
     kept = (layers - windowed) * length + windowed * min(window, length)
     return kept / (layers * length)
 
 
 def groups_table(lengths: list[int], window: int, block_size: int, windowed: int) -> str:
-    """Markdown: blocks of a text in cache groups of equally many layers, all but one of windows."""
+    """Markdown: blocks of a text by cache group; one group is full, `windowed` have a window."""
     lines = [
-        "| tokens | the full group | each group of windows | all, of a cache without windows |"
+        "| tokens | full group | each group with a window | share of a cache without windows |"
     ]
     lines.append("|---:|---:|---:|---:|")
     for length in lengths:
@@ -96,7 +96,7 @@ def sizes_table(context: int) -> str:
 
 
 def projections(num_tokens: int, cached: bool) -> int:
-    """How often a K and V is computed while a sequence grows from one token to `num_tokens`.
+    """Return how often K and V are computed while a sequence grows to `num_tokens` tokens.
 
     Without a cache, step n computes them for all n tokens: 1 + 2 + ... + n.
     """
@@ -104,7 +104,7 @@ def projections(num_tokens: int, cached: bool) -> int:
 
 
 def scores(num_tokens: int) -> int:
-    """Query-key pairs that a head attends to over the same steps, with a cache.
+    """Return the query-key pairs that a head evaluates over the same steps, with a cache.
 
     Step n compares one query with n keys. A cache does not change this number.
     """
@@ -117,33 +117,33 @@ def projections_table(lengths: list[int]) -> str:
     lines.append("|---:|---:|---:|---:|---:|")
     for n in lengths:
         without, with_cache = projections(n, cached=False), projections(n, cached=True)
-        pairs = sum(map(scores, range(1, n + 1)))  # each step anew, for all tokens so far
+        pairs = sum(map(scores, range(1, n + 1)))  # each step recomputes all tokens so far
         lines.append(f"| {n:,} | {without:,} | {with_cache:,} | {pairs:,} | {scores(n):,} |")
     return "\n".join(lines)
 
 
 def block_bytes(block_size: int, per_token: int) -> int:
-    """K and V of one block in every layer."""
+    """Return the bytes of K and V of one block, over all layers."""
     return block_size * per_token
 
 
 def usable_blocks(pool_bytes: int, bytes_of_block: int) -> int:
-    """Blocks of a pool, without the dummy block 0."""
+    """Return the number of blocks of a pool, without dummy block 0."""
     return pool_bytes // bytes_of_block - 1
 
 
 def run_bytes(
     kv_heads: int, block_size: int, head_dim: int, dtype_bytes: int, head_first: bool
 ) -> int:
-    """Longest contiguous piece that attention reads for one KV head of one block.
+    """Return the longest contiguous piece that attention reads for one KV head of one block.
 
     [..., kv_heads, block_size, head_dim] keeps a head's tokens together; in
-    [..., block_size, kv_heads, head_dim] the other heads lie between them, unless there are none.
+    [..., block_size, kv_heads, head_dim] they are contiguous only if there is a single head.
     """
     tokens_in_a_row = block_size if head_first or kv_heads == 1 else 1
     return tokens_in_a_row * head_dim * dtype_bytes
 
 
 def pool_bytes(total: int, utilization: float, weights: int, activations: int, graphs: int) -> int:
-    """What is left for KV blocks of a GPU's memory, of which an engine may use a share."""
+    """Return what an engine's share of a GPU's memory leaves for KV blocks."""
     return int(total * utilization) - weights - activations - graphs

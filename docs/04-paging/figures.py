@@ -1,4 +1,4 @@
-"""A pool of blocks and the block tables of two sequences: chapter 4's example, and a neighbour."""
+"""A pool of blocks and the block tables of two sequences: chapter 4's example and another."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ FOLLOWED = 35  # a position of A
 
 
 def pool_and_tables() -> str:
-    """Which positions lie in which block, and which places are empty."""
+    """Draw which positions lie in which block, and which slots are empty."""
     figure = svg.Figure(
         "Block tables of two sequences, and the pool in which their blocks lie", 430
     )
@@ -35,7 +35,7 @@ def pool_and_tables() -> str:
 
 
 def _table(figure: svg.Figure, index: int) -> None:
-    """A sequence's name, the positions that each entry stands for, and the entry."""
+    """Draw a sequence's name, and each entry with the positions that it stands for."""
     name, table, num_tokens = SEQUENCES[index]
     y = 22 + 92 * index
     figure.text(18, y + 34, f"{name}: {num_tokens} tokens", 16, "start", bold=True)

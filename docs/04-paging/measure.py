@@ -1,10 +1,10 @@
-"""Gathering against walking, on this machine: `python docs/04-paging/measure.py`.
+"""Compares gathering with walking on this machine: `python docs/04-paging/measure.py`.
 
-Attention of one layer for a decode step, by the two backends for a CPU. One copies the blocks of
-each row together and lets torch attend (`TorchAttention`), the other reads every block where it
-lies (`NumbaAttention`, which needs numba). They take turns on one thread, and the caches of the
-processor are filled with other numbers before each call, as the other layers of a model would do.
-What is measured is processor time, which other processes disturb less than they do a clock's.
+Attention of one layer for a decode step, by the two backends for a CPU. One gathers the blocks of
+each row and lets torch attend (`TorchAttention`), the other reads every block in place
+(`NumbaAttention`, which needs numba). They take turns on one thread, and before each call the
+caches of the processor are filled with other data, as the other layers of a model would do. It
+measures processor time, which other processes affect less than wall-clock time.
 """
 
 import argparse
@@ -24,7 +24,7 @@ ROWS = ((1, 1024), (16, 256), (16, 1024), (4, 4096))  # (sequences, tokens of co
 
 
 def decode_rows(num_rows: int, context: int) -> AttentionMetadata:
-    """A batch of rows of one token each, whose blocks lie anywhere in the pool."""
+    """Return a batch of decode rows, whose blocks lie anywhere in the pool."""
     num_blocks = -(-context // BLOCK_SIZE)
     tables = 1 + torch.randperm(num_rows * num_blocks).int().view(num_rows, num_blocks)
     last = context - 1

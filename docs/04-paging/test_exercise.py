@@ -76,7 +76,7 @@ def test_tables_are_those_of_our_block_manager() -> None:
 def write_interleaved(
     lens: list[int], num_blocks: int, block_size: int
 ) -> tuple[np.ndarray, list[list[int]], list[np.ndarray]]:
-    """Some sequences, which grow by a few tokens in turn; what nobody writes stays NaN."""
+    """Store sequences that grow by a few tokens in turn; slots that are not written stay NaN."""
     rng = np.random.default_rng(len(lens))
     cache = np.full((num_blocks + 1, HEADS, block_size, DIM), np.nan)
     free = rng.permutation(np.arange(1, num_blocks + 1)).tolist()
@@ -105,7 +105,7 @@ def test_what_was_stored_is_gathered(lens: list[int], block_size: int) -> None:
             case = f"{made}; gather(cache, {table + more}, {n})"
             np.testing.assert_array_equal(found, expected, err_msg=case)
     assert np.isnan(cache[0]).all(), f"{made}: something is in the dummy block"
-    assert np.isfinite(cache).sum() == sum(lens) * HEADS * DIM, f"{made}: what was stored"
+    assert np.isfinite(cache).sum() == sum(lens) * HEADS * DIM, f"{made}: number of values"
 
 
 def test_our_attention_reads_your_cache() -> None:

@@ -1,10 +1,10 @@
-"""Blocks, slots and what is left unused: the arithmetic of chapters 1 and 4."""
+"""Blocks, slots and unused memory: the arithmetic of chapters 1 and 4."""
 
 
 def holes(sizes: list[int], freed: list[int]) -> list[int]:
-    """Lengths of the holes when reservations of `sizes` lie in a row and some are freed.
+    """Return the lengths of the holes if reservations of `sizes` lie in a row and some are freed.
 
-    Neighbouring holes are one.
+    Adjacent holes are one.
     """
     found, hole = [], 0
     for i, size in enumerate(sizes):
@@ -20,18 +20,18 @@ def blocks_needed(tokens: int, block_size: int) -> int:
 
 
 def unused_in_blocks(tokens: int, block_size: int) -> float:
-    """Share of a sequence's slots that hold no token: only its last block has any."""
+    """Return the share of a sequence's slots without a token; only its last block has any."""
     slots = blocks_needed(tokens, block_size) * block_size
     return 1 - tokens / slots
 
 
 def mean_unused(block_size: int) -> float:
-    """Slots that the last block leaves empty, if every filling from 1 to all is equally likely."""
+    """Return the mean of a last block's empty slots, if 1 to all tokens are equally likely."""
     return (block_size - 1) / 2
 
 
 def tokens_for_waste(share: float, block_size: int) -> float:
-    """From which length the mean waste is below `share`: solve u / (n + u) = share for n."""
+    """Return the length from which the mean waste is below `share`: u / (n + u) = share."""
     unused = mean_unused(block_size)
     return unused / share - unused
 
@@ -55,7 +55,7 @@ def slot_table(block_table: list[int], positions: list[int], block_size: int) ->
 
 
 def table_share(block_size: int, per_token: int) -> float:
-    """Bytes of an int32 entry of the block table over the bytes of the block that it names."""
+    """Return the bytes of an int32 entry of the block table over the bytes of its block."""
     return 4 / (block_size * per_token)
 
 
@@ -65,8 +65,8 @@ def block_size_table(
     """Markdown: what a block size costs.
 
     Mean waste of a sequence of about `tokens` tokens, entries of the table of one of `context`
-    tokens, the contiguous piece of K that one head reads, and the mean number of tokens by which
-    a shared beginning is cut to whole blocks.
+    tokens, the contiguous piece of K that one head reads, and the mean number of tokens that a
+    shared prefix loses because only whole blocks are shared.
     """
     lines = ["| block size | mean waste | table entries | run per head | prefix lost |"]
     lines.append("|---:|---:|---:|---:|---:|")

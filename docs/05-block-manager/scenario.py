@@ -1,4 +1,4 @@
-"""What chapter 5 shows: blocks shared, kept after their owner's end, and evicted."""
+"""Trace of chapter 5: blocks that are shared, kept after their owner's end, and evicted."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ _SYSTEM = (
 
 
 def shared_prefix(out: Path) -> None:
-    """Questions with one system prompt, a long one that evicts, and the system prompt again."""
+    """Record questions with one system prompt, a long one that evicts, and the prompt again."""
     greedy = SamplingParams(temperature=0, max_tokens=12)
     long = "What is a block table? " * 12
     turns = [

@@ -10,7 +10,7 @@ class PrefixCache:
         self.block_size = block_size
         self.free_queue = deque(range(1, num_blocks + 1))
         self.users: Counter[int] = Counter()
-        self.blocks_of: dict[Key, list[int]] = {}  # mostly one; none is no entry
+        self.blocks_of: dict[Key, list[int]] = {}  # usually one; a key without blocks has no entry
         self.key_of: dict[int, Key] = {}
 
     def lookup(self, token_ids: list[int]) -> list[int]:
@@ -62,7 +62,7 @@ class PrefixCache:
                 del self.blocks_of[key]
 
     def _keys(self, token_ids: list[int]) -> list[Key]:
-        """Of each full block: all tokens up to its end. Quadratic, where a chain hash is linear."""
+        """Return each full block's tokens from the first on: quadratic; a chain hash is linear."""
         size = self.block_size
         ends = range(size, len(token_ids) + 1, size)
         return [tuple(token_ids[:end]) for end in ends]

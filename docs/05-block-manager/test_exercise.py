@@ -69,7 +69,7 @@ def test_what_does_not_fit_changes_nothing() -> None:
 
 
 def test_a_copy_is_found_when_the_first_is_gone() -> None:
-    """The last block of two equal prompts is computed by both, for its last token's sake."""
+    """Of two equal prompts, both compute the last block, since the last token is never a hit."""
     cache = PrefixCache(num_blocks=5, block_size=2)
     a, b = cache.run([1, 2, 3, 4]), cache.run([1, 2, 3, 4])
     assert a == [1, 2] and b == [1, 3]

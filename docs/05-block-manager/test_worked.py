@@ -1,4 +1,4 @@
-"""Chapter 5's numbers against what they must be by hand. W10 to W13 are the course's own."""
+"""Chapter 5's numbers against those computed by hand. W10 to W13 are worked examples."""
 
 import math
 

@@ -1,6 +1,6 @@
 """Chapter 5's numbers: the engine's own `BlockManager`, on cases small enough to follow by hand.
 
-Ids of tokens do not matter here, only which of them are equal. A sequence that "runs" goes through
+Only the equality of token ids matters here, not their values. A sequence that "runs" goes through
 the three calls that the scheduler makes: lookup, allocate, cache.
 """
 
@@ -15,25 +15,25 @@ from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
 
 _MAX_MODEL_LEN = 4096
-_OTHER = 100_000  # ids from here on stand for tokens that nobody else has
+_OTHER = 100_000  # ids from here on are tokens of one sequence only
 
 
 def chat_tokens(
     num_chats: int, system_len: int, own_len: int, block_size: int, cached: bool
 ) -> int:
-    """Tokens computed for chats that begin with one system prompt, with or without the cache."""
+    """Return the tokens computed for chats with one system prompt, with or without the cache."""
     return _chats(num_chats, system_len, own_len, block_size, cached)[0]
 
 
 def chat_blocks(
     num_chats: int, system_len: int, own_len: int, block_size: int, cached: bool
 ) -> int:
-    """Blocks that these chats hold while all of them run."""
+    """Return the blocks that these chats hold while all of them run."""
     return _chats(num_chats, system_len, own_len, block_size, cached)[1]
 
 
 def reference_counts(prefix_len: int, own_len: int, block_size: int) -> str:
-    """Table: who holds each block while A and B share a prefix, and as they end in turn."""
+    """Table: the uses of each block while A and B share a prefix, and as they end in turn."""
     manager = _manager(num_blocks=64, block_size=block_size)
     prefix = list(range(prefix_len))
     a = _run(manager, [*prefix, *range(_OTHER, _OTHER + own_len)])
@@ -69,9 +69,9 @@ def life_of_a_block(block_size: int) -> str:
 
 
 def blocks_left(prompt_blocks: int, taken: int, tail_first: bool) -> int:
-    """Blocks of a finished prompt that are still found after a newcomer took `taken` blocks.
+    """Return the blocks of an ended prompt that are found after another one took `taken` blocks.
 
-    `tail_first` is the order of `BlockManager.free`; otherwise the queue is turned round.
+    `tail_first` is the order of `BlockManager.free`; otherwise the queue is reversed.
     """
     manager = _manager(num_blocks=prompt_blocks, block_size=2)
     prompt = range(2 * prompt_blocks)
@@ -84,21 +84,21 @@ def blocks_left(prompt_blocks: int, taken: int, tail_first: bool) -> int:
 
 
 def free_queue(prompt_blocks: int) -> str:
-    """The free queue, next to be reused first, when a prompt in blocks 1, 2, ... has ended."""
+    """Return the free queue, in order of reuse, when a prompt in blocks 1, 2, ... has ended."""
     manager = _manager(num_blocks=prompt_blocks, block_size=2)
     manager.free(_run(manager, range(2 * prompt_blocks)))
     return ", ".join(map(str, manager._free))
 
 
 def reused_tokens(prompt_len: int, cached_len: int, block_size: int) -> int:
-    """Tokens that a prompt takes from the cache, when `cached_len` of its tokens were computed."""
+    """Return the tokens that a prompt reuses if `cached_len` of its tokens were computed before."""
     manager = _manager(num_blocks=256, block_size=block_size)
     manager.free(_run(manager, range(cached_len)))
     return len(manager.lookup(_sequence(range(prompt_len)))) * block_size
 
 
 def shortage(num_blocks: int, cached_blocks: int, prompt_len: int, block_size: int) -> str:
-    """Table: a prompt whose cached beginning lies in the free queue asks for what is not there."""
+    """Table: a prompt whose cached prefix is in the free queue needs more blocks than are free."""
     manager = _manager(num_blocks, block_size)
     manager.free(_run(manager, range(cached_blocks * block_size)))
     seq = _sequence(range(prompt_len))
@@ -107,8 +107,8 @@ def shortage(num_blocks: int, cached_blocks: int, prompt_len: int, block_size: i
     free = manager.num_free_blocks
     rows = [
         ("blocks in the free queue", free),
-        ("of these, hits that sharing takes out", len(hits)),
-        ("new blocks wanted", new),
+        ("of these, hits that sharing removes", len(hits)),
+        ("new blocks needed", new),
         ("new blocks alone would fit", "yes" if new <= free else "no"),
         ("`allocate` returns", manager.allocate(seq, prompt_len, hits)),
         ("blocks in the free queue after it", manager.num_free_blocks),
@@ -117,7 +117,7 @@ def shortage(num_blocks: int, cached_blocks: int, prompt_len: int, block_size: i
 
 
 def blocks_of_a_sequence(num_tokens: int, window: int | None, block_size: int) -> int:
-    """The most KV blocks that a sequence holds while it grows, by a token a step, to so many."""
+    """Return the most KV blocks that a sequence holds while it grows token by token."""
     manager = BlockManager(1024, block_size, windows=(window,), max_step_tokens=num_tokens)
     seq, most = _sequence([0]), 0
     for length in range(1, num_tokens + 1):
@@ -131,29 +131,29 @@ def blocks_of_a_sequence(num_tokens: int, window: int | None, block_size: int) -
 
 
 def hits_of_two_groups(num_tokens: int, window: int, block_size: int) -> str:
-    """Table: how long a hit is while blocks of two groups are evicted, one after the other."""
+    """Table: the length of a hit while blocks of two groups are evicted, one after the other."""
     manager = BlockManager(1024, block_size, windows=(None, window), prefix_cache_seed=0)
     seq = _run(manager, range(num_tokens))
     full, windowed = (list(blocks) for blocks in seq.block_tables)
     rows = [_hit("nothing yet", manager, seq)]
     for block, evicted in (
-        (windowed[-1], "the last block of the window's group"),
-        (full[2], "the third one of the full group"),
-        (windowed[0], "the first one of the window's group"),
+        (windowed[-1], "the last block of the window group"),
+        (full[2], "the third block of the full group"),
+        (windowed[0], "the first block of the window group"),
     ):
         manager.prefix_cache.remove(block)
         rows.append(_hit(evicted, manager, seq))
     header = (
-        "evicted, besides those above",
-        "blocks of the full group",
-        "of the window's",
+        "evicted, in addition to those above",
+        "hit in the full group",
+        "hit in the window group",
         "tokens",
     )
     return table(header, rows)
 
 
 def same_step_tokens(prompt_len: int, num_requests: int, block_size: int) -> str:
-    """Tokens that each of several requests with one prompt computes, all admitted in one step."""
+    """Return the tokens that each of several equal requests, admitted in one step, computes."""
     scheduler = _scheduler(block_size)
     for i in range(num_requests):
         scheduler.add(_sequence(range(prompt_len), arrival=i + 1))
@@ -161,17 +161,17 @@ def same_step_tokens(prompt_len: int, num_requests: int, block_size: int) -> str
 
 
 def prompt_tokens_computed(n: int, prompt_len: int, block_size: int) -> int:
-    """Prompt tokens that go through the model for `n` completions of one prompt."""
+    """Return the prompt tokens that are computed for `n` completions of one prompt."""
     return _completions(n, prompt_len, block_size)[0]
 
 
 def blocks_held(n: int, prompt_len: int, block_size: int) -> int:
-    """Blocks in use when each of `n` completions of one prompt has its first token."""
+    """Return the blocks in use when each of `n` completions of one prompt has its first token."""
     return _completions(n, prompt_len, block_size)[1]
 
 
 def collision_probability(num_hashes: int, bits: int) -> float:
-    """That two of `num_hashes` random hashes are equal: 1 - exp(-n (n - 1) / 2^(bits + 1)).
+    """Return the probability that two random hashes are equal: 1 - exp(-n (n - 1) / 2^(bits + 1)).
 
     The birthday bound in its exponential form; `expm1` keeps the digits when it is tiny.
     """
@@ -179,7 +179,7 @@ def collision_probability(num_hashes: int, bits: int) -> float:
 
 
 def false_hits(lookups: float, published: int, bits: int) -> float:
-    """Expected lookups that hit a block of other text: each meets `published` random hashes."""
+    """Return the expected lookups that hit another text, with `published` hashes in the cache."""
     return lookups * published / 2**bits
 
 
@@ -188,7 +188,7 @@ def hashing_seconds(num_hashes: int, hashes_per_second: float) -> float:
 
 
 def prefill_seconds(num_tokens: int, num_params: float, flops: float) -> float:
-    """The least a prefill can take: two operations a parameter and token, attention left out."""
+    """Return the least time of a prefill: two operations per parameter and token, no attention."""
     return 2 * num_params * num_tokens / flops
 
 
@@ -239,7 +239,7 @@ def _sequence(token_ids: range | list[int], arrival: int = 0) -> Sequence:
 
 
 def _run(manager: BlockManager, token_ids: range | list[int]) -> Sequence:
-    """Compute all of a prompt, with whatever the cache has of it."""
+    """Compute a prompt, except for the prefix that is cached."""
     seq = _sequence(token_ids)
     hits = manager.lookup(seq)
     if not manager.allocate(seq, seq.num_tokens, hits):
@@ -250,14 +250,14 @@ def _run(manager: BlockManager, token_ids: range | list[int]) -> Sequence:
 
 
 def _hit(event: str, manager: BlockManager, seq: Sequence) -> tuple[str, str, str, int]:
-    """A row of `hits_of_two_groups`: what a prompt finds that begins with all tokens of `seq`."""
+    """Return a row of `hits_of_two_groups`: the hit of a prompt that begins with all of `seq`."""
     hits = manager.lookup(_sequence([*seq.token_ids, 0]))
     groups = [_places(blocks) for blocks in zip(*hits, strict=True)] or ["none", "none"]
     return event, *groups, len(hits) * manager.block_size
 
 
 def _places(blocks: tuple[int, ...]) -> str:
-    """Which of the first, second, ... blocks of tokens are there."""
+    """Return which of the first, second, ... blocks of tokens are in a hit."""
     return ", ".join(str(place) for place, block in enumerate(blocks, 1) if block)
 
 

@@ -1,18 +1,18 @@
 """Exercise: continuous batching, in one function.
 
-Complete `simulate`. It plays the whole life of some requests, step by step, and returns what each
-step computes: a dictionary from a request's name to its number of tokens. There is memory for
-everybody and no prefix cache, so only slots and tokens are scarce. The rules:
+Complete `simulate`. It simulates the given requests step by step, and returns what each step
+computes: a dictionary from a request's name to its number of tokens. Memory is unlimited and there
+is no prefix cache, so only slots and tokens are scarce. The rules:
 
-1. At the beginning of step 0, 1, 2, ... the requests whose `arrival_step` it is are put at the end
-   of the waiting queue, in the order in which they are listed.
-2. Running requests come first, in the order in which they were admitted. Then waiting ones are
+1. At the beginning of step 0, 1, 2, ... the requests with this `arrival_step` are appended to the
+   waiting queue, in the order in which they are listed.
+2. Running requests come first, in the order in which they were admitted. Then waiting requests are
    admitted from the head of the queue, while fewer than `max_num_seqs` run and tokens are left.
-3. Each gets as many tokens as bring its computed tokens up to its known ones: the prompt and what
-   was generated so far. But no more than are left of `budget`, and no more than `threshold`, if
-   that is not 0.
+3. Each request gets enough tokens for its computed tokens to catch up with its known tokens, which
+   are the prompt and the tokens generated so far. But it gets no more than the rest of `budget`,
+   and no more than `threshold`, if that is not 0.
 4. A request that has caught up gets one new token at the end of the step. When it has generated
-   `output_len` tokens it leaves, at once. The last one is never computed.
+   `output_len` tokens, it leaves at once. Its last token is never computed.
 5. A step in which there is nothing to do is an empty dictionary. The simulation ends after the
    step in which the last request leaves.
 

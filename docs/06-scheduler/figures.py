@@ -1,4 +1,4 @@
-"""Who sits in which slot in which step, under static and under continuous batching."""
+"""The request in each slot and step, under static and under continuous batching."""
 
 from pathlib import Path
 from string import ascii_uppercase
@@ -37,7 +37,7 @@ def _timelines(output_lens: list[int]) -> str:
         use = worked.slot_use(output_lens, SLOTS, static)
         title = "static" if static else "continuous"
         figure.text(90, y + 12, title, 16, "start", bold=True)
-        words = f"{steps} steps, {use:.0%} of the places yield a token"
+        words = f"{steps} steps, slots in use {use:.0%} of the time"
         figure.text(690, y + 12, words, 15, "end", svg.SOFT)
         _slots(figure, output_lens, static, y + 22, scale)
     return str(figure)
@@ -46,7 +46,7 @@ def _timelines(output_lens: list[int]) -> str:
 def _slots(
     figure: svg.Figure, output_lens: list[int], static: bool, top: float, scale: float
 ) -> None:
-    """One line a slot: a request takes the first that is free when it starts."""
+    """One line per slot: a request takes the first slot that is free when it starts."""
     free_at = [0] * SLOTS
     end = worked.num_steps(output_lens, SLOTS, static)
     for slot in range(SLOTS):

@@ -1,4 +1,4 @@
-"""What chapter 6 shows: slots that are filled again as soon as they are left."""
+"""The run of chapter 6: slots that are filled again as soon as they are free."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from nanoserve import LLM, SamplingParams
 
 
 def continuous_batching(out: Path) -> None:
-    """Five requests of different lengths, and room for three at a time."""
+    """Run five requests of different lengths, at most three at a time."""
     questions = (
         "What is a KV cache?",
         "What is a block table?",

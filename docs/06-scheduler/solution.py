@@ -49,7 +49,7 @@ def simulate(
 
 
 def give(progress: Progress, plan: dict[str, int], left: int, threshold: int) -> int:
-    """Let a request catch up as far as it may; returns the number of tokens."""
+    """Plan as many tokens as the limits allow; returns their number."""
     n = min(progress.known - progress.computed, left, threshold or left)
     plan[progress.request.name] = n
     progress.computed += n

@@ -1,4 +1,4 @@
-"""The exercise of chapter 6 against the engine's own scheduler."""
+"""Tests for the exercise of chapter 6, against the engine's own scheduler."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""Chapter 6's numbers against what they must be by hand. W7 and W8 are the course's own."""
+"""Chapter 6's numbers against values worked by hand. W7 and W8 are the course's own examples."""
 
 import random
 
@@ -16,7 +16,7 @@ W8 = [50, 100, 200, 50, 80, 150]
 
 
 def cells(table: str) -> list[list[str]]:
-    """The rows of a Markdown table, without its header."""
+    """Return the rows of a Markdown table, without its header."""
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
 
 
@@ -34,8 +34,8 @@ def test_w7_and_w8_static() -> None:
     assert found == [(0, 50), (0, 100), (0, 200), (200, 250), (200, 280), (200, 350)]
 
 
-def test_who_runs_gets_a_token_before_anybody_new() -> None:
-    """By hand: A has 20 tokens of prompt, B 6 and C 9; 8 tokens a step, 3 of output for each."""
+def test_running_sequences_get_tokens_before_new_ones() -> None:
+    """By hand: prompts of 20, 6 and 9 tokens for A, B and C; 8 tokens per step, 3 output tokens."""
     assert [row[1:] for row in cells(worked.budget_shares([20, 6, 9], max_tokens=3, budget=8))] == [
         ["8", "waits", "waits", "0"],
         ["8", "waits", "waits", "0"],
@@ -78,26 +78,26 @@ def test_the_order_of_both_policies() -> None:
     assert worked.service_order([2, 0, 1, 0], policy="priority") == "B, D, C, A"
 
 
-def test_nobody_overtakes_the_head_of_the_queue() -> None:
-    # A holds 8 of 12 blocks for its 20 steps; B wants 6, and C the one that is free all the time.
+def test_no_request_overtakes_the_head_of_the_queue() -> None:
+    # A holds 8 of 12 blocks for its 20 steps; B needs 6, and C one, which is free all the time.
     table = worked.first_steps([120, 96, 5], max_tokens=20, num_kv_blocks=12)
     assert cells(table) == [["A", "8", "1"], ["B", "6", "21"], ["C", "1", "21"]]
 
 
-def test_after_a_failed_step_nothing_that_was_computed_is_believed() -> None:
+def test_after_a_failed_step_all_tokens_are_recomputed() -> None:
     rows = {row[0]: row[1:] for row in cells(worked.undone(decoding_len=40, new_len=20))}
     assert rows == {
         "running": ["A", "A, B", "none", "A, B"],
         "waiting": ["B", "none", "A, B", "none"],
         "blocks in use": ["3", "5", "0", "5"],
-        "tokens of A found": ["32", "32", "0", "32"],
-        "of B": ["0", "16", "0", "16"],
+        "cached tokens of A": ["32", "32", "0", "32"],
+        "cached tokens of B": ["0", "16", "0", "16"],
         "planned": ["none", "A: 1, B: 20", "none", "A: 41, B: 20"],
     }
 
 
 def test_a_running_sequence_computes_in_every_step_or_is_preempted() -> None:
-    """Chapter 6 says so, and why: the demand of those before it in `running` never grows."""
+    """Chapter 6 gives the reason: the demand of the sequences before it never grows."""
     for seed in range(200):
         rng = random.Random(seed)
         max_num_seqs, num_blocks = rng.randint(1, 6), rng.randint(6, 20)

@@ -1,7 +1,7 @@
 """Chapter 6's numbers: the engine's own `Scheduler`, step by step and without a model.
 
-Requests are called A, B, C and so on, in the order of their arrival. A sampled token is always the
-same one, and ends nothing: sequences end by their length.
+Requests are called A, B, C and so on, in the order of their arrival. All sampled tokens are the
+same and none is a stop token: sequences end by their length.
 """
 
 from string import ascii_uppercase
@@ -20,10 +20,10 @@ _MAX_MODEL_LEN = 4096
 
 
 def spans(output_lens: list[int], max_num_seqs: int, static: bool) -> list[Span]:
-    """Of each request: the steps before its first one, and those up to its last one.
+    """Return for each request how many steps ended before its first and up to its last step.
 
-    Prompts have one token, so that n tokens of output take n steps. With `static`, nobody may join
-    a batch that runs: the next `max_num_seqs` requests start when the last of those before is done.
+    Prompts have one token, so that n output tokens take n steps. With `static`, no request may join
+    a running batch: the next `max_num_seqs` requests start when the whole batch has ended.
     """
     scheduler = _scheduler(max_num_seqs=max_num_seqs)
     size = max_num_seqs if static else len(output_lens)
@@ -45,7 +45,7 @@ def num_steps(output_lens: list[int], max_num_seqs: int, static: bool) -> int:
 
 
 def slot_use(output_lens: list[int], max_num_seqs: int, static: bool) -> float:
-    """Which part of `max_num_seqs` x steps yields a token."""
+    """Return the fraction of `max_num_seqs` x steps that yields a token."""
     return sum(output_lens) / (max_num_seqs * num_steps(output_lens, max_num_seqs, static))
 
 
@@ -64,7 +64,7 @@ def catching_up(prompt_len: int, max_tokens: int, budget: int) -> str:
 
 
 def budget_shares(prompt_lens: list[int], max_tokens: int, budget: int) -> str:
-    """Table: what each request gets of every step's budget, in the order of arrival."""
+    """Table: how many tokens of every step's budget each request gets, in order of arrival."""
     scheduler = _scheduler(max_num_seqs=len(prompt_lens), max_num_batched_tokens=budget)
     requests = [_request(i, length, max_tokens) for i, length in enumerate(prompt_lens)]
     for seq in requests:
@@ -84,7 +84,7 @@ def budget_shares(prompt_lens: list[int], max_tokens: int, budget: int) -> str:
 
 
 def service_order(priorities: list[int], policy: str) -> str:
-    """The order in which requests of one token are served by an engine with a single slot."""
+    """Return the order in which one slot serves requests of one output token."""
     scheduler = _scheduler(max_num_seqs=1, scheduling_policy=policy)
     for i, priority in enumerate(priorities):
         scheduler.add(_request(i, prompt_len=2, max_tokens=1, priority=priority))
@@ -95,7 +95,7 @@ def service_order(priorities: list[int], policy: str) -> str:
 
 
 def first_steps(prompt_lens: list[int], max_tokens: int, num_kv_blocks: int) -> str:
-    """Table: the step in which each request first runs, when the pool is what is scarce."""
+    """Table: the step in which each request first runs, when the pool is the scarce resource."""
     scheduler = _scheduler(num_kv_blocks=num_kv_blocks)
     requests = [_request(i, length, max_tokens) for i, length in enumerate(prompt_lens)]
     for seq in requests:
@@ -108,7 +108,7 @@ def first_steps(prompt_lens: list[int], max_tokens: int, num_kv_blocks: int) -> 
             first.setdefault(seq, step)
     needed = scheduler.block_manager.blocks_needed
     rows = [(seq.request_id, needed(seq.num_prompt_tokens), first[seq]) for seq in requests]
-    return table(("request", "blocks of its prompt", "first step"), rows)
+    return table(("request", "blocks for its prompt", "first step"), rows)
 
 
 def undone(decoding_len: int, new_len: int) -> str:
@@ -124,8 +124,9 @@ def undone(decoding_len: int, new_len: int) -> str:
     scheduler.reset([a, b])
     states.append(_state(scheduler, a, b, []))
     states.append(_state(scheduler, a, b, scheduler.schedule().rows))
-    names = ("running", "waiting", "blocks in use", "tokens of A found", "of B", "planned")
-    header = ("", "before the step", "planned", "undone", "planned again")
+    cached = ("cached tokens of A", "cached tokens of B")
+    names = ("running", "waiting", "blocks in use", *cached, "planned")
+    header = ("", "before the step", "planned", "after `reset`", "planned again")
     return table(header, list(zip(names, *states, strict=True)))
 
 
@@ -160,7 +161,7 @@ def _request(index: int, prompt_len: int, max_tokens: int, priority: int = 0) ->
 
 
 def _step(scheduler: Scheduler) -> dict[Sequence, int]:
-    """One step; what was planned."""
+    """Run one step; returns the number of planned tokens per sequence."""
     plan = scheduler.schedule()
     scheduler.commit(plan)
     scheduler.update(plan, [[7] for _ in plan.sampled])

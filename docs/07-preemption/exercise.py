@@ -1,21 +1,21 @@
-"""Exercise: give the running sequences their tokens, and decide who must go.
+"""Exercise: give the running sequences their tokens, and choose which to preempt.
 
 Complete `schedule_running`, the first half of a step. The rules:
 
-1. The sequences come in the order of `running`. Each gets as many tokens as it lacks, but no more
-   than are left of `budget`, and no more than `threshold`, if that is not 0.
+1. The sequences come in the order of `running`. Each gets as many tokens as are not computed yet,
+   but no more than the rest of `budget`, and no more than `threshold`, if that is not 0.
 2. It needs blocks for all its computed tokens and these new ones; it has `num_blocks` already.
 3. If too few blocks are free, sequences are preempted one after the other until there are enough.
    The victim is the last in the order of (priority, arrival) among those that still run, whether
    its turn has come or not; without `by_priority` all priorities count as equal. It may be the
    sequence that needs the blocks: then it gets nothing.
-4. A victim gives back all its blocks. If it was planned already, it is planned no longer, and its
-   tokens go back to the budget. Mind the block that it may have got in this very step. The number
-   of rule 1 is taken once, before blocks are looked for, and is not cut again when the budget has
-   grown. It would make no difference: whoever lacks a block lacks a single token, because a prompt
-   got blocks for all its tokens when it was admitted.
+4. A victim frees all its blocks, including one that it may have got in this very step. If it was
+   planned already, it is removed from the plan, and its tokens go back to the budget. The number
+   of rule 1 is computed once, before blocks are allocated, and does not change when the budget has
+   grown. It would make no difference: a sequence that lacks a block lacks a single token, because
+   a prompt got blocks for all its tokens when it was admitted.
 
-Return the planned tokens by name, and the names of the victims in the order in which they went.
+Return the planned tokens by name, and the names of the victims in the order of preemption.
 
 Test it with `pytest -x docs/07-preemption/test_exercise.py`.
 """

@@ -1,4 +1,4 @@
-"""A long prompt beside sequences that decode, as a whole and in chunks: the engine's own plans."""
+"""A long prompt beside decoding sequences, as a whole and in chunks: the engine's own plans."""
 
 from pathlib import Path
 
@@ -9,11 +9,11 @@ worked = facts.load(Path(__file__).with_name("worked.py"))
 
 DECODING, PROMPT, THRESHOLD = 3, 1000, 256  # the chapter's example
 MODEL, GPU = "LLaMA-2-7B", "A100"
-_LEFT, _SCALE = 100, 11.2  # pixels a millisecond
+_LEFT, _SCALE = 100, 11.2  # pixels, pixels per millisecond
 
 
 def chunks_beside_decodes() -> str:
-    """Each step as wide as its lower bound in time, with what it gives to whom."""
+    """Draw each step as wide as its lower bound in time, with the tokens of each sequence."""
     figure = svg.Figure(
         "A prompt in one step and in chunks, beside three sequences that decode", 400
     )
@@ -51,7 +51,7 @@ def _timeline(figure: svg.Figure, top: float, threshold: int) -> None:
 
 
 def _steps(threshold: int) -> tuple[list[list[int]], list[str]]:
-    """Tokens by step and sequence: a decode alone, the prompt, and decodes after it."""
+    """Return tokens by step and sequence: a decode step, the prompt, and decode steps after it."""
     scheduler = worked._scheduler(long_prefill_token_threshold=threshold)
     sequences = worked._add_decoding(scheduler, DECODING)
     planned = [worked._counts(worked._step(scheduler))]

@@ -1,4 +1,4 @@
-"""What chapter 7 shows: a prompt in pieces beside others, and a pool that runs out."""
+"""The runs of chapter 7: a prompt in chunks beside others, and a pool that runs out of blocks."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ _QUESTIONS = ("What is a KV cache?", "What is a block table?", "What is preempti
 
 
 def chunked_prefill(out: Path) -> None:
-    """Two sequences decode, a long prompt comes in chunks of 16 tokens."""
+    """Two sequences decode, and a long prompt is computed in chunks of 16 tokens."""
     short = SamplingParams(temperature=0, max_tokens=14, ignore_eos=True)
     options = {"long_prefill_token_threshold": 16, "num_kv_blocks": 32, "max_num_seqs": 4}
     with LLM("tiny-qwen3", dtype="float32", trace=str(out), **options) as llm:
@@ -22,7 +22,7 @@ def chunked_prefill(out: Path) -> None:
 
 
 def preemption(out: Path) -> None:
-    """Three answers grow until the pool is empty; the last one gives way and comes back.
+    """Three answers grow until the pool is empty; the last is preempted and admitted again.
 
     The first question is longer, so its sequence takes the last free block some steps before the
     second one needs a block, and the recorded run has frames in which the pool is full.

@@ -26,7 +26,7 @@ def schedule_running(
 
     planned: dict[str, int] = {}
     victims: list[str] = []
-    blocks = {seq.name: seq.num_blocks for seq in running}  # of those that still run
+    blocks = {seq.name: seq.num_blocks for seq in running}  # of the sequences that still run
     for seq in running:
         if seq.name not in blocks:
             continue

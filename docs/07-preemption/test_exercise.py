@@ -1,4 +1,4 @@
-"""The exercise of chapter 7 against the engine's own scheduler."""
+"""Tests for the exercise of chapter 7, against the engine's own scheduler."""
 
 import random
 
@@ -18,7 +18,7 @@ def decoding(
     return Running(name, num_tokens, num_tokens - 1, num_blocks, arrival, priority)
 
 
-def test_with_free_blocks_everybody_runs() -> None:
+def test_with_free_blocks_all_sequences_run() -> None:
     running = [decoding("a", 17, 1, 1), decoding("b", 5, 1, 2)]
     case = f"schedule_running({running}, 1, 16, budget=10)"
     assert schedule_running(running, 1, 16, budget=10) == ({"a": 1, "b": 1}, []), case
@@ -32,7 +32,7 @@ def test_a_prompt_is_cut_by_the_budget_and_by_the_threshold() -> None:
     assert found == ({"a": 1, "b": 20}, []), f"{case}, threshold=20)"
 
 
-def test_the_last_to_arrive_goes_first() -> None:
+def test_the_last_to_arrive_is_preempted_first() -> None:
     running = [decoding("a", 17, 1, 1), decoding("b", 5, 1, 2), decoding("c", 5, 1, 3)]
     case = f"schedule_running({running}, 0, 16, budget=10)"
     assert schedule_running(running, 0, 16, budget=10) == ({"a": 1, "b": 1}, ["c"]), case
@@ -45,7 +45,7 @@ def test_it_may_be_the_one_that_needs_the_block() -> None:
 
 
 def test_a_victim_that_was_planned_gives_back_blocks_and_budget() -> None:
-    # "low" takes the only free block, and loses it to "high" together with its own.
+    # "low" gets the only free block, and loses it to "high" together with its own.
     low, high = decoding("low", 17, 1, 1, priority=5), decoding("high", 33, 2, 2, priority=1)
     more = Running("more", 60, 0, 4, 3, priority=2)
     case = f"schedule_running({[low, high, more]}, 1, 16, budget=11, by_priority=True)"

@@ -1,4 +1,4 @@
-"""Chapter 7's numbers against what they must be by hand. W9 is the course's own."""
+"""Chapter 7's numbers against values worked by hand. W9 is the course's own example."""
 
 import itertools
 import random
@@ -16,7 +16,7 @@ from . import worked
 
 
 def cells(table: str) -> list[list[str]]:
-    """The rows of a Markdown table, without its header."""
+    """Return the rows of a Markdown table, without its header."""
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
 
 
@@ -68,29 +68,29 @@ def test_preemption_step_by_step() -> None:
     ]
 
 
-def test_a_victim_waits_until_somebody_has_ended() -> None:
+def test_a_victim_waits_until_a_sequence_has_ended() -> None:
     """By hand: C has 17 tokens, so it needs two blocks; A's three are free after step 4."""
     requests = [(32, 4), (32, 8), (16, 4), (16, 2)]
     assert [row[1:] for row in cells(worked.head_of_the_queue(requests, num_kv_blocks=6))] == [
-        ["none", "none", "0", "nobody", ""],
+        ["none", "none", "0", "none", ""],
         ["D, C", "none", "0", "C", "2"],
         ["none", "none", "0", "C", "2"],
         ["none", "A", "3", "C", "2"],
     ]
 
 
-def test_with_a_prefix_cache_a_victim_loses_what_was_taken_meanwhile() -> None:
+def test_with_a_prefix_cache_a_victim_loses_only_the_blocks_reused_meanwhile() -> None:
     assert worked.tokens_computed_again(160, prefix_caching=False) == 161
     assert worked.tokens_computed_again(160, prefix_caching=True) == 161 - 8 * 16
 
 
-def test_admitted_on_its_first_chunk_a_long_prompt_thrashes() -> None:
-    """By hand, chunks of 31 beside one decode.
+def test_a_long_prompt_admitted_with_blocks_for_its_first_chunk_thrashes() -> None:
+    """By hand, chunks of 31 beside one decode row.
 
     In 12 - 3 and 12 - 4 blocks four chunks fit (124 tokens), and the fifth preempts: four times.
     From the 24th step on, in 12 - 5 blocks, three fit (93 tokens): four times, the first one cut
-    short. Then two chunks before the other ends in its 38th step, three of 32 and one of 2 behind
-    it, and one token of output.
+    short. Then two chunks before the other ends in its 38th step, three of 32 and one of 2 after
+    it, and one output token.
     """
     wasted = 4 * 124 + 4 * 93
     arguments = {"prompt_len": 160, "num_kv_blocks": 12, "budget": 32}
@@ -115,8 +115,8 @@ def test_swapping_against_recomputing() -> None:
     ]
 
 
-def test_no_victim_comes_back_before_somebody_ends() -> None:
-    """Chapter 7 says so of FCFS and texts that are not alike, and why."""
+def test_no_victim_is_admitted_again_before_a_sequence_ends() -> None:
+    """Chapter 7 gives the reason; it holds for FCFS and different texts."""
     for seed, prefix_caching in itertools.product(range(100), (False, True)):
         check_a_life(seed, prefix_caching)
 
@@ -135,20 +135,20 @@ def check_a_life(seed: int, prefix_caching: bool) -> None:
         prompt = [arrival] * rng.randint(1, 19)
         params = SamplingParams(max_tokens=rng.choice([1, 5, None]))
         scheduler.add(Sequence(str(arrival), prompt, params, max_model_len=20, arrival=arrival))
-    nobody_ended_since_a_preemption = False
+    none_ended_since_a_preemption = False
     while scheduler.has_unfinished():
         plan = scheduler.schedule()
         if plan.preempted:
-            nobody_ended_since_a_preemption = True
-        assert not (plan.admitted and nobody_ended_since_a_preemption), (seed, prefix_caching)
+            none_ended_since_a_preemption = True
+        assert not (plan.admitted and none_ended_since_a_preemption), (seed, prefix_caching)
         scheduler.commit(plan)
         scheduler.update(plan, [[int(row.seq.request_id)] for row in plan.sampled])
         if any(row.seq.finished for row in plan.sampled):
-            nobody_ended_since_a_preemption = False
+            none_ended_since_a_preemption = False
 
 
-def test_the_recorded_run_has_the_moments_that_the_text_speaks_of() -> None:
-    """The pool is full from step 5 on; #3 gives way in step 15 and is back in step 18."""
+def test_the_recorded_run_is_as_the_text_describes_it() -> None:
+    """The pool is full from step 5 on; #3 is preempted in step 15 and returns in step 18."""
     trace = read_trace(Path(__file__).with_name("preemption.jsonl"))
     pool, free = Pool(), []
     for step in trace.steps:

@@ -1,7 +1,7 @@
 """Chapter 7's numbers: chunks and preemption by the engine's own `Scheduler`, and some arithmetic.
 
 Requests are called A, B, C and so on, in the order of their arrival. Times are lower bounds from a
-data sheet's rates: weights are read once a step, attention and launches are left out.
+data sheet's rates: weights are read once per step, attention and launches are left out.
 """
 
 from collections.abc import Collection, Iterable
@@ -22,11 +22,11 @@ _MAX_MODEL_LEN = 4096
 
 @dataclass(frozen=True)
 class GPU:
-    """Rates from a data sheet: dense 16-bit operations, bytes of its memory, bytes to the host."""
+    """Rates per second: dense 16-bit operations, bytes from its memory, bytes to the host."""
 
     flops: float
     bandwidth: float
-    pcie: float  # one direction, what is reached rather than what is printed
+    pcie: float  # one direction; a practical rate, below that of the data sheet
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ MODELS = {
 
 
 def chunks(prompt_len: int, threshold: int, budget: int, decoding: int = 0) -> str:
-    """The chunks in which a prompt is computed beside `decoding` other sequences."""
+    """Return the chunks in which a prompt is computed beside `decoding` other sequences."""
     scheduler = _scheduler(long_prefill_token_threshold=threshold, max_num_batched_tokens=budget)
     _add_decoding(scheduler, decoding)
     seq = _add(scheduler, prompt_len)
@@ -59,7 +59,7 @@ def chunks(prompt_len: int, threshold: int, budget: int, decoding: int = 0) -> s
 
 
 def mixed_steps(decoding: int, prompt_len: int, next_prompt_len: int, threshold: int) -> str:
-    """Table: a long prompt in chunks beside sequences that decode; a short one a step later."""
+    """Table: a long prompt in chunks beside decoding sequences, and a short one a step later."""
     scheduler = _scheduler(long_prefill_token_threshold=threshold)
     others = _add_decoding(scheduler, decoding)
     long = _add(scheduler, prompt_len)
@@ -75,30 +75,30 @@ def mixed_steps(decoding: int, prompt_len: int, next_prompt_len: int, threshold:
 
 
 def step_seconds(num_tokens: int, model: str, gpu: str) -> float:
-    """The longer of reading the weights and computing 2 operations a parameter and token."""
+    """Return the longer of reading the weights and 2 operations per parameter and token."""
     m, g = MODELS[model], GPUS[gpu]
     return max(m.weight_bytes / g.bandwidth, 2 * m.params * num_tokens / g.flops)
 
 
 def balanced_tokens(model: str, gpu: str) -> float:
-    """Tokens in a step at which computing takes as long as reading the weights."""
+    """Return the tokens per step at which computing takes as long as reading the weights."""
     m, g = MODELS[model], GPUS[gpu]
     return m.weight_bytes / g.bandwidth * g.flops / (2 * m.params)
 
 
 def chunk_table(prompt_len: int, decoding: int, sizes: list[int], model: str, gpu: str) -> str:
-    """Table: what the size of a chunk does to those who decode, and to the one who waits for it."""
+    """Table: the effect of the chunk size on decoding requests and on the new request."""
     rows = []
     for size in sizes:
         lengths = [min(size, prompt_len - start) for start in range(0, prompt_len, size)]
         times = [1000 * step_seconds(n + decoding, model, gpu) for n in lengths]
         rows.append((f"{size:,}", len(lengths), f"{max(times):.1f} ms", f"{sum(times):.0f} ms"))
-    header = ("chunk", "steps", "longest gap between two tokens", "first token of the newcomer")
+    header = ("chunk", "steps", "longest gap between two tokens", "first token of the new request")
     return table(header, rows)
 
 
 def preemption_steps(requests: list[tuple[int, int]], num_kv_blocks: int) -> str:
-    """Table: requests (prompt, output) in a pool too small for them, without prefix cache."""
+    """Table: requests (prompt, output) in a pool too small for them, without a prefix cache."""
     scheduler = _scheduler(num_kv_blocks=num_kv_blocks)
     for prompt_len, max_tokens in requests:
         _add(scheduler, prompt_len, max_tokens)
@@ -114,27 +114,27 @@ def preemption_steps(requests: list[tuple[int, int]], num_kv_blocks: int) -> str
 
 
 def head_of_the_queue(requests: list[tuple[int, int]], num_kv_blocks: int) -> str:
-    """Table: after each step until somebody ends, what is free and what the head would need."""
+    """Table: free blocks and the needs of the head of the queue, until a sequence ends."""
     scheduler = _scheduler(num_kv_blocks=num_kv_blocks)
-    everybody = [_add(scheduler, *request) for request in requests]
+    sequences = [_add(scheduler, *request) for request in requests]
     needed = scheduler.block_manager.blocks_needed
     rows = []
-    while not any(seq.finish_reason for seq in everybody):
+    while not any(seq.finish_reason for seq in sequences):
         plan = _step(scheduler)
         head = scheduler.waiting[0] if scheduler.waiting else None
-        ended = [seq for seq in everybody if seq.finish_reason]
+        ended = [seq for seq in sequences if seq.finish_reason]
         free = scheduler.block_manager.num_free_blocks
-        wanted = (head.request_id, needed(head.num_tokens)) if head else ("nobody", "")
+        wanted = (head.request_id, needed(head.num_tokens)) if head else ("none", "")
         rows.append((len(rows) + 1, _names(plan.preempted), _names(ended), free, *wanted))
-    header = ("step", "preempted", "ended", "free after it", "head of waiting", "it needs")
+    header = ("step", "preempted", "ended", "free blocks after it", "head of the queue", "it needs")
     return table(header, rows)
 
 
 def tokens_computed_again(prompt_len: int, prefix_caching: bool) -> int:
-    """What a preempted sequence computes when it comes back.
+    """Return how many tokens a preempted sequence computes when it is admitted again.
 
-    Its prompt fills all but three blocks of the pool to the last token. A short request before it
-    grows by three blocks, the first of them free, the others the victim's, and then ends.
+    Its prompt exactly fills all but three blocks of the pool. A short request before it grows by
+    three blocks, of which the first is free and the others are the victim's, and then ends.
     """
     blocks = prompt_len // 16
     scheduler = _scheduler(num_kv_blocks=blocks + 3, enable_prefix_caching=prefix_caching)
@@ -149,9 +149,9 @@ def tokens_computed_again(prompt_len: int, prefix_caching: bool) -> int:
 
 
 def admission(on_first_chunk: bool, prompt_len: int, num_kv_blocks: int, budget: int) -> str:
-    """Tokens computed for a long prompt, its preemptions and the steps, as cells of a table.
+    """Return table cells: tokens computed for a long prompt, its preemptions, and the steps.
 
-    Beside it a sequence grows from 3 blocks to 5. The budget is the size of the chunks.
+    Beside it a sequence grows from 3 blocks to 5. The budget is the chunk size.
     """
     scheduler = _scheduler(num_kv_blocks=num_kv_blocks, max_num_batched_tokens=budget)
     if on_first_chunk:
@@ -168,18 +168,18 @@ def admission(on_first_chunk: bool, prompt_len: int, num_kv_blocks: int, budget:
 
 
 def concurrency(num_kv_blocks: int, prompt_len: int, reserved_output: int) -> int:
-    """Requests that fit into a pool when each is admitted with room for so much output."""
+    """Return how many requests fit into a pool if blocks for their output are reserved."""
     needed = BlockManager(1, 16).blocks_needed(prompt_len + reserved_output)
     return num_kv_blocks // needed
 
 
 def swap_seconds(num_tokens: int, model: str, gpu: str) -> float:
-    """K and V go to the host's memory and come back, at the full rate of the bus."""
+    """Return the time to copy K and V to the host's memory and back at the full PCIe rate."""
     return 2 * num_tokens * MODELS[model].kv_bytes_per_token / GPUS[gpu].pcie
 
 
 def recompute_seconds(num_tokens: int, model: str, gpu: str) -> float:
-    """2 operations a parameter and token, at the full rate of the GPU."""
+    """Return the time of 2 operations per parameter and token at the full rate of the GPU."""
     return 2 * MODELS[model].params * num_tokens / GPUS[gpu].flops
 
 
@@ -190,12 +190,12 @@ def swap_table(num_tokens: int) -> str:
             swap = f"{1000 * swap_seconds(num_tokens, model, gpu):.0f} ms"
             again = f"{1000 * recompute_seconds(num_tokens, model, gpu):.0f} ms"
             rows.append((model, gpu, f"{shape.kv_bytes_per_token / 1024:.0f} KiB", swap, again))
-    header = ("model", "GPU", "KV of a token", f"swap {num_tokens:,} tokens", "recompute them")
+    header = ("model", "GPU", "KV per token", f"swap {num_tokens:,} tokens", "recompute them")
     return table(header, rows)
 
 
 class _FirstChunkOnly(BlockManager):
-    """Gives a newcomer blocks for its first chunk only: what the engine does *not* do."""
+    """Gives a new request blocks for its first chunk only, which the engine does *not* do."""
 
     def __init__(self, num_blocks: int, chunk: int) -> None:
         super().__init__(num_blocks, 16, enable_prefix_caching=False)

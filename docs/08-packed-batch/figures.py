@@ -12,7 +12,7 @@ _SIZE = worked.EXAMPLE_BLOCK_SIZE
 
 
 def pool_and_batch() -> str:
-    """Where each new token's K and V go, and what the batch says of it."""
+    """Draw where each new token's K and V are stored, and its fields in the batch."""
     figure = svg.Figure("The pool of KV slots, and the packed batch of one step", 560)
     figure.text(18, 34, "pool: 10 blocks of 4 slots", 16, "start", bold=True)
     figure.text(702, 34, "dark: written by this step", 14, "end", svg.SOFT)
@@ -24,7 +24,7 @@ def pool_and_batch() -> str:
 
 
 def _owner(slot: int) -> tuple[int, int] | None:
-    """Whose token is at `slot` after the step, as (row, position)."""
+    """Return the token at `slot` after the step, as (row, position)."""
     for index, row in enumerate(worked.EXAMPLE):
         for position in range(row.computed + row.new):
             if row.table[position // _SIZE] * _SIZE + position % _SIZE == slot:
@@ -85,5 +85,5 @@ def _batch(figure: svg.Figure) -> None:
         x = left + width * output + width / 2
         figure.arrow(x, 468, x, 492, svg.RED, 2, 9)
         figure.text(x, 512, output, 15, fill=svg.RED, bold=True)
-    words = "a token is sampled where an arrow leaves; c is in the middle of its prompt"
+    words = "arrows: logits for sampling; c is in the middle of its prompt"
     figure.text(left, 540, words, 14, "start", svg.SOFT)

@@ -1,4 +1,4 @@
-"""What the chapter on the packed batch shows."""
+"""The run of the chapter on the packed batch."""
 
 from pathlib import Path
 

@@ -6,7 +6,7 @@ import numpy as np
 
 
 class Row(NamedTuple):
-    """What the scheduler says of one sequence."""
+    """The scheduler's decision for one sequence."""
 
     token_ids: list[int]
     num_computed: int
@@ -15,7 +15,7 @@ class Row(NamedTuple):
 
 
 def pack(rows: list[Row], block_size: int) -> dict[str, np.ndarray]:
-    """Lists are joined row by row; what is left is arithmetic on whole arrays."""
+    """Join lists row by row; the rest is arithmetic on whole arrays."""
     num_new = np.array([row.num_new for row in rows], dtype=np.int32)
     computed = np.array([row.num_computed for row in rows], dtype=np.int32)
     num_known = np.array([len(row.token_ids) for row in rows], dtype=np.int32)
@@ -29,7 +29,7 @@ def pack(rows: list[Row], block_size: int) -> dict[str, np.ndarray]:
     # Token i of the batch is token i - ends[row] of its row.
     positions = np.arange(len(input_ids), dtype=np.int32) + (computed - ends[:-1])[row_of_token]
 
-    # All tables end to end: a row's own begins behind those of the rows before it.
+    # All tables concatenated: a row's own begins after those of the rows before it.
     tables = np.concatenate([np.array(row.block_table, dtype=np.int32) for row in rows])
     lengths = np.array([len(row.block_table) for row in rows])
     blocks = tables[(np.cumsum(lengths) - lengths)[row_of_token] + positions // block_size]

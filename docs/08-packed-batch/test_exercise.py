@@ -1,4 +1,4 @@
-"""Is a step packed as the engine packs it?"""
+"""Tests for the exercise of chapter 8, against the engine's own packing."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""The numbers of the course's chapter on the packed batch, against values worked by hand."""
+"""The numbers of the chapter on the packed batch, against values worked by hand."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize(
-    ("lengths", "places", "waste"),
+    ("lengths", "elements", "waste"),
     [
         ([1] * 256, 256, 0.0),
         ([1] * 31 + [512], 16_384, 0.96686),
@@ -29,8 +29,8 @@ BY_HAND = {
         ([35, 100, 300, 512], 2048, 0.53760),
     ],
 )
-def test_padding(lengths: list[int], places: int, waste: float) -> None:
-    assert worked.padded_places(lengths) == places
+def test_padding(lengths: list[int], elements: int, waste: float) -> None:
+    assert worked.padded_places(lengths) == elements
     assert worked.padding_waste(lengths) == pytest.approx(waste, abs=1e-5)
     assert lengths in worked.STEPS.values()
 

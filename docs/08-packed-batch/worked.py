@@ -1,4 +1,4 @@
-"""Worked numbers of the packed batch: what padding wastes, what a step copies, which logits."""
+"""Worked numbers of the packed batch: waste by padding, bytes copied per step, output rows."""
 
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
@@ -33,18 +33,18 @@ STEPS: dict[str, list[int]] = {
 
 
 def padded_places(lengths: Sequence[int]) -> int:
-    """Places of the rectangle [rows, longest]."""
+    """Return the number of elements of the rectangle [rows, longest]."""
     return len(lengths) * max(lengths)
 
 
 def padding_waste(lengths: Sequence[int]) -> float:
-    """Share of the rectangle's places that no token is in."""
+    """Return the fraction of the rectangle's elements that are padding."""
     return 1 - sum(lengths) / padded_places(lengths)
 
 
 def padding_table() -> str:
-    """`padding_waste` of each of `STEPS`, as Markdown."""
-    lines = ["| step | tokens | places when padded | wasted |", "|---|---:|---:|---:|"]
+    """Return `padding_waste` of each of `STEPS`, as Markdown."""
+    lines = ["| step | tokens | tokens with padding | wasted |", "|---|---:|---:|---:|"]
     for name, lengths in STEPS.items():
         places, waste = padded_places(lengths), padding_waste(lengths)
         lines.append(f"| {name} | {sum(lengths):,} | {places:,} | {waste:.1%} |")
@@ -54,7 +54,7 @@ def padding_table() -> str:
 def fields(
     rows: Sequence[Row] = EXAMPLE, block_size: int = EXAMPLE_BLOCK_SIZE
 ) -> dict[str, list[int]]:
-    """The fields of the packed batch of `rows`, by the definition of each, token by token."""
+    """Return the fields of the packed batch of `rows`, by their definitions, token by token."""
     positions = [row.computed + i for row in rows for i in range(row.new)]
     tables = [row.table for row in rows for _ in range(row.new)]
     slots = [
@@ -74,7 +74,7 @@ def fields(
 
 
 def rows_table(rows: Sequence[Row] = EXAMPLE) -> str:
-    """What the scheduler has decided, as Markdown."""
+    """Return the scheduler's decision as Markdown."""
     lines = ["| row | tokens known | computed | new | block table |", "|---|---:|---:|---:|---|"]
     for row in rows:
         table = list(row.table)
@@ -83,7 +83,7 @@ def rows_table(rows: Sequence[Row] = EXAMPLE) -> str:
 
 
 def token_fields_table(rows: Sequence[Row] = EXAMPLE, block_size: int = EXAMPLE_BLOCK_SIZE) -> str:
-    """The fields with an integer for each token, a column for each, as Markdown."""
+    """Return the fields with an integer per token as Markdown, with a column per token."""
     found = fields(rows, block_size)
     owners = [row.name for row in rows for _ in range(row.new)]
     lines = {
@@ -92,11 +92,11 @@ def token_fields_table(rows: Sequence[Row] = EXAMPLE, block_size: int = EXAMPLE_
         "`positions`": found["positions"],
         "`slot_mapping`": found["slot_mapping"],
     }
-    return _columns("place in the batch", range(len(owners)), lines)
+    return _columns("index in the batch", range(len(owners)), lines)
 
 
 def row_fields_table(rows: Sequence[Row] = EXAMPLE, block_size: int = EXAMPLE_BLOCK_SIZE) -> str:
-    """The fields of rows, a column for each; in the last one where the packed tokens end."""
+    """Return the fields with an integer per row; the last column is the end of the tokens."""
     found = fields(rows, block_size)
     width = -(-max(found["context_lens"]) // block_size)
     tables = [", ".join(map(str, row.table[:width])) for row in rows]
@@ -116,7 +116,7 @@ def _columns(corner: str, names: Iterable[object], lines: dict[str, Sequence[obj
 
 
 def logits_bytes(num_rows: int, vocab_size: int, dtype_bytes: int) -> int:
-    """Bytes of the logits [num_rows, vocab_size]."""
+    """Return the bytes of the logits [num_rows, vocab_size]."""
     return num_rows * vocab_size * dtype_bytes
 
 
@@ -129,16 +129,16 @@ def lm_head_share(
     intermediate: int,
     vocab_size: int,
 ) -> float:
-    """The LM head's multiplications for a token, over those of all layers' weights."""
+    """Return the LM head's multiplications per token, relative to those of all layers."""
     attention = hidden * (heads + 2 * kv_heads) * head_dim + heads * head_dim * hidden
     return hidden * vocab_size / (layers * (attention + 3 * hidden * intermediate))
 
 
 def step_bytes(max_num_tokens: int, max_num_rows: int, num_rows: int, table_width: int) -> int:
-    """Bytes that a step of `num_rows` copies: all fields, and tables as wide as its longest.
+    """Return the bytes that a step of `num_rows` copies: all fields, and its block tables.
 
     Capacities in integers as in `nanoserve.engine.batch_layout.BatchLayout`: a header, six fields
-    with an integer for each token, three with one for each row, and the count of one head.
+    with an integer per token, three with one per row, and the count of one head.
     """
     capacities = [10, *[max_num_tokens] * 6, max_num_rows + 1, *[max_num_rows] * 2, 1]
     padded = [-(-n * _INT_BYTES // _ALIGNMENT) * _ALIGNMENT for n in capacities]

@@ -15,7 +15,7 @@ ROWS, SHARES = (300, 20, 180), 3  # decode rows' keys: the chapter's example
 
 
 def tiles_of_a_chunk() -> str:
-    """Which tiles of keys each program computes without masks, with masks, or never looks at."""
+    """Draw which tiles of keys each program computes without masks, with masks, or never reads."""
     figure = svg.Figure("Tiles of queries and keys of a chunk under the causal mask", 470)
     block_q = BLOCK_M // GROUP
     tiles = key_tiles(CONTEXT, CHUNK, block_q)
@@ -52,8 +52,8 @@ def tiles_of_a_chunk() -> str:
 
 
 def equal_shares() -> str:
-    """The key tiles of all decode rows in a line, cut into shares of equal length."""
-    figure = svg.Figure("Key tiles of decode rows, cut into equal shares", 316)
+    """Draw the key tiles of all decode rows in a line, divided into shares of equal length."""
+    figure = svg.Figure("Key tiles of decode rows, divided into equal shares", 316)
     shares = worked.shares(ROWS, TILE_N, SHARES)
     owner = {tile: share for share, tiles in enumerate(shares) for tile in tiles}
     figure.text(18, 34, f"tiles of {TILE_N} keys, row by row", 16, "start", bold=True)
@@ -85,7 +85,7 @@ def equal_shares() -> str:
 
 
 def key_tiles(context: int, chunk: int, block_q: int) -> list[tuple[int, int]]:
-    """Of each tile of queries: the tiles of keys without masks, and of all that it looks at.
+    """Return for each tile of queries the number of key tiles without masks, and of all it reads.
 
     As `chunk_attention_kernel` counts them when there is no sliding window.
     """
@@ -99,7 +99,7 @@ def key_tiles(context: int, chunk: int, block_q: int) -> list[tuple[int, int]]:
 
 
 def _merges(shares: list[list[tuple[int, int]]]) -> list[str]:
-    """One sentence for each row."""
+    """Return one sentence for each row."""
     found = []
     for row in range(len(ROWS)):
         having = [str(i) for i, tiles in enumerate(shares) if any(r == row for r, _ in tiles)]
@@ -111,7 +111,7 @@ def _merges(shares: list[list[tuple[int, int]]]) -> list[str]:
 
 
 def _group(figure: svg.Figure, x: float, y: float) -> None:
-    """How the rows of one tile are numbered."""
+    """Draw how the rows of one tile are numbered."""
     tokens = BLOCK_M // GROUP
     words = f"a tile has {BLOCK_M} rows: {tokens} queries of {GROUP} heads that read one KV head"
     figure.text(x - 112, y + 12, words, 15, "start")

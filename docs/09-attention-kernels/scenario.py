@@ -1,4 +1,4 @@
-"""What the chapter on attention kernels shows: the rows that a kernel is launched for."""
+"""The run of the chapter on attention kernels: the rows that a kernel is launched for."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from nanoserve import LLM, SamplingParams
 
 
 def attention_rows(out: Path) -> None:
-    """Decode rows of uneven contexts, joined by a chunk behind a prefix that is cached."""
+    """Run decode rows with contexts of different lengths, and a chunk after a cached prefix."""
     shared = [
         {"role": "user", "content": "What is a KV cache?"},
         {"role": "assistant", "content": "It keeps the keys and values of all earlier tokens."},

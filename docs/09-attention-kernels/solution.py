@@ -10,7 +10,7 @@ Tile = tuple[np.ndarray, np.ndarray, np.ndarray]
 def attend(
     q: np.ndarray, read_tile: Callable[[int], Tile], num_tiles: int, scale: float
 ) -> tuple[np.ndarray, float]:
-    """The state is the largest score, the sum of exponentials relative to it, and their values."""
+    """Keep the largest score, the sum of exponentials relative to it, and the weighted values."""
     maximum, total, acc = -np.inf, 0.0, np.zeros(len(q))
     for i in range(num_tiles):
         k, v, is_seen = read_tile(i)
@@ -29,7 +29,7 @@ def attend(
 
 
 def merge(outs: np.ndarray, lses: np.ndarray) -> np.ndarray:
-    """Each output counts as much as the exponentials that it is the mean over."""
+    """Weight each output by its sum of exponentials."""
     has_keys = lses > -np.inf
     outs, lses = outs[has_keys], lses[has_keys]
     weights = np.exp(lses - lses.max())

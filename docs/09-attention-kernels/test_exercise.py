@@ -1,4 +1,4 @@
-"""Is attention in one pass, and in parts, what a softmax over all keys gives?"""
+"""Tests for the exercise of chapter 9, against a softmax over all keys."""
 
 import warnings
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ def no_overflow_and_no_nan() -> Iterator[None]:
 
 
 class Tiles:
-    """Hands out each tile once. What the query must not see is NaN."""
+    """Returns each tile once. Invisible keys and values are NaN."""
 
     def __init__(self, k: np.ndarray, v: np.ndarray, is_seen: np.ndarray) -> None:
         missing = -len(k) % TILE_N
@@ -32,7 +32,8 @@ class Tiles:
         return len(self.k) // TILE_N
 
     def read(self, i: int) -> Tile:
-        assert 0 <= i < len(self) and i not in self.were_read, f"tile {i} is read twice, or is none"
+        assert 0 <= i < len(self), f"tile {i} does not exist"
+        assert i not in self.were_read, f"tile {i} is read twice"
         self.were_read.add(i)
         span = slice(i * TILE_N, (i + 1) * TILE_N)
         return self.k[span].copy(), self.v[span].copy(), self.is_seen[span].copy()
@@ -66,7 +67,7 @@ def test_one_pass_is_the_softmax_over_all_keys(num_keys: int, size: float) -> No
 
 @pytest.mark.parametrize("window", [1, 3, 4, 6, 9, 11])
 def test_keys_before_the_window_are_not_seen(window: int) -> None:
-    """With a window of 6 or less, whole tiles have nothing to show."""
+    """With a window of 6 or less, whole tiles have no visible key."""
     q, k, v = inputs(11, seed=window)
     tiles = Tiles(k, v, np.arange(11) >= 11 - window)
     out, lse = attend(q, tiles.read, len(tiles), 0.5)

@@ -1,4 +1,4 @@
-"""The numbers of the course's chapter on attention kernels, against values worked by hand."""
+"""The numbers of the chapter on attention kernels, against values worked by hand."""
 
 from math import exp
 
@@ -7,7 +7,7 @@ import pytest
 from . import worked
 
 
-def test_scores_of_a_long_prompt_are_far_larger_than_what_goes_in_and_out() -> None:
+def test_scores_of_a_long_prompt_are_far_larger_than_inputs_and_output() -> None:
     assert worked.score_bytes(tokens=2048, heads=16, dtype_bytes=4) == 268_435_456
     assert worked.qkvo_bytes(2048, heads=16, kv_heads=8, head_dim=128, dtype_bytes=2) == 25_165_824
 
@@ -51,7 +51,7 @@ def test_tiles_of_rows() -> None:
 
 
 @pytest.mark.parametrize("block_q", [1, 2, 4, 7])
-def test_there_is_always_room_for_all_tiles_of_a_row(block_q: int) -> None:
+def test_there_are_always_enough_programs_for_a_row(block_q: int) -> None:
     for lengths in ([1], [1, 1, 1], [3, 2, 8, 1, 5], [4, 4, 4], [40, 1, 2, 17]):
         starts = worked.tile_starts(lengths, block_q)
         for length, first, following in zip(lengths, starts, starts[1:], strict=False):
@@ -68,7 +68,7 @@ def test_shares_are_equal_and_have_every_tile_once() -> None:
 
 
 def test_the_engine_cuts_the_same_shares() -> None:
-    """On an H100, for as long a context as there may be."""
+    """On an H100, for the longest possible context."""
     pytest.importorskip("triton")
     import torch
 
@@ -79,7 +79,7 @@ def test_the_engine_cuts_the_same_shares() -> None:
     assert worked.num_shares(132, num_kv_heads=8) == config.num_programs * 132 // 8 == 33
 
 
-def test_what_rows_of_different_lengths_lose() -> None:
+def test_the_loss_with_rows_of_different_lengths() -> None:
     assert worked.longest_part([640] * 4, 64, 4) == 1
     assert worked.longest_part([640, 64, 64, 64], 64, 4) == 10 / (13 / 4)
     assert worked.shares_table([300, 20, 180], 64, 3).splitlines()[2:] == [
@@ -107,14 +107,14 @@ def test_where_an_int32_ends() -> None:
     assert (first - 1) * 16_384 < 2**31 <= first * 16_384
 
 
-def test_gpus_are_as_fast_as_their_data_sheets_say() -> None:
+def test_rates_of_gpus_match_their_data_sheets() -> None:
     """312 and 989.4 TFLOP/s in bfloat16 without sparsity; 432 and 528 tensor cores."""
     assert worked.tflops("A100") == pytest.approx(312, abs=0.2)
     assert worked.tflops("H100") == pytest.approx(989.4, abs=0.1)
     table = worked.gpu_table()
     assert "| tensor cores | 432 | 528 |" in table
     assert "| its bandwidth | 2.04 TB/s | 3.35 TB/s |" in table
-    assert "| threads that can be there at once | 221,184 | 270,336 |" in table
+    assert "| resident threads, at most | 221,184 | 270,336 |" in table
 
 
 def test_shared_memory_is_ten_times_as_fast_as_hbm() -> None:
@@ -122,16 +122,16 @@ def test_shared_memory_is_ten_times_as_fast_as_hbm() -> None:
     assert worked.shared_tb_per_second("H100") == pytest.approx(33.454, abs=1e-3)
     assert worked.shared_tb_per_second("A100") == pytest.approx(19.492, abs=1e-3)
     assert "| 19.5 / 33.5 | the threads of one program |" in worked.memories_table()
-    assert "256 KiB a multiprocessor, 27 / 33 MiB in all" in worked.memories_table()
+    assert "256 KiB per multiprocessor, 27 / 33 MiB in all" in worked.memories_table()
 
 
-def test_what_an_h100_reads_while_one_launch_is_made() -> None:
+def test_bytes_that_an_h100_reads_during_one_launch() -> None:
     assert worked.megabytes_within("H100", 10) == pytest.approx(33.5)
     assert worked.kilobytes_under_way("H100", 0.5) == pytest.approx(12.69, abs=0.01)
 
 
 def test_programs_that_fit_on_a_multiprocessor() -> None:
-    """Of decoding, 160 x 128 registers each: 3.2. With 8 warps and 192 registers: 1.33."""
+    """For decode, 160 x 128 registers each: 3.2. With 8 warps and 192 registers: 1.33."""
     assert worked.programs_at_once("H100", registers=156, warps=4, shared_kib=70) == 3
     assert worked.programs_at_once("A100", registers=157, warps=4, shared_kib=70) == 2
     assert worked.programs_at_once("H100", registers=189, warps=8, shared_kib=130) == 1
@@ -140,7 +140,7 @@ def test_programs_that_fit_on_a_multiprocessor() -> None:
     assert worked.occupancy(programs=8, warps=8) == 1
 
 
-def test_a_warp_that_loads_side_by_side_gets_no_more_than_it_asks_for() -> None:
+def test_a_warp_with_adjacent_loads_gets_no_more_bytes_than_it_requests() -> None:
     assert worked.bytes_for_a_warp(element_bytes=4, stride=1) == 128
     assert worked.bytes_for_a_warp(element_bytes=2, stride=1) == 64
     assert worked.bytes_for_a_warp(element_bytes=2, stride=2) == 128
@@ -152,11 +152,11 @@ def test_only_tiles_on_the_diagonal_need_masks() -> None:
     """Queries 300 to 363 see 364 keys: 4 whole tiles of 64 before 256, then two that end."""
     assert worked.key_tiles(500, 200, block_q=64, tile_n=64) == [(4, 2), (5, 2), (6, 2), (7, 1)]
     assert worked.num_programs(200, 1, block_q=64) == 4
-    # A prompt of 2,048: program i has i plain tiles and one with masks, 496 and 32 in all.
+    # A prompt of 2,048: program i has i unmasked tiles and one with masks, 496 and 32 in all.
     assert worked.key_tiles(2048, 2048, 64, 64) == [(i, 1) for i in range(32)]
     assert worked.masked_percent(2048, 64, 64) == pytest.approx(100 * 32 / 528)
 
 
-def test_as_many_programs_are_launched_as_rows_may_need() -> None:
-    """17 tokens in rows of 5, 3 and 9, 4 to a tile: the table's seven."""
+def test_enough_programs_are_launched_for_any_rows() -> None:
+    """17 tokens in rows of 5, 3 and 9, tiles of 4 tokens: seven programs as in the table."""
     assert worked.num_programs(17, 3, block_q=4) == 7 == worked.tile_starts([5, 3, 9], 4)[-1]

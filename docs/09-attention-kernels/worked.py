@@ -6,14 +6,14 @@ from typing import NamedTuple
 
 
 class Tile(NamedTuple):
-    """Keys that are looked at together: one query's scores of them, and a number as each value."""
+    """Keys processed together: one query's scores for them, and a number as each value."""
 
     scores: tuple[float, ...]
     values: tuple[float, ...]
 
 
 class State(NamedTuple):
-    """What is kept of all scores so far."""
+    """The state of the online softmax over all scores so far."""
 
     maximum: float
     total: float  # of exp(score - maximum)
@@ -21,56 +21,56 @@ class State(NamedTuple):
 
 
 class Part(NamedTuple):
-    """What one program of several hands on."""
+    """The result of one of several programs."""
 
     out: float
     lse: float  # log of the sum of exp(score)
 
 
 class Gpu(NamedTuple):
-    """What NVIDIA's white papers and data sheets say of one, in its SXM form with 80 GB."""
+    """Data of a GPU from NVIDIA's white papers and data sheets, for the SXM form with 80 GB."""
 
     name: str
     multiprocessors: int
     flops_a_clock: int  # of the tensor cores of one multiprocessor, in 16 bits, without sparsity
     tensor_mhz: int
     mhz: int
-    shared_kib: int  # of one multiprocessor, for all programs on it
+    shared_kib: int  # of one multiprocessor, shared by all programs on it
     l2_mb: int
     memory_gb: int
     memory_gb_per_second: int
-    host_gb_per_second: float  # one way through 16 lanes of PCIe: generation 4, or 5
+    host_gb_per_second: float  # one direction through 16 lanes of PCIe, generation 4 or 5
 
 
 GPUS = {
     "A100": Gpu("A100", 108, 2048, 1410, 1410, 164, 40, 80, 2039, 31.5),
     "H100": Gpu("H100", 132, 4096, 1830, 1980, 228, 50, 80, 3350, 63.0),
 }
-REGISTERS = 65_536  # of 32 bits, of one multiprocessor; so on A100, H100 and B200
+REGISTERS = 65_536  # of 32 bits, of one multiprocessor; the same on A100, H100 and B200
 MOST_WARPS = 64  # at a time on one multiprocessor
 SHARED_BYTES_A_CLOCK = 128  # of one multiprocessor: 32 banks of 4 bytes
-SECTOR = 32  # bytes, the least that memory is read by
+SECTOR = 32  # bytes, the smallest unit of a read from memory
 
 TILES = (Tile((1.0, 3.0), (10.0, 20.0)), Tile((2.0, 5.0), (30.0, 40.0)))
 
 
 def score_bytes(tokens: int, heads: int, dtype_bytes: int) -> int:
-    """Bytes of the score matrices [heads, tokens, tokens] of one layer."""
+    """Return the bytes of the score matrices [heads, tokens, tokens] of one layer."""
     return heads * tokens * tokens * dtype_bytes
 
 
 def qkvo_bytes(tokens: int, heads: int, kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
-    """Bytes of q, k, v and the output of one layer's attention."""
+    """Return the bytes of q, k, v and the output of one layer's attention."""
     return tokens * (2 * heads + 2 * kv_heads) * head_dim * dtype_bytes
 
 
 def kv_bytes(rows: int, context: int, kv_heads: int, head_dim: int, dtype_bytes: int) -> int:
-    """Bytes of K and V that the decode rows of one step see in one layer."""
+    """Return the bytes of K and V that the decode rows of one step read in one layer."""
     return rows * context * 2 * kv_heads * head_dim * dtype_bytes
 
 
 def decode_intensity(group: int, dtype_bytes: int) -> float:
-    """Operations per byte of K and V, when `group` query heads use what is read once.
+    """Return operations per byte of K and V, when `group` query heads share one read.
 
     A key costs head_dim multiplications and additions for its score, its value as many again.
     """
@@ -78,7 +78,7 @@ def decode_intensity(group: int, dtype_bytes: int) -> float:
 
 
 def exact(tiles: Sequence[Tile] = TILES) -> float:
-    """Softmax over all scores, in two passes, and the mean of the values."""
+    """Return the mean of the values, weighted by a softmax over all scores in two passes."""
     scores = [score for tile in tiles for score in tile.scores]
     values = [value for tile in tiles for value in tile.values]
     largest = max(scores)
@@ -87,7 +87,7 @@ def exact(tiles: Sequence[Tile] = TILES) -> float:
 
 
 def online_states(tiles: Sequence[Tile] = TILES) -> list[State]:
-    """The state after each tile (Milakov and Gimelshein 2018; Dao et al. 2022)."""
+    """Return the state after each tile (Milakov and Gimelshein 2018; Dao et al. 2022)."""
     state, states = State(-math.inf, 0.0, 0.0), []
     for tile in tiles:
         maximum = max(state.maximum, *tile.scores)
@@ -100,7 +100,7 @@ def online_states(tiles: Sequence[Tile] = TILES) -> list[State]:
 
 
 def online_table(tiles: Sequence[Tile] = TILES) -> str:
-    """`online_states` as Markdown."""
+    """Return `online_states` as Markdown."""
     lines = [
         "| tile | scores | values | rescale | maximum | sum | accumulated | accumulated / sum |",
         "|---|---|---|---:|---:|---:|---:|---:|",
@@ -117,25 +117,25 @@ def online_table(tiles: Sequence[Tile] = TILES) -> str:
 
 
 def parts(tiles: Sequence[Tile] = TILES) -> list[Part]:
-    """Each tile on its own, as by a program that sees no other."""
+    """Return the result of each tile on its own, each as a program of its own."""
     states = [online_states([tile])[0] for tile in tiles]
     return [Part(s.acc / s.total, s.maximum + math.log(s.total)) for s in states]
 
 
 def merge(parts: Sequence[Part]) -> float:
-    """The parts' mean, weighted by their sums of exponentials (Dao et al. 2023)."""
+    """Return the parts' mean, weighted by their sums of exponentials (Dao et al. 2023)."""
     largest = max(part.lse for part in parts)
     weights = [math.exp(part.lse - largest) for part in parts]
     return sum(w * part.out for w, part in zip(weights, parts, strict=True)) / sum(weights)
 
 
 def plain_mean(parts: Sequence[Part]) -> float:
-    """What one gets by forgetting the weights."""
+    """Return the wrong result of a merge without weights."""
     return sum(part.out for part in parts) / len(parts)
 
 
 def parts_table(tiles: Sequence[Tile] = TILES) -> str:
-    """`parts` and their weights, as Markdown."""
+    """Return `parts` and their weights as Markdown."""
     lines = ["| part | output | log-sum-exp | weight |", "|---|---:|---:|---:|"]
     found = parts(tiles)
     largest = max(part.lse for part in found)
@@ -146,16 +146,17 @@ def parts_table(tiles: Sequence[Tile] = TILES) -> str:
 
 
 def tile_starts(lengths: Sequence[int], block_q: int) -> list[int]:
-    """The first tile of each row, and how many programs are launched for one KV head.
+    """Return the first tile of each row, and the number of programs launched for one KV head.
 
-    Row r starts at (tokens before it) // block_q + r: nobody counts the tiles of the rows before.
+    Row r starts at (tokens before it) // block_q + r, so no program counts the tiles of the rows
+    before.
     """
     ends = [sum(lengths[:i]) for i in range(len(lengths) + 1)]
     return [end // block_q + i for i, end in enumerate(ends)]
 
 
 def tiles_table(lengths: Sequence[int], block_q: int) -> str:
-    """Which program works for whom, as Markdown."""
+    """Return the row and tokens of each program, as Markdown."""
     starts = tile_starts(lengths, block_q)
     lines = ["| program | row | its tokens |", "|---|---|---|"]
     for row, (length, first, last) in enumerate(zip(lengths, starts, starts[1:], strict=False)):
@@ -167,9 +168,9 @@ def tiles_table(lengths: Sequence[int], block_q: int) -> str:
 
 
 def key_tiles(context: int, chunk: int, block_q: int, tile_n: int) -> list[tuple[int, int]]:
-    """Of each program of a chunk, how many tiles of keys it computes: without masks, with them.
+    """Return for each program of a chunk the number of key tiles without masks, and with masks.
 
-    The chunk is the end of the context. As `chunk_attention_kernel` has it, without a window.
+    The chunk is the end of the context. As in `chunk_attention_kernel` without a window.
     """
     tiles = []
     for begin in range(context - chunk, context, block_q):
@@ -181,21 +182,21 @@ def key_tiles(context: int, chunk: int, block_q: int, tile_n: int) -> list[tuple
 
 
 def masked_percent(tokens: int, block_q: int, tile_n: int) -> float:
-    """Of the tiles that a whole prompt's programs compute, how many need masks."""
+    """Return the percentage of tiles that need masks, over all programs of a whole prompt."""
     tiles = key_tiles(tokens, tokens, block_q, tile_n)
     masked = sum(masked for _, masked in tiles)
     return 100 * masked / (masked + sum(plain for plain, _ in tiles))
 
 
 def num_programs(tokens: int, rows: int, block_q: int) -> int:
-    """As many as the host launches for one KV head, without a look at the rows' lengths."""
+    """Return the programs that the host launches for one KV head, without the rows' lengths."""
     return rows + tokens // block_q
 
 
 def shares(contexts: Sequence[int], tile_n: int, num_shares: int) -> list[list[tuple[int, int]]]:
-    """Of each share the tiles that it has, as (row, tile): all rows' tiles, cut into equal parts.
+    """Return the tiles of each share as (row, tile): all rows' tiles, divided into equal parts.
 
-    As `nanoserve.kernels.triton.decode_attention_kernels` has it.
+    As in `nanoserve.kernels.triton.decode_attention_kernels`.
     """
     tiles = [(row, i) for row, n in enumerate(contexts) for i in range(-(-n // tile_n))]
     size = -(-len(tiles) // num_shares)
@@ -203,12 +204,12 @@ def shares(contexts: Sequence[int], tile_n: int, num_shares: int) -> list[list[t
 
 
 def num_shares(multiprocessors: int, num_kv_heads: int, programs: int = 2) -> int:
-    """As many as there are places for a program of each KV head, two programs on a processor."""
+    """Return the number of shares for `programs` programs per multiprocessor, one per KV head."""
     return programs * multiprocessors // num_kv_heads
 
 
 def shares_table(contexts: Sequence[int], tile_n: int, count: int) -> str:
-    """Which share has which tiles of which row, as Markdown."""
+    """Return the tiles of each row in each share, as Markdown."""
     lines = ["| share | " + " | ".join(f"tiles of row {i}" for i in range(len(contexts))) + " |"]
     lines.append("|---" * (len(contexts) + 1) + "|")
     for share, tiles in enumerate(shares(contexts, tile_n, count)):
@@ -218,9 +219,9 @@ def shares_table(contexts: Sequence[int], tile_n: int, count: int) -> str:
 
 
 def longest_part(contexts: Sequence[int], tile_n: int, num_places: int) -> float:
-    """A program per row, on as many places: the time of the last one over that of equal shares."""
+    """Return the time with one program per row, relative to that of equal shares."""
     free_at = [0] * num_places
-    for n in contexts:  # in order, each on the place that is free first
+    for n in contexts:  # in order, each on the processor that is free first
         first = free_at.index(min(free_at))
         free_at[first] += -(-n // tile_n)
     return max(free_at) / (sum(free_at) / num_places)
@@ -234,7 +235,7 @@ def key_offset(
     block_size: int,
     head_dim: int,
 ) -> int:
-    """Elements from the beginning of a layer's K to the key of a position.
+    """Return the elements from the beginning of a layer's K to the key of a position.
 
     The layer's K is [num_blocks, kv_heads, block_size, head_dim], contiguous.
     """
@@ -246,35 +247,35 @@ def key_offset(
 
 
 def first_block_beyond_int32(kv_heads: int, block_size: int, head_dim: int) -> int:
-    """The first block whose offset in elements no int32 holds."""
+    """Return the first block whose offset in elements does not fit into an int32."""
     return -(-(2**31) // (kv_heads * block_size * head_dim))
 
 
 def tflops(gpu: str) -> float:
-    """Of its tensor cores, in 16 bits."""
+    """Return the rate of its tensor cores in 16 bits."""
     multiprocessors, flops, mhz = GPUS[gpu][1:4]
     return multiprocessors * flops * mhz / 1e6
 
 
 def shared_tb_per_second(gpu: str) -> float:
-    """Of the shared memories of all multiprocessors together."""
+    """Return the bandwidth of the shared memories of all multiprocessors together."""
     return GPUS[gpu].multiprocessors * SHARED_BYTES_A_CLOCK * GPUS[gpu].mhz / 1e6
 
 
 def megabytes_within(gpu: str, microseconds: float) -> float:
-    """What its memory delivers in that time."""
+    """Return what its memory delivers in that time."""
     return GPUS[gpu].memory_gb_per_second * microseconds / 1000
 
 
 def kilobytes_under_way(gpu: str, microseconds: float) -> float:
-    """What each multiprocessor must have asked for, if an answer takes so long."""
+    """Return the data that each multiprocessor must have in flight at this latency."""
     return megabytes_within(gpu, microseconds) * 1000 / GPUS[gpu].multiprocessors
 
 
 def programs_at_once(gpu: str, registers: int, warps: int, shared_kib: float) -> int:
-    """How many programs fit on a multiprocessor, by registers, shared memory and warps.
+    """Return how many programs fit on a multiprocessor, by registers, shared memory and warps.
 
-    Registers of a thread are given out in eights; a program takes one KiB of shared memory more.
+    A thread's registers are allocated in units of 8; a program takes one more KiB of shared memory.
     """
     by_registers = REGISTERS // (warps * 32 * (-(-registers // 8) * 8))
     by_shared = int(GPUS[gpu].shared_kib // (shared_kib + 1))
@@ -282,14 +283,14 @@ def programs_at_once(gpu: str, registers: int, warps: int, shared_kib: float) ->
 
 
 def occupancy(programs: int, warps: int) -> float:
-    """Warps on a multiprocessor, as a part of those that it could hold."""
+    """Return the warps on a multiprocessor as a fraction of the maximum."""
     return programs * warps / MOST_WARPS
 
 
 def bytes_for_a_warp(element_bytes: int, stride: int) -> int:
-    """What memory delivers when 32 threads load an element each, so many elements apart.
+    """Return the bytes that memory delivers when 32 threads load elements `stride` apart.
 
-    The first one lies at the beginning of a sector.
+    The first element lies at the beginning of a sector.
     """
     starts = [thread * stride * element_bytes for thread in range(32)]
     ends = [start + element_bytes - 1 for start in starts]
@@ -297,15 +298,15 @@ def bytes_for_a_warp(element_bytes: int, stride: int) -> int:
 
 
 def gpu_table() -> str:
-    """What the two GPUs have, as Markdown."""
+    """Return the data of both GPUs as Markdown."""
     rows = [
         ("multiprocessors", lambda gpu: gpu.multiprocessors),
-        ("registers of 32 bits, each multiprocessor", lambda gpu: f"{REGISTERS:,}"),
-        ("shared memory, each multiprocessor", lambda gpu: f"{gpu.shared_kib} KiB"),
-        ("warps, each multiprocessor, at most", lambda gpu: MOST_WARPS),
-        ("threads that can be there at once", lambda gpu: f"{gpu.multiprocessors * 2048:,}"),
+        ("registers of 32 bits per multiprocessor", lambda gpu: f"{REGISTERS:,}"),
+        ("shared memory per multiprocessor", lambda gpu: f"{gpu.shared_kib} KiB"),
+        ("warps per multiprocessor, at most", lambda gpu: MOST_WARPS),
+        ("resident threads, at most", lambda gpu: f"{gpu.multiprocessors * 2048:,}"),
         ("tensor cores", lambda gpu: 4 * gpu.multiprocessors),
-        ("operations a second in 16 bits, dense", lambda gpu: f"{tflops(gpu.name):.0f} TFLOP/s"),
+        ("operations per second in 16 bits, dense", lambda gpu: f"{tflops(gpu.name):.0f} TFLOP/s"),
         ("memory (HBM)", lambda gpu: f"{gpu.memory_gb} GB"),
         ("its bandwidth", lambda gpu: f"{gpu.memory_gb_per_second / 1000:.2f} TB/s"),
     ]
@@ -315,7 +316,7 @@ def gpu_table() -> str:
 
 
 def memories_table() -> str:
-    """Sizes and bandwidths, A100 / H100, from the nearest to the furthest, as Markdown."""
+    """Return sizes and bandwidths, A100 / H100, from the nearest memory to the furthest."""
     a100, h100 = GPUS.values()
     shared = " / ".join(f"{shared_tb_per_second(name):.1f}" for name in GPUS)
     memory = f"{a100.memory_gb_per_second / 1000:.2f} / {h100.memory_gb_per_second / 1000:.2f}"
@@ -323,18 +324,18 @@ def memories_table() -> str:
     all_registers = [gpu.multiprocessors * REGISTERS * 4 / 2**20 for gpu in GPUS.values()]
     registers = " / ".join(f"{mib:.0f}" for mib in all_registers)
     rows = [
-        ("registers", f"256 KiB a multiprocessor, {registers} MiB in all", "-", "one thread"),
+        ("registers", f"256 KiB per multiprocessor, {registers} MiB in all", "-", "one thread"),
         (
             "shared memory",
-            f"{a100.shared_kib} / {h100.shared_kib} KiB a multiprocessor",
+            f"{a100.shared_kib} / {h100.shared_kib} KiB per multiprocessor",
             shared,
             "the threads of one program",
         ),
         ("L2 cache", f"{a100.l2_mb} / {h100.l2_mb} MB", "7.2 / not published", "the whole GPU"),
         ("HBM", f"{a100.memory_gb} / {h100.memory_gb} GB", memory, "the whole GPU"),
-        ("the host's memory", "what the machine has", host, "the host; the GPU by copies"),
+        ("the host's memory", "depends on the machine", host, "the host; the GPU by copies"),
     ]
-    lines = ["| memory | size | TB/s | who sees it |", "|---|---|---|---|"]
+    lines = ["| memory | size | TB/s | accessible to |", "|---|---|---|---|"]
     return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
 
 

@@ -1,28 +1,28 @@
-"""Exercise: run decode steps by replaying recorded graphs.
+"""Exercise: run decode steps by replaying captured graphs.
 
-`ToyDevice` (in test_exercise.py) stands for a GPU. It has four arrays of integers, one row of a
-batch to each place, and a KV cache of one number per slot:
+`ToyDevice` (in test_exercise.py) stands for a GPU. It has four arrays of integers, with one entry
+per row of a batch, and a KV cache of one number per slot:
 
     device.input_ids      [max_rows]
     device.slot_mapping   [max_rows]
     device.context_lens   [max_rows]
     device.block_tables   [max_rows, max_blocks]
-    device.block_size     tokens to a block
+    device.block_size     tokens per block
 
-`device.capture(num_rows)` records a decode step of exactly so many rows and returns a function that
-replays it: each row stores its input at its slot, then reads the slots of its context, through its
-block table, and computes one number from them. A replay gives an array [num_rows].
+`device.capture(num_rows)` captures a decode step of exactly `num_rows` rows and returns a function
+that replays it: each row stores its input at its slot, then reads the slots of its context, through
+its block table, and computes one number from them. A replay returns an array [num_rows].
 
 As with real graphs:
 
-- What is recorded are the addresses of the arrays. A replay sees what is in them at that time; an
-  array that takes another one's place is never seen.
+- A graph contains the addresses of the arrays. A replay reads their content at that time; an array
+  that replaces another one is never read.
 - The array that a replay returns is the same every time, and the next replay overwrites it.
-- Capturing takes time and memory: all of it is done before the first step.
-- A replay computes all of its rows. Nobody tells it that some of them are not there, and it has no
-  test for padding: each row must be one that can be computed, with a context of one token or more.
+- Capturing takes time and memory: all graphs are captured before the first step.
+- A replay computes all of its rows and has no special case for padding: each row must be valid,
+  with a context of one token or more.
 
-Block 0 is the dummy block, which no sequence ever owns. All other blocks may belong to somebody.
+Block 0 is the dummy block, which no sequence ever owns. All other blocks may belong to a sequence.
 
 Complete the class. A step of n rows replays the smallest graph that has n rows or more.
 
@@ -39,17 +39,17 @@ class Row(NamedTuple):
     """One sequence of a decode step."""
 
     input_id: int
-    slot: int  # where its K and V go
-    context_len: int  # tokens that it sees, its own included
+    slot: int  # KV slot of its K and V
+    context_len: int  # tokens that it attends to, its own included
     block_table: list[int]
 
 
 class GraphRunner:
-    """Captures a graph for each of `sizes`, which ascend, and runs steps with them."""
+    """Captures a graph for each of `sizes`, which are ascending, and runs steps with them."""
 
     def __init__(self, device: "ToyDevice", sizes: list[int]) -> None:
         raise NotImplementedError
 
     def run(self, rows: list[Row]) -> list[float]:
-        """What the step computes for each row; ValueError for more rows than any graph has."""
+        """Return the result of each row; raises ValueError for more rows than any graph has."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""What the chapter on CUDA graphs shows: decode batches that thin out."""
+"""The run of the chapter on CUDA graphs: decode batches with fewer and fewer rows."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ OUTPUT_LENGTHS = {
 
 
 def decode_sizes(out: Path) -> None:
-    """Five requests of different lengths: the decode steps have fewer and fewer rows."""
+    """Run five requests of different lengths: the decode steps have fewer and fewer rows."""
     conversations = [[{"role": "user", "content": question}] for question in OUTPUT_LENGTHS]
     params = [
         SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)

@@ -16,19 +16,19 @@ class Row(NamedTuple):
     block_table: list[int]
 
 
-# One token at position 0 of the dummy block: a row like any other, which belongs to nobody.
+# One token at position 0 of the dummy block: a valid row that belongs to no sequence.
 DUMMY = Row(input_id=0, slot=0, context_len=1, block_table=[0])
 
 
 class GraphRunner:
-    """Writes each step into the arrays that the graphs have seen, filled up with dummies."""
+    """Writes each step, padded with dummy rows, into the arrays that the graphs read."""
 
     def __init__(self, device: "ToyDevice", sizes: list[int]) -> None:
         self.device, self.sizes = device, sizes
         self.replays = {size: device.capture(size) for size in sizes}
 
     def run(self, rows: list[Row]) -> list[float]:
-        """What the step computes for each row; ValueError for more rows than any graph has."""
+        """Return the result of each row; raises ValueError for more rows than any graph has."""
         if len(rows) > self.sizes[-1]:
             raise ValueError(f"{len(rows)} rows, but the largest graph has {self.sizes[-1]}")
         size = self.sizes[bisect_left(self.sizes, len(rows))]

@@ -1,4 +1,4 @@
-"""Do replayed steps compute what is right, and leave alone what is not theirs?"""
+"""Tests for the exercise of chapter 10: results of replayed steps, and the slots they write."""
 
 import random
 from collections.abc import Callable
@@ -25,7 +25,7 @@ class ToyDevice:
         self.replayed: list[int] = []
 
     def capture(self, num_rows: int) -> Callable[[], np.ndarray]:
-        assert not self.is_serving, "a graph is captured in the middle of serving"
+        assert not self.is_serving, "a graph was captured after the first step"
         fields = (self.input_ids, self.slot_mapping, self.context_lens, self.block_tables)
         recorded, output = [field[:num_rows] for field in fields], np.zeros(num_rows)
 
@@ -42,14 +42,14 @@ class ToyDevice:
 
 
 def attend(kv_cache: np.ndarray, table: np.ndarray, context_len: int) -> float:
-    """A mean that depends on the order of the tokens."""
+    """Return a mean that depends on the order of the tokens."""
     positions = np.arange(context_len)
     slots = table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
     return float((kv_cache[slots] * (positions + 1)).mean())
 
 
 class Sequence:
-    """Some tokens and its own blocks, of which those of its prompt are filled already."""
+    """Tokens and the blocks of a sequence; those of its prompt are filled already."""
 
     def __init__(self, tokens: list[int], blocks: list[int], kv_cache: np.ndarray) -> None:
         self.tokens, self.blocks = tokens, blocks
@@ -68,7 +68,7 @@ class Sequence:
 
 
 class Simulation:
-    """Sequences come, decode and go; their blocks go to the next one at once."""
+    """Sequences arrive, decode and end; their blocks go to the next one at once."""
 
     def __init__(self, seed: int) -> None:
         self.rng, self.device = random.Random(seed), ToyDevice(SIZES[-1])
@@ -96,13 +96,13 @@ class Simulation:
         changed = np.flatnonzero(self.device.kv_cache != before)
         theirs = {row.slot for row in rows} | set(range(BLOCK_SIZE))
         others = sorted(set(changed.tolist()) - theirs)
-        assert not others, f"slots {others} of somebody else were overwritten; {case}"
+        assert not others, f"slots {others} that belong to no row were overwritten; {case}"
         for seq in self.running:
             seq.tokens.append(self.rng.randrange(1, 1000))
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_steps_of_any_size_are_right_and_touch_no_other_slot(seed: int) -> None:
+def test_steps_of_any_size_are_correct_and_write_no_other_slot(seed: int) -> None:
     simulation = Simulation(seed)
     for _ in range(40):
         simulation.step()
@@ -123,7 +123,7 @@ def test_results_stay_what_they_were_after_the_next_step() -> None:
     assert list(first) == [5, 7], "the first step's inputs were 5 and 7, the second's 50 and 70"
 
 
-def test_more_rows_than_the_largest_graph_has_are_refused() -> None:
+def test_more_rows_than_the_largest_graph_has_are_rejected() -> None:
     runner = GraphRunner(ToyDevice(2), [1, 2])
     with pytest.raises(ValueError, match="3"):
         runner.run([Row(1, (i + 1) * BLOCK_SIZE, 1, [i + 1]) for i in range(3)])

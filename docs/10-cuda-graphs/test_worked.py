@@ -1,4 +1,4 @@
-"""The numbers of the course's chapter on CUDA graphs, against values worked by hand."""
+"""The numbers of the chapter on CUDA graphs, against values worked by hand."""
 
 from collections import Counter
 from pathlib import Path
@@ -26,13 +26,13 @@ def test_kernels_of_a_step() -> None:
     assert "| matrix product: qkv, o, gate and up, down | 4 | 112 |" in worked.kernels_table(28)
 
 
-def test_calls_if_only_what_lies_between_attentions_is_recorded() -> None:
+def test_calls_with_piecewise_graphs() -> None:
     assert worked.piecewise_calls(layers=28) == 29 + 28 == 57
     assert worked.piecewise_calls(layers=28, has_merge=True) == 29 + 56 == 85
 
 
-def test_they_are_what_the_model_calls(tmp_path: Path) -> None:
-    """Counted on a CPU: what is one call there is one kernel's launch on a GPU."""
+def test_the_kernels_match_the_calls_of_the_model(tmp_path: Path) -> None:
+    """Counted on a CPU: one call there is one kernel launch on a GPU."""
     calls: Counter[str] = Counter()
 
     def counted(name: str, method: Any) -> Any:
@@ -48,7 +48,7 @@ def test_they_are_what_the_model_calls(tmp_path: Path) -> None:
     make_qwen3(tmp_path)
     config = ModelConfig.from_checkpoint(tmp_path)
     attention, ops, linear = TorchAttention(), TorchOps(), UnquantizedLinearMethod()
-    ops.norm_rotate_store = norm_rotate_store  # on a GPU one kernel; here, zeros are what it gives
+    ops.norm_rotate_store = norm_rotate_store  # on a GPU one kernel; here all values are zero
     for part, names in (
         (attention, ["attend"]),
         (ops, ["add_rms_norm", "act_and_mul", "norm_rotate_store"]),
@@ -75,7 +75,7 @@ def test_they_are_what_the_model_calls(tmp_path: Path) -> None:
 
 def test_weights_that_a_step_reads() -> None:
     assert worked.weights_read(worked.QWEN3["Qwen3-0.6B"]) == 596_049_920
-    # 8,190,735,360 parameters, but of the embedding, which is not tied, only the batch's rows.
+    # 8,190,735,360 parameters, but only the batch's rows of the embedding, which is not tied.
     expected = 8_190_735_360 - 151_936 * 4096
     assert worked.weights_read(worked.QWEN3["Qwen3-8B"]) == expected
 
@@ -105,8 +105,8 @@ def test_sizes() -> None:
     assert "| 17 | 32 | 15 |" in worked.sizes_table([1, 17], 256)
 
 
-def test_replays_of_a_batch_that_thins_out() -> None:
-    """The same lengths as in test_gpu_runner, where the runner is watched."""
+def test_replays_of_a_batch_with_fewer_and_fewer_rows() -> None:
+    """The same lengths as in test_gpu_runner, which tests the runner."""
     lengths = [3, 5, 9, 9, 12]
     assert worked.rows_of_steps(lengths) == [5] * 3 + [4] * 2 + [3] * 4 + [1] * 3
     assert worked.replays_table(lengths, max_num_seqs=11).splitlines()[2:] == [

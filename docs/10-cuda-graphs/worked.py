@@ -1,4 +1,4 @@
-"""Worked numbers of CUDA graphs: what launches cost, which sizes are captured, what is padded."""
+"""Worked numbers of CUDA graphs: time of launches, captured sizes, and padding."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -34,20 +34,21 @@ QWEN3 = {
 
 
 def num_kernels(layers: int, has_merge: bool = False) -> int:
-    """Launches of a decode step; a merge, if there is one, follows each layer's attention."""
+    """Return the launches of a decode step; a merge, if any, follows each layer's attention."""
     return sum(ONCE.values()) + layers * (sum(PER_LAYER.values()) + has_merge)
 
 
 def piecewise_calls(layers: int, has_merge: bool = False) -> int:
-    """Calls of a step as vLLM's pieces make them: a replay before, between and behind attentions.
+    """Return the calls of a step with vLLM's piecewise graphs.
 
-    The store of K and V is counted with a piece; attention is launched by itself.
+    They are a replay before, between and after attentions, and the launches of attention. The store
+    of K and V is counted as part of a piece.
     """
     return layers + 1 + layers * (1 + has_merge)
 
 
 def kernels_table(layers: int) -> str:
-    """`num_kernels`, one by one, as Markdown."""
+    """Return `num_kernels` by kernel, as Markdown."""
     lines = ["| kernel | in each layer | in a step |", "|---|---:|---:|"]
     lines += [f"| {name} | {n} | {n * layers} |" for name, n in PER_LAYER.items()]
     lines += [f"| {name} | | {n} |" for name, n in ONCE.items()]
@@ -55,7 +56,7 @@ def kernels_table(layers: int) -> str:
 
 
 def weights_read(shape: Shape) -> int:
-    """Weights that a decode step reads: all layers, the last norm, the LM head."""
+    """Return the weights that a decode step reads: all layers, the last norm, the LM head."""
     layers, hidden, heads, kv_heads, head_dim, intermediate, vocab_size = shape
     attention = hidden * (heads + 2 * kv_heads) * head_dim + heads * head_dim * hidden
     norms = 2 * hidden + 2 * head_dim
@@ -64,17 +65,17 @@ def weights_read(shape: Shape) -> int:
 
 
 def launch_ms(kernels: int, microseconds: float) -> float:
-    """Milliseconds to launch so many kernels one by one."""
+    """Return the milliseconds to launch the kernels one by one."""
     return kernels * microseconds / 1000
 
 
 def reading_ms(shape: Shape, dtype_bytes: int, bytes_per_second: float) -> float:
-    """Milliseconds in which the weights of a step can be read."""
+    """Return the milliseconds to read the weights of a step."""
     return weights_read(shape) * dtype_bytes / bytes_per_second * 1000
 
 
 def launches_table(microseconds: float, dtype_bytes: int, bytes_per_second: float) -> str:
-    """Launching against reading, as Markdown; the share is how long an ideal GPU is busy."""
+    """Return launch and read times as Markdown, and the fraction that an ideal GPU is busy."""
     lines = [
         "| model | kernels | launches, ms | weights, ms | ideal GPU busy |",
         "|---|---:|---:|---:|---:|",
@@ -89,25 +90,25 @@ def launches_table(microseconds: float, dtype_bytes: int, bytes_per_second: floa
 
 
 def sizes(max_num_seqs: int) -> list[int]:
-    """1, 2, 4, 8, then every 16 up to 256, then every 64, and the largest batch itself."""
+    """Return 1, 2, 4, 8, then every 16 up to 256, then every 64, and the largest batch itself."""
     steps = [1, 2, 4, 8, *range(16, 256, 16), *range(256, max_num_seqs, 64)]
     return [*(size for size in steps if size < max_num_seqs), max_num_seqs]
 
 
 def size_for(num_rows: int, max_num_seqs: int) -> int:
-    """The smallest captured size that holds so many rows."""
+    """Return the smallest captured size for `num_rows` rows."""
     captured = sizes(max_num_seqs)
     return captured[bisect_left(captured, num_rows)]
 
 
 def mean_dummies(max_num_seqs: int) -> float:
-    """Dummy rows of a step, if all numbers of rows are equally likely."""
+    """Return the mean dummy rows of a step, if all numbers of rows are equally likely."""
     steps = range(1, max_num_seqs + 1)
     return sum(size_for(rows, max_num_seqs) - rows for rows in steps) / max_num_seqs
 
 
 def sizes_table(steps: Sequence[int], max_num_seqs: int) -> str:
-    """Which graph steps of so many rows replay, as Markdown."""
+    """Return the graph that each step replays, given its number of rows, as Markdown."""
     lines = ["| decode rows | graph | dummy rows |", "|---:|---:|---:|"]
     for rows in steps:
         size = size_for(rows, max_num_seqs)
@@ -116,12 +117,12 @@ def sizes_table(steps: Sequence[int], max_num_seqs: int) -> str:
 
 
 def rows_of_steps(output_lengths: Sequence[int]) -> list[int]:
-    """Rows of each step when all prompts are computed in the first one, which yields a token."""
+    """Return the rows of each step; the first one computes all prompts and yields a token."""
     return [sum(n > step for n in output_lengths) for step in range(max(output_lengths))]
 
 
 def replays_table(output_lengths: Sequence[int], max_num_seqs: int) -> str:
-    """What a GPU would do in each step, as Markdown; equal steps in a row are one line."""
+    """Return what a GPU would run in each step, as Markdown; equal steps are one line."""
     rows = rows_of_steps(output_lengths)
     lines = [
         "| steps | rows | what runs | dummy rows |",

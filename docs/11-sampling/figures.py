@@ -1,4 +1,4 @@
-"""The search for top-p's border: three trial borders a pass, and no sort."""
+"""The search for the border of top-p: three trial borders per pass, and no sort."""
 
 from pathlib import Path
 
@@ -11,7 +11,7 @@ TOP_P = 0.9
 
 
 def border_search() -> str:
-    """The logits on a line; below them, pass by pass, the range and the borders tried in it."""
+    """The logits on a number line; below it, for each pass, the range and the trial borders."""
     border, passes = worked.border_search(worked.SEARCHED, TOP_P)
     figure = svg.Figure(
         f"Top-p of {TOP_P} by search: the borders of each pass", 250 + 84 * len(passes)
@@ -52,12 +52,12 @@ def _pass(figure: svg.Figure, y: float, number: int, one: tuple) -> None:
     figure.text(18, y + 36, f"{high - low + 1} keys", 14, "start", svg.SOFT)
     left, right = _x(worked.value_of(low)), _x(worked.value_of(high))
     figure.rect(left - 3, y + 4, max(right - left, 0) + 6, 14, svg.PALE_BLUE, svg.BLUE)
-    told = dict(zip(borders, masses, strict=True))  # the last passes try one border thrice
-    apart = max((max(told) - min(told)) / 2, 0.72) if len(told) > 1 else 0
-    middle = sum(told) / len(told)
-    for i, (border, mass) in enumerate(told.items()):
+    tried = dict(zip(borders, masses, strict=True))  # the last passes may try one border twice
+    apart = max((max(tried) - min(tried)) / 2, 0.72) if len(tried) > 1 else 0
+    middle = sum(tried) / len(tried)
+    for i, (border, mass) in enumerate(tried.items()):
         colour = svg.GREEN if mass >= TOP_P else svg.RED
-        x = _x(middle + apart * (i - (len(told) - 1) / 2) * 2 / max(len(told) - 1, 1))
+        x = _x(middle + apart * (i - (len(tried) - 1) / 2) * 2 / max(len(tried) - 1, 1))
         figure.line(_x(border), y, _x(border), y + 22, colour, 3)
         figure.line(_x(border), y + 22, x, y + 32, colour, 1)
         figure.rect(x - 28, y + 33, 56, 34, svg.CARD)

@@ -1,4 +1,4 @@
-"""What the chapter on sampling shows."""
+"""The recorded run of the chapter on sampling."""
 
 from pathlib import Path
 

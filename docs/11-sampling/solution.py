@@ -4,7 +4,7 @@ import numpy as np
 
 
 def kept(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
-    """Every filter comes down to the smallest logit that it keeps, so ties need no thought."""
+    """Each filter reduces to the smallest logit that it keeps, so ties need no special case."""
     left = np.asarray(logits, dtype=np.float64).copy()
     if min_p > 0:
         left[left < left.max() + np.log(min_p)] = -np.inf
@@ -21,7 +21,7 @@ def kept(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarr
 
 
 def noise(seed: int, completion: int, position: int, vocab_size: int) -> np.ndarray:
-    """Philox (Salmon et al. 2011): key and counter are all there is.
+    """Philox (Salmon et al. 2011): its state is only a key and a counter.
 
     The position is in a word of the counter that counting through a vocabulary never reaches.
     """

@@ -37,7 +37,7 @@ def engine_keeps(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> 
     ],
 )
 def test_how_many_are_kept(logits: np.ndarray, settings: dict, num_kept: int) -> None:
-    order = np.random.default_rng(3).permutation(len(logits))  # a rank is no token id
+    order = np.random.default_rng(3).permutation(len(logits))  # a rank is not a token id
     given = {**OFF, **settings}
     mask, case = (
         kept(logits[order], **given),
@@ -47,7 +47,7 @@ def test_how_many_are_kept(logits: np.ndarray, settings: dict, num_kept: int) ->
     assert set(order[mask]) == set(range(num_kept)), case
 
 
-def test_equal_logits_share_their_fate() -> None:
+def test_equal_logits_are_kept_or_dropped_together() -> None:
     logits = np.array([1.0, 3.0, 1.0, 2.0, 1.0, 0.0])
     expected = [True, True, True, True, True, False]
     assert kept(logits, 3, 1.0, 0.0).tolist() == expected, f"kept(np.array({logits}), 3, 1.0, 0.0)"
@@ -66,18 +66,18 @@ def test_what_is_kept_is_what_the_engine_keeps() -> None:
         }
         ours, engines = kept(logits, **settings), engine_keeps(logits, **settings)
         case = f"kept(np.array({logits.tolist()}, dtype=np.float32), **{settings})"
-        # Sums of other precision may differ by a token at the border.
+        # Sums of a different precision may differ by a token at the border.
         assert abs(int(ours.sum()) - int(engines.sum())) <= 1, case
         num_equal += bool((ours == engines).all())
         unequal = unequal if (ours == engines).all() else case
-    assert num_equal >= 295, f"{num_equal} of 300 equal; the last that was not: {unequal}"
+    assert num_equal >= 295, f"{num_equal} of 300 equal; the last that differs: {unequal}"
 
 
 def test_logits_are_left_as_they_were() -> None:
     logits = FIVE.copy()
     kept(logits, 2, 0.5, 0.1)
     draw(logits, 0.5, 2, 0.5, 0.1, seed=1, completion=0, position=0)
-    assert (logits == FIVE).all(), f"kept or draw has changed np.array({FIVE.tolist()})"
+    assert (logits == FIVE).all(), f"kept or draw modified np.array({FIVE.tolist()})"
 
 
 def test_noise_is_exponential() -> None:
@@ -93,18 +93,18 @@ def test_noise_is_a_pure_function_and_its_rows_are_unrelated() -> None:
     near = [(7, 0, 35), (8, 0, 35), (7, 1, 35), (7, 0, 36), (7 + 2**32, 0, 35), (35, 0, 7)]
     rows = []
     for arguments in near:
-        np.random.seed(len(rows))  # whoever uses the global generator is found out
+        np.random.seed(len(rows))  # detects use of the global generator
         rows.append(noise(*arguments, 4_000))
     again = [noise(*arguments, 4_000) for arguments in reversed(near)][::-1]
     for arguments, row, other in zip(near, rows, again, strict=True):
-        assert (row == other).all(), f"noise{(*arguments, 4_000)} is another one the second time"
+        assert (row == other).all(), f"noise{(*arguments, 4_000)} differs the second time"
     together = np.array(rows)
     correlation = np.corrcoef(together) - np.eye(len(near))
     related = [near[i] for i in np.argwhere(np.abs(correlation) >= 0.08).flatten()]
-    assert not related, f"noise(seed, completion, position, 4_000) is related for {related[:2]}"
+    assert not related, f"noise(seed, completion, position, 4_000) correlates for {related[:2]}"
     shifted = [np.corrcoef(rows[0][k:], rows[3][:-k])[0, 1] for k in (1, 2, 3, 4)]
-    # The next position is not the same stream, moved.
-    assert np.abs(shifted).max() < 0.08, f"noise of {near[0]} and {near[3]}, moved: {shifted}"
+    # The next position is not the same stream, shifted.
+    assert np.abs(shifted).max() < 0.08, f"noise of {near[0]} and {near[3]}, shifted: {shifted}"
 
 
 def test_temperature_0_is_the_first_of_the_most_likely() -> None:
@@ -153,12 +153,12 @@ def test_a_draw_does_not_notice_its_neighbours() -> None:
         }
 
     expected = run(list(range(12)))
-    case = "12 draws in another order, or one of them alone, give other tokens"
+    case = "12 draws in another order, or one of them alone, give different tokens"
     assert run(list(reversed(range(12)))) == expected, case
     assert run([5])[5] == expected[5], case
 
 
-def test_a_single_token_that_is_left_always_wins() -> None:
+def test_a_single_remaining_token_always_wins() -> None:
     logits = np.zeros(1000)
     logits[7] = 20.0
     for seed in range(200):

@@ -1,4 +1,4 @@
-"""The numbers in the chapter on sampling, against values worked out by hand."""
+"""Tests of the worked examples on sampling, against values computed by hand."""
 
 from random import Random
 

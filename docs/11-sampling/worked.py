@@ -1,4 +1,4 @@
-"""Worked numbers of the chapter on sampling: filters, penalties, and the exponential race."""
+"""Worked examples for the chapter on sampling: filters, penalties, and the exponential race."""
 
 import math
 import struct
@@ -16,12 +16,12 @@ SEARCHED = (20.0, 19.25, 18.5, 18.25, 17.5, 17.0, 16.5, 16.0, 15.25, 14.5, 13.0,
 
 
 class Pass(NamedTuple):
-    """One look at the whole row: what is left of the range of keys, three trial borders in it."""
+    """One pass over the row: the remaining range of keys, and three trial borders in it."""
 
     low: int
     high: int
     borders: tuple[float, ...]
-    masses: tuple[float, ...]  # of what reaches each border, as a part of the whole
+    masses: tuple[float, ...]  # of the logits that reach each border, as a share of the total
 
 
 def probabilities(logits: Sequence[float], temperature: float = 1.0) -> list[float]:
@@ -32,7 +32,7 @@ def probabilities(logits: Sequence[float], temperature: float = 1.0) -> list[flo
 
 
 def temperature_table(logits: Sequence[float], temperatures: Sequence[float]) -> str:
-    """The same logits at several temperatures, with the logits that softmax then sees."""
+    """The same logits at several temperatures: the input and the output of the softmax."""
     rows = [
         [f"{t:g}", _join(logit / t for logit in logits), _join(probabilities(logits, t), "%.3f")]
         for t in temperatures
@@ -41,26 +41,26 @@ def temperature_table(logits: Sequence[float], temperatures: Sequence[float]) ->
 
 
 def logits_bytes(rows: int, vocab_size: int, dtype_bytes: int) -> int:
-    """Memory of one step's logits: a number for each row and each token of the vocabulary."""
+    """Memory of one step's logits: one number for each row and each token of the vocabulary."""
     return rows * vocab_size * dtype_bytes
 
 
 def chance_of_a_slip(tail: float, num_tokens: int) -> float:
-    """Of at least one token out of a tail of that probability, in independent draws."""
+    """Probability of at least one token from a tail of that probability, in independent draws."""
     return 1 - (1 - tail) ** num_tokens
 
 
 def renormalised(probs: Sequence[float], num_kept: int) -> list[float]:
-    """`probs` in falling order: the first `num_kept`, divided by their sum; the others are 0."""
+    """`probs` in descending order: the first `num_kept`, divided by their sum; the others are 0."""
     total = sum(_exact(p) for p in probs[:num_kept])
     kept = [float(_exact(p) / total) for p in probs[:num_kept]]
     return kept + [0.0] * (len(probs) - num_kept)
 
 
 def num_kept_by_top_p(probs: Sequence[float], p: float, drop_at_equality: bool = True) -> int:
-    """How many of `probs`, in falling order, the nucleus holds (Holtzman et al. 2020).
+    """How many of `probs`, in descending order, the nucleus holds (Holtzman et al. 2020).
 
-    In exact arithmetic. A token is dropped if the mass in front of it has reached p, so the token
+    In exact arithmetic. A token is dropped if the mass before it has reached p, so the token
     that crosses the border is kept. `drop_at_equality` False drops it only once p is exceeded.
     """
     mass, kept = Fraction(0), 0
@@ -74,7 +74,7 @@ def num_kept_by_top_p(probs: Sequence[float], p: float, drop_at_equality: bool =
 
 
 def border_table(probs: Sequence[float], settings: Sequence[float]) -> str:
-    """How many tokens stay under each of the two readings of "reaches p"."""
+    """How many tokens are kept under each of the two readings of "reaches p"."""
     rows = [
         [f"{p:.2f}", num_kept_by_top_p(probs, p), num_kept_by_top_p(probs, p, False)]
         for p in settings
@@ -83,13 +83,13 @@ def border_table(probs: Sequence[float], settings: Sequence[float]) -> str:
 
 
 def key_of(value: float) -> int:
-    """The bits of a bfloat16 as an integer that is ordered as the values are."""
+    """The bits of a bfloat16 as an integer; keys have the order of the values."""
     (bits,) = struct.unpack("<i", struct.pack("<f", value))
     return (bits ^ (bits >> 31 & 0x7FFFFFFF)) >> _UNUSED_BITS
 
 
 def value_of(key: int) -> float:
-    """The bfloat16 of a key."""
+    """The bfloat16 value of a key."""
     turned = 0x7FFFFFFF >> _UNUSED_BITS << _UNUSED_BITS
     bits = key << _UNUSED_BITS
     return struct.unpack("<f", struct.pack("<i", bits ^ (bits >> 31 & turned)))[0]
@@ -98,14 +98,15 @@ def value_of(key: int) -> float:
 def border_search(
     logits: Sequence[float], top_p: float, temperature: float = 1.0
 ) -> tuple[float, list[Pass]]:
-    """The smallest logit that top-p keeps, found without a sort, and the passes that it took.
+    """The smallest logit that top-p keeps, found without a sort, and the passes of the search.
 
-    As `nanoserve.kernels.triton.filter_logits` searches: the largest key such that what reaches it
-    weighs at least `top_p`. Each pass tries three keys that cut the range into four.
+    The algorithm of `nanoserve.kernels.triton.filter_logits`: it finds the largest key such that
+    the logits that reach it have a mass of at least `top_p`. Each pass tries three keys, which
+    divide the range into four.
     """
     largest = max(logits)
     total = _mass(logits, -math.inf, temperature)
-    # What lies below weighs too little to matter, even if it is the whole vocabulary.
+    # Logits below have too little mass to matter, even if they are the whole vocabulary.
     negligible = largest - temperature * (1 - math.log((1 - top_p) / len(logits)))
     low, high = key_of(negligible) - 1, key_of(largest)
     passes = []
@@ -132,12 +133,12 @@ def border_search_table(top_p: float, logits: Sequence[float] = SEARCHED) -> str
             for border, mass in zip(borders, masses, strict=True)
         ]
         rows.append([i, f"{value_of(low):g} to {value_of(high):g}", high - low + 1, *tried])
-    header = ["pass", "range", "keys in it", "border: mass above", "the second", "the third"]
+    header = ["pass", "range", "keys in it", "first border: mass above", "second", "third"]
     return table(header, rows)
 
 
 def num_searched_keys(top_p: float, logits: Sequence[float] = SEARCHED) -> int:
-    """Values of bfloat16 among which the border is searched for."""
+    """The number of bfloat16 values in the initial range of the search."""
     first = border_search(logits, top_p)[1][0]
     return first.high - first.low + 1
 
@@ -151,7 +152,7 @@ def found_border(top_p: float, logits: Sequence[float] = SEARCHED) -> float:
 
 
 def most_passes(num_keys: int) -> int:
-    """That `border_search` can take over so many keys: each pass leaves a quarter, more or less."""
+    """The most passes of `border_search` over so many keys; each pass leaves about a quarter."""
     width, passes = num_keys - 1, 0
     while width > 0:
         first, second, third = (width + 3) // 4, (width + 1) // 2, (3 * width + 3) // 4
@@ -161,9 +162,10 @@ def most_passes(num_keys: int) -> int:
 
 
 def keys_to_search(largest: float, top_p: float, vocab_size: int, temperature: float = 1.0) -> int:
-    """Values of bfloat16 from the first that may matter to the largest logit, and one for rounding.
+    """The number of bfloat16 values that the search has to consider, plus one for rounding.
 
-    What lies below weighs less than 1 - top_p of the largest, even if it is the whole vocabulary.
+    Logits below have less than 1 - top_p of the largest one's mass, even if they are the whole
+    vocabulary.
     """
     negligible = largest - temperature * (1 - math.log((1 - top_p) / vocab_size))
     return key_of(largest) - key_of(negligible) + 2
@@ -174,7 +176,7 @@ def num_kept_above(border: float, logits: Sequence[float] = SEARCHED) -> int:
 
 
 def num_kept_by_min_p(probs: Sequence[float], min_p: float) -> int:
-    """How many are at least `min_p` times as likely as the most likely one."""
+    """How many tokens are at least `min_p` times as likely as the most likely one."""
     return sum(_exact(prob) >= _exact(min_p) * _exact(max(probs)) for prob in probs)
 
 
@@ -185,7 +187,7 @@ def penalised(
     frequency: float = 0.0,
     presence: float = 0.0,
 ) -> float:
-    """The logit of a token that was generated `count` times, or stands in the prompt (count 0).
+    """The logit of a token that was generated `count` times; 0 if it is only in the prompt.
 
     Repetition: Keskar et al. 2019 (CTRL); frequency and presence: OpenAI's API.
     """
@@ -213,7 +215,7 @@ def race_winner(logits: Sequence[float], uniforms: Sequence[float]) -> int:
 
 
 def race_shares(logits: Sequence[float], num_draws: int) -> list[float]:
-    """Shares of the tokens in draws of nanoserve's own race, at positions 0 to num_draws - 1."""
+    """Shares of the tokens in draws by nanoserve's own race, at positions 0 to num_draws - 1."""
     import numpy as np
     import torch
 
@@ -230,10 +232,10 @@ def race_shares(logits: Sequence[float], num_draws: int) -> list[float]:
 
 
 def chance_of_a_tie(vocab_size: int, bits: int) -> float:
-    """That the smallest of `vocab_size` uniforms of so many bits comes up twice.
+    """Probability that the smallest of `vocab_size` uniforms of so many bits occurs twice.
 
-    The uniforms fall into 2^bits cells, Poisson with a mean of vocab_size / 2^bits each. Wanted is
-    the chance that the first cell which is not empty holds more than one.
+    The uniforms fall into 2^bits cells, each with a Poisson count of mean vocab_size / 2^bits. The
+    result is the probability that the first non-empty cell holds more than one.
     """
     mean = vocab_size / 2**bits
     return 1 - mean / math.expm1(mean)
@@ -242,7 +244,7 @@ def chance_of_a_tie(vocab_size: int, bits: int) -> float:
 def neighbours_table(seed: int, position: int) -> str:
     """Noise for one row, behind 0, 1 and 2 others: from a shared generator, and from the hash.
 
-    The generator hands each row of a step its next number; the hash is nanoserve's `row_keys`.
+    The generator gives each row of a step its next number; the hash is nanoserve's `row_keys`.
     """
     from random import Random
 
@@ -262,13 +264,13 @@ def neighbours_table(seed: int, position: int) -> str:
 
 
 def _mass(logits: Sequence[float], border: float, temperature: float) -> float:
-    """Of what reaches `border`, relative to the weight of the largest."""
+    """Mass of the logits that reach `border`, relative to that of the largest logit."""
     largest = max(logits)
     return sum(math.exp((x - largest) / temperature) for x in logits if x >= border)
 
 
 def _exact(number: float) -> Fraction:
-    """The decimal number as it is written: 0.9 is nine tenths, which no binary float is."""
+    """The decimal number exactly as written: 0.9 is nine tenths, which no binary float equals."""
     return Fraction(str(number))
 
 

@@ -1,4 +1,4 @@
-"""What the chapter on output shows."""
+"""The recorded run of the chapter on output."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from nanoserve.sampling_params import RequestOutputKind
 
 
 def text_in_three_ways(out: Path) -> None:
-    """One question three times: free, with a stop string, and cut by its length."""
+    """One question three times: unlimited, with a stop string, and limited by length."""
     options = {"dtype": "float32", "block_size": 8, "num_kv_blocks": 48, "max_num_seqs": 4}
     with LLM("tiny-qwen3", trace=str(out), **options) as llm:
         message = {"role": "user", "content": "什么是块表？"}

@@ -4,7 +4,7 @@ import codecs
 
 
 class TextStream:
-    """Only text that is held back is kept: whatever was shown can be in no stop string."""
+    """Stores only text that is held back: text that was shown cannot be part of a stop string."""
 
     def __init__(self, stops: list[str]) -> None:
         self.stopped_by: str | None = None

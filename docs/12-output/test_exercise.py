@@ -46,7 +46,7 @@ def cut(data: bytes, rng: random.Random) -> list[bytes]:
 
 
 def check(pieces: list[bytes], stops: list[str]) -> str | None:
-    """Push the pieces and compare with what is right after each of them."""
+    """Push the pieces and compare with the expected text after each of them."""
     stream, shown = TextStream(stops), ""
     for end in range(1, len(pieces) + 1):
         shown += stream.push(pieces[end - 1])
@@ -75,7 +75,7 @@ def check(pieces: list[bytes], stops: list[str]) -> str | None:
     [
         (["Ans", "wer:", " 42"], []),
         (["Ans", "wer:", " 42"], ["swer"]),
-        (["a", "a", "b", "b"], ["aabb", "ab"]),  # the shorter one begins later, but is there first
+        (["a", "a", "b", "b"], ["aabb", "ab"]),  # the shorter one is complete first
         (["ab", "abx"], ["abab"]),
         (["ab", "ac"], ["abab"]),
         (["x", "stop", "y"], ["stop"]),
@@ -120,7 +120,7 @@ def test_streams_do_not_share_anything() -> None:
 
 
 def test_the_work_does_not_grow_with_the_text() -> None:
-    """100 times the text may take 100 times as long, with room to spare, but not 10,000 times."""
+    """100 times the text may take 100 times as long, with a wide margin, but not 10,000 times."""
 
     def seconds(num_pieces: int) -> float:
         stream, start = TextStream(["never seen"]), time.perf_counter()
@@ -133,11 +133,11 @@ def test_the_work_does_not_grow_with_the_text() -> None:
     assert many < 1_000 * max(few, 1e-4), f"500 pieces take {few:.4f} s, 50,000 take {many:.4f} s"
 
 
-# -- Beside the engine's own detokenizer, with the tokenizer of the bundled model ----------------
+# -- Compared with the engine's own detokenizer, with the tokenizer of the bundled model ---------
 
 
 def byte_of_symbol() -> dict[str, int]:
-    """A byte-level vocabulary writes printable bytes as themselves, the others as 256 and on."""
+    """A byte-level vocabulary writes printable bytes as themselves, the others from 256 upwards."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

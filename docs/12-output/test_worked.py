@@ -1,4 +1,4 @@
-"""The numbers in the chapter on output, against values worked out by hand."""
+"""Tests of the worked examples on output, against values computed by hand."""
 
 import pytest
 import torch
@@ -45,7 +45,7 @@ def test_characters_sent() -> None:
         ("aba", ["abab"], 3),
         ("done", ["\n\n"], 0),
         ("", ["ab"], 0),
-        ("a", ["a"], 0),  # a stop string of one character is complete or not there
+        ("a", ["a"], 0),  # a stop string of one character is either complete or absent
     ],
 )
 def test_what_is_held_back(text: str, stops: list[str], length: int) -> None:

@@ -1,7 +1,7 @@
-"""Worked numbers of the chapter on output: bytes, deltas, stop strings, and what they cost.
+"""Worked examples for the chapter on output: bytes, deltas, stop strings, and their costs.
 
-Where nothing else is said, tokens are single bytes, as in a byte-level tokenizer whose vocabulary
-has no merge for them. What is cut into tokens is cut by the bundled model's tokenizer.
+Unless noted otherwise, tokens are single bytes, as in a byte-level tokenizer whose vocabulary has
+no merge for them. Where text is tokenized, the bundled model's tokenizer is used.
 """
 
 import codecs
@@ -26,13 +26,13 @@ def utf8_length(text: str) -> int:
 
 
 def broken_by_single_tokens(text: str) -> int:
-    """Replacement characters that appear if each byte is decoded by itself."""
+    """Number of replacement characters if each byte is decoded by itself."""
     alone = "".join(bytes([byte]).decode("utf-8", "replace") for byte in text.encode())
     return alone.count("\ufffd")
 
 
 def bytes_table(text: str) -> str:
-    """Byte by byte: decoded alone, decoded with all before it, and what a stream may show."""
+    """Byte by byte: decoded alone, decoded with all previous bytes, and what a stream may show."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     data, rows = text.encode(), []
     for end in range(1, len(data) + 1):
@@ -44,12 +44,12 @@ def bytes_table(text: str) -> str:
 
 
 def tokens_decoded(num_tokens: int) -> int:
-    """By decoding the whole output again after every token: 1 + 2 + ... + n."""
+    """Tokens decoded if the whole output is decoded again after every token: 1 + 2 + ... + n."""
     return num_tokens * (num_tokens + 1) // 2
 
 
 def characters_sent(num_tokens: int, characters_per_token: int, cumulative: bool) -> int:
-    """By a request that hands out an output after every token."""
+    """Characters sent by a request that returns an output after every token."""
     factor = tokens_decoded(num_tokens) if cumulative else num_tokens
     return factor * characters_per_token
 
@@ -62,7 +62,7 @@ def held_back(text: str, stops: Sequence[str]) -> int:
 
 
 def stop_table(pieces: Sequence[str], stops: Sequence[str]) -> str:
-    """Pieces of text one by one: what is shown and what waits, until a stop string is complete."""
+    """Pieces of text one by one: the text shown and held back, until a stop string is complete."""
     rows, shown = [], 0
     for piece, text in zip(pieces, accumulate(pieces), strict=True):
         found = [(text.find(stop), stop) for stop in stops if stop in text]
@@ -77,18 +77,18 @@ def stop_table(pieces: Sequence[str], stops: Sequence[str]) -> str:
 
 
 def _quoted(text: str) -> str:
-    """As code; a line break, which no cell of a table can hold, becomes a sign."""
+    """As code; a line break, which a table cell cannot hold, becomes a symbol."""
     return f"`{text}`".replace("\n", "⏎") if text else ""
 
 
 def _pieces(text: str) -> list[tuple[int, bytes]]:
-    """The tokens that the bundled tokenizer cuts `text` into: each one's id and its bytes."""
+    """The tokens of `text` with the bundled tokenizer: the id and the bytes of each."""
     encoding = _tokenizer().encode(text, add_special_tokens=False)
     return [(i, _bytes_of(name)) for i, name in zip(encoding.ids, encoding.tokens, strict=True)]
 
 
 def tokens_table(texts: Sequence[str]) -> str:
-    """How the bundled tokenizer cuts texts; a space is shown as a sign, broken text as bytes."""
+    """How the bundled tokenizer splits texts; spaces are symbols, incomplete characters bytes."""
     rows = []
     for text in texts:
         pieces = _pieces(text)
@@ -100,7 +100,7 @@ def tokens_table(texts: Sequence[str]) -> str:
 def merges_table(word: str) -> str:
     """Byte-pair encoding of one word by the bundled tokenizer's merges (Sennrich et al. 2016).
 
-    In each step the pair of neighbours that stands first in the list of merges becomes one piece.
+    Each step merges the adjacent pair that comes first in the list of merges.
     """
     ranks = {tuple(pair): rank for rank, pair in enumerate(_model()["merges"])}
     pieces, rows = [_NAMES[byte] for byte in word.encode()], []
@@ -115,28 +115,28 @@ def merges_table(word: str) -> str:
                 merged.append(piece)
         pieces = merged
         rows.append([_row(pieces), _row(first, " + "), f"{ranks[first] + 1:,}"])
-    return table(["pieces", "merged", "place in the list"], rows)
+    return table(["pieces", "merged", "position in the list"], rows)
 
 
 def vocabulary() -> int:
-    """Tokens of the bundled tokenizer, the special ones included."""
+    """Number of tokens of the bundled tokenizer, including the special ones."""
     return _tokenizer().get_vocab_size()
 
 
 def num_merges() -> int:
-    """Of the bundled tokenizer."""
+    """Number of merges of the bundled tokenizer."""
     return len(_model()["merges"])
 
 
 def held_table(text: str) -> str:
-    """Token by token: what the decoder gives out, and whole characters that it keeps back."""
+    """Token by token: the text that the decoder returns, and complete characters that it holds."""
     decoder, held, rows = DecodeStream(skip_special_tokens=True), b"", []
     for token_id, data in _pieces(text):
         new = decoder.step(_tokenizer(), token_id)
         held = b"" if new else held + data
         settled = held.decode("utf-8", "replace").rstrip("\ufffd")
         rows.append([f"`{data.hex(' ')}`", _quoted(new or ""), _quoted(settled)])
-    return table(["bytes of the token", "decoder gives out", "settled, but held"], rows)
+    return table(["bytes of the token", "decoder returns", "complete, but held"], rows)
 
 
 @cache
@@ -167,7 +167,7 @@ def _bytes_of(name: str) -> bytes:
 
 
 def _seen(data: bytes) -> str:
-    """Text with its spaces made visible; in hexadecimal where it is no text."""
+    """Text with visible spaces; hexadecimal where it is not valid text."""
     try:
         return data.decode().replace(" ", "␣")
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""What the chapter on the life of a request shows."""
+"""The recorded run of the chapter on the life of a request."""
 
 from pathlib import Path
 
@@ -13,7 +13,7 @@ QUESTIONS = {
 
 
 def one_life_with_a_preemption(out: Path) -> None:
-    """Chunked prompts, a pool that is too small, and an abort on the way."""
+    """Chunked prompts, a pool that is too small, and an abort."""
     options = {"dtype": "float32", "block_size": 8, "num_kv_blocks": 18}
     options |= {"max_num_seqs": 4, "max_num_batched_tokens": 16}
     with LLM("tiny-qwen3", trace=str(out), **options) as llm:

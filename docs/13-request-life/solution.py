@@ -39,12 +39,12 @@ def serve(engine: GuardedEngine, jobs: list[Job]) -> dict[str, RequestOutput | V
             tick += 1
     finally:
         for job in jobs:
-            engine.abort_request(job.request_id)  # None, and no error, for those that are over
+            engine.abort_request(job.request_id)  # returns None for those that have ended
     return results
 
 
 def _step(engine: GuardedEngine) -> list[RequestOutput]:
-    """A failed step is undone, so it can be made again."""
+    """A failed step is rolled back, so it can be repeated."""
     for _ in range(MOST_ATTEMPTS - 1):
         with suppress(RuntimeError):
             return engine.step()

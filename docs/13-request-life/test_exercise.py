@@ -34,7 +34,7 @@ def answers(llm: LLM) -> list[list[int]]:
 def engine(llm: LLM, answers: list[list[int]]) -> Iterator[GuardedEngine]:
     yield llm.engine
     for request_id in list(llm.engine.output_processor.requests):
-        llm.engine.abort_request(request_id)  # what a failed test left must not fail the next
+        llm.engine.abort_request(request_id)  # left over by a failed test
 
 
 def check_idle(engine: GuardedEngine, jobs: object) -> None:
@@ -55,7 +55,7 @@ def fail(monkeypatch: pytest.MonkeyPatch, engine: GuardedEngine, calls: set[int]
 
     def broken(*args: Any) -> Any:
         if next(num_calls) in calls:
-            raise RuntimeError("the device is on fire")
+            raise RuntimeError("the device has failed")
         return forward(*args)
 
     monkeypatch.setattr(engine.executor, "forward", broken)
@@ -66,7 +66,7 @@ def test_no_jobs_are_no_results(engine: GuardedEngine) -> None:
 
 
 def test_jobs_that_come_later_get_what_generate_gives(engine: GuardedEngine, answers) -> None:
-    arrivals = [0, 0, 3, 3, 40, 41, 95, 95]  # with pauses in which nothing runs
+    arrivals = [0, 0, 3, 3, 40, 41, 95, 95]  # with pauses in which no job runs
     jobs = [Job(f"job {i}", arrivals[i], PROMPTS[i], PARAMS) for i in range(8)]
     results = serve(engine, jobs)
     assert [tokens(results[f"job {i}"]) for i in range(8)] == answers, jobs
@@ -91,7 +91,7 @@ def test_a_job_joins_at_its_tick(engine: GuardedEngine) -> None:
     assert steps_of == {"early": list(range(20)), "late": list(range(7, 27))}, jobs
 
 
-def test_a_refused_job_disturbs_nobody(engine: GuardedEngine, answers) -> None:
+def test_a_rejected_job_disturbs_no_other(engine: GuardedEngine, answers) -> None:
     jobs = [
         Job("good", 0, PROMPTS[0], PARAMS),
         Job("empty", 0, [], PARAMS),
@@ -140,7 +140,7 @@ def test_a_step_that_fails_three_times_leaves_nothing(
     jobs = [Job(f"{i}", 0, PROMPTS[i], PARAMS) for i in range(6)]
     with monkeypatch.context() as patched:
         fail(patched, engine, {4, 5, 6})
-        with pytest.raises(RuntimeError, match="on fire"):
+        with pytest.raises(RuntimeError, match="has failed"):
             serve(engine, jobs)
     check_idle(engine, jobs)
     again = serve(engine, [Job("again", 0, PROMPTS[2], PARAMS)])["again"]

@@ -1,4 +1,4 @@
-"""The numbers in the chapter on the life of a request, against values worked out by hand."""
+"""Tests of the worked examples on the life of a request, against values computed by hand."""
 
 import pytest
 from counting_executor import make_engine, run
@@ -30,7 +30,7 @@ def test_100_tokens_of_which_64_are_cached_leave_36() -> None:
 
 @pytest.mark.parametrize(("budget", "num_output_tokens"), [(8, 3), (64, 5), (35, 1)])
 def test_the_engine_takes_these_steps(budget: int, num_output_tokens: int) -> None:
-    """An observer is called when the step is over."""
+    """An observer is called at the end of the step."""
     engine = make_engine(max_num_batched_tokens=budget)
     seen = []
     engine.observers.append(

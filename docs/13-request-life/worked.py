@@ -1,4 +1,4 @@
-"""Worked numbers of the chapter on the life of a request: its progress and its clock."""
+"""Worked examples for the chapter on the life of a request: its progress and its timestamps."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -11,7 +11,7 @@ from nanoserve.outputs import RequestMetrics
 def progress(
     num_prompt_tokens: int, num_cached: int, budget: int, num_output_tokens: int
 ) -> list[tuple[int, int, int, bool]]:
-    """Steps of a request that runs alone, to its last token.
+    """Steps of a request that runs alone, up to its last token.
 
     Each is (tokens computed in it, num_computed_tokens and num_tokens after it, whether it yielded
     a token). `num_cached` prompt tokens come from the prefix cache; a step computes at most
@@ -42,14 +42,14 @@ def progress_table(
 
 
 def left_behind(num_new_tokens: int) -> int:
-    """Tokens that an engine forgets to have computed if it counts one per step."""
+    """Computed tokens that an engine misses if it counts one per step."""
     return num_new_tokens - 1
 
 
 def clock(
     arrival: float, scheduled: float, token_times: Sequence[float], finished: float
 ) -> RequestMetrics:
-    """The metrics of a request with these readings of the clock, in seconds."""
+    """The metrics of a request with these timestamps, in seconds."""
     return RequestMetrics(
         arrival_time=arrival,
         first_scheduled_time=scheduled,

@@ -1,4 +1,4 @@
-"""The trace of the chapter on tensor parallelism: what rank 0 decides, and other ranks are told."""
+"""The recorded run of the chapter on tensor parallelism: the decisions of rank 0."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from nanoserve import LLM, SamplingParams
 
 
 def tensor_parallelism(out: Path) -> None:
-    """Three requests, of which one comes late to its slot: admissions, growth, an end."""
+    """Three requests and two slots: admissions, growth, an end."""
     prompts = ["What is tensor parallelism?", "What is rank 0?", "What is an all-reduce?"]
     conversations = [[{"role": "user", "content": prompt}] for prompt in prompts]
     lengths = [12, 6, 9]

@@ -1,4 +1,4 @@
-"""Solution: which rows a rank keeps, and how ranks add up."""
+"""Solution: which rows a rank keeps, and a ring all-reduce."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -24,10 +24,10 @@ def rows_of(
 
 
 def ring_all_reduce(vectors: list[np.ndarray], ring: Ring) -> list[np.ndarray]:
-    """The sum of `vectors`, which are [n], once for every rank.
+    """The sum of `vectors`, each [n], once for every rank.
 
-    First every piece goes once round the ring and collects the summands, so that rank r ends with
-    the finished piece r + 1. Then finished pieces go round.
+    First every piece passes once round the ring and accumulates the summands, so that rank r ends
+    with the complete piece r + 1. Then the complete pieces are passed on.
     """
     size = len(vectors)
     pieces = [np.split(vector.copy(), size) for vector in vectors]  # views of a copy

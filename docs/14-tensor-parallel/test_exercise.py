@@ -1,4 +1,4 @@
-"""Do the shards fit together, and does the ring add up with few words?"""
+"""Test of the exercise of chapter 14: the shards fit together, and the ring sends few values."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ HIDDEN = 8
 
 
 class CountingRing:
-    """Carries copies, as a wire does, and counts."""
+    """Carries copies, like a network link, and counts."""
 
     def __init__(self, size: int) -> None:
         self.calls, self.sent = 0, [0] * size
@@ -63,7 +63,7 @@ def test_all_ranks_together_have_every_row() -> None:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
 @pytest.mark.parametrize("pieces", [1, 5])
-def test_every_rank_has_the_sum_and_nobody_sent_too_much(size: int, pieces: int) -> None:
+def test_every_rank_has_the_sum_and_none_sent_too_much(size: int, pieces: int) -> None:
     rng, length = np.random.default_rng(size), size * pieces
     vectors = [rng.integers(-9, 9, length) for _ in range(size)]
     before, ring = [vector.copy() for vector in vectors], CountingRing(size)
@@ -75,7 +75,7 @@ def test_every_rank_has_the_sum_and_nobody_sent_too_much(size: int, pieces: int)
     assert ring.calls <= 2 * (size - 1), case
     assert max(ring.sent) <= 2 * (size - 1) * pieces, case
     for vector, original in zip(vectors, before, strict=True):
-        np.testing.assert_array_equal(vector, original, err_msg=f"{case} has changed a vector")
+        np.testing.assert_array_equal(vector, original, err_msg=f"{case} modified a vector")
 
 
 def test_results_are_not_the_same_memory() -> None:

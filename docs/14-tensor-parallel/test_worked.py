@@ -1,4 +1,4 @@
-"""The numbers of the course's chapter on tensor parallelism, against a calculation by hand."""
+"""Tests of the worked examples on tensor parallelism, against values computed by hand."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Worked examples of tensor parallelism: a product on two ranks, bytes, heads, vocabulary, time.
+"""Worked examples for tensor parallelism: a product on two ranks, bytes, heads, vocabulary, time.
 
 The splits are those of Shoeybi et al. 2019 (Megatron-LM, arXiv 1909.08053), the volume of a ring
 all-reduce is that of Patarasuk and Yuan 2009 (bandwidth optimal all-reduce algorithms).
@@ -16,12 +16,12 @@ W2: Matrix = [[1, 2, 0, 1], [0, 1, 1, 3]]
 
 
 def product(weight: Matrix, x: Vector) -> Vector:
-    """W x, where a row of W makes one output."""
+    """W x, where each row of W yields one output."""
     return [sum(w * value for w, value in zip(row, x, strict=True)) for row in weight]
 
 
 def relu(x: Vector) -> Vector:
-    """The activation of the worked product: it acts on each value alone."""
+    """The activation of the worked product, applied to each value separately."""
     return [max(0, value) for value in x]
 
 
@@ -56,12 +56,12 @@ def product_table() -> str:
 
 
 def relu_of_sum(a: int, b: int) -> int:
-    """What a row-parallel first layer would need: the sum before the activation."""
+    """The result that a row-parallel first layer needs: the sum before the activation."""
     return max(0, a + b)
 
 
 def sum_of_relus(a: int, b: int) -> int:
-    """What it would get without an all-reduce between the two."""
+    """The result without an all-reduce between the two."""
     return max(0, a) + max(0, b)
 
 
@@ -80,14 +80,14 @@ def llama_2_70b() -> int:
 
 
 def kv_heads_per_rank(kv_heads: int, ranks: int) -> int:
-    """Never less than one: with fewer KV heads than ranks, ranks keep copies."""
+    """At least one: with fewer KV heads than ranks, several ranks keep a copy."""
     return max(1, kv_heads // ranks)
 
 
 def kv_bytes(
     tokens: int, layers: int, kv_heads: int, dim: int, ranks: int = 1, dtype_bytes: int = 2
 ) -> int:
-    """Bytes of K and V that one rank keeps for so many tokens."""
+    """Bytes of K and V that one rank stores for `tokens` tokens."""
     return tokens * 2 * layers * kv_heads_per_rank(kv_heads, ranks) * dim * dtype_bytes
 
 
@@ -108,7 +108,7 @@ def all_reduces(layers: int) -> int:
 
 
 def message_bytes(hidden: int, tokens: int = 1, dtype_bytes: int = 2) -> int:
-    """What one all-reduce sums: the hidden states of the step's tokens."""
+    """Size of one all-reduce: the hidden states of the step's tokens."""
     return tokens * hidden * dtype_bytes
 
 
@@ -123,7 +123,7 @@ def step_bytes(hidden: int, layers: int, tokens: int, ranks: int, dtype_bytes: i
 
 
 def gather_bytes(rows: int, vocab: int, ranks: int, dtype_bytes: int = 2) -> int:
-    """Logits that arrive at rank 0, from all the others, for so many sampled rows."""
+    """Bytes of logits that rank 0 receives from all other ranks, for `rows` sampled rows."""
     return rows * -(-vocab // ranks) * (ranks - 1) * dtype_bytes
 
 
@@ -148,7 +148,7 @@ def vocabulary_part(rank: int, ranks: int, vocab: int) -> range:
 
 
 def embedding_table(vocab: int, ranks: int, token_id: int) -> str:
-    """Who has the row of a token; everybody else contributes zeros to the sum."""
+    """The rank that has the row of a token; all others contribute zeros to the sum."""
     lines = ["| rank | token ids | padding rows | contributes |", "|---|---|---|---|"]
     rows = -(-vocab // ranks)
     for rank in range(ranks):
@@ -164,7 +164,7 @@ def decode_ms(
 ) -> float:
     """A model of one decode step of one sequence, in milliseconds.
 
-    Each rank reads its share of the weights; each all-reduce of so few bytes costs its latency.
+    Each rank reads its part of the weights; each all-reduce of so few bytes costs its latency.
     """
     waiting = all_reduces(layers) * all_reduce_us / 1e3 if ranks > 1 else 0.0
     return weight_bytes / ranks / bandwidth * 1e3 + waiting
@@ -193,11 +193,11 @@ def all_reduce(parts: Matrix) -> Matrix:
 
 
 def all_gather(parts: Matrix) -> Matrix:
-    """Every rank ends with all parts, side by side."""
+    """Every rank ends with all parts, concatenated."""
     joined = [value for part in parts for value in part]
     return [list(joined) for _ in parts]
 
 
 def default(option: str) -> int:
-    """What an option of the engine is if nobody sets it."""
+    """The default of an engine option."""
     return getattr(EngineConfig("none"), option)

@@ -1,23 +1,23 @@
-"""Exercise: numbers that may be believed.
+"""Exercise: percentiles, waiting times, goodput and ratios of runs.
 
 Complete four functions, in plain Python.
 
-`percentile` puts the values in order, numbered from 0. The p-th percentile stands at the place
-(n - 1) p / 100; between two places it is on the straight line between their values.
+`percentile` sorts the values, numbered from 0. The p-th percentile is at position (n - 1) p / 100;
+between two positions it is interpolated linearly between their values.
 
-`waits` is what the users of a server see that answers one request after the other, in the order in
+`waits` computes the latency of a server that answers one request after the other, in the order in
 which they were due. `due` has the times (in order) at which requests were due, `durations` how long
-each takes once the server is at it. Returned are the times between when a request was due and when
-it was answered. An idle server waits for the next request.
+the server works on each. The result is the time from when each request was due until it was
+answered. An idle server waits for the next request.
 
-`goodput` is requests per second, from time 0 to the last token of all, that met two objectives: the
-first token within `slo_ttft` seconds of when the request was due, and the mean time between its
-tokens at most `slo_itl`. With one token there is no time between tokens. `token_times` has the
-times of each request's tokens.
+`goodput` is the number of requests per second, from time 0 to the last token of all, that met two
+objectives: the first token within `slo_ttft` seconds of when the request was due, and the mean time
+between its tokens at most `slo_itl`. With one token there is no time between tokens. `token_times`
+has the times of each request's tokens.
 
-`compare` takes the seconds of runs in which two engines took turns: ours[0], theirs[0], ours[1] and
-so on. A run that failed is None, and a pair with such a run says nothing. Returned are the median,
-the smallest and the largest of the ratios theirs / ours, or None if no pair is left.
+`compare` takes the seconds of alternating runs of two engines: ours[0], theirs[0], ours[1] and
+so on. A failed run is None, and a pair with such a run is ignored. The result is the median, the
+smallest and the largest of the ratios theirs / ours, or None if no pair is left.
 
     pytest -x docs/15-benchmarking/test_exercise.py
 """

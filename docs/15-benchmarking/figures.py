@@ -14,7 +14,7 @@ _RIGHT, _TOP = 1.0, 1.2  # of the axes: load, seconds
 
 
 def latency_over_load() -> str:
-    """The same arrivals, faster and faster."""
+    """The same arrivals at increasing rates."""
     figure = svg.Figure("Mean latency over load, at evenly spaced and at random arrivals", 400)
     for seconds in (0.0, 0.2, 0.4, 0.6, 0.8, 1.0):
         figure.line(_x(0), _y(seconds), _x(_RIGHT), _y(seconds), svg.FAINT, 1)
@@ -23,7 +23,7 @@ def latency_over_load() -> str:
         figure.text(_x(load), 348, f"{load:.0%}", 14)
     figure.line(_x(1), _y(0), _x(1), _y(_TOP), svg.RED, 1.5, "5 4")
     figure.text(_x(1) - 8, 40, "capacity", 15, "end", svg.RED)
-    figure.text(390, 380, "requests a second, as a part of what the server can do", fill=svg.SOFT)
+    figure.text(390, 380, "requests a second, as a share of the server's capacity", fill=svg.SOFT)
     even = [(_x(load), _y(mean_latency(load, is_random=False))) for load in LOADS]
     drawn = [(_x(load), _y(mean_latency(load, is_random=True))) for load in LOADS]
     figure.path(even, svg.BLUE, stroke_width=3)
@@ -37,7 +37,7 @@ def latency_over_load() -> str:
 
 
 def mean_latency(load: float, is_random: bool) -> float:
-    """Of requests that take `SECONDS` each, one after the other, waiting included."""
+    """Mean latency of requests that take `SECONDS` each, served one by one, waiting included."""
     random, rate = Random(1), load / SECONDS
     gaps = [random.expovariate(rate) if is_random else 1 / rate for _ in range(COUNT)]
     due = [sum(gaps[:1])]

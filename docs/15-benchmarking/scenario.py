@@ -1,4 +1,4 @@
-"""The trace of the chapter on benchmarking: the long tail of a workload."""
+"""The recorded run of the chapter on benchmarking: the tail of a workload."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Solution: numbers that may be believed."""
+"""Solution: percentiles, waiting times, goodput and ratios of runs."""
 
 import math
 import statistics

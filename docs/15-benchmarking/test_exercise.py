@@ -1,4 +1,4 @@
-"""Are the numbers those of the benchmark, and of a slow simulation?"""
+"""Test of the exercise of chapter 15, against the benchmark and a slow simulation."""
 
 from random import Random
 
@@ -22,7 +22,7 @@ def test_percentiles_are_numpys(count: int, p: float) -> None:
 
 
 def tick_by_tick(due: list[int], durations: list[int]) -> list[int]:
-    """The same server, moved forward one unit of time after the other."""
+    """The same server, simulated one unit of time after the other."""
     found, queue, left, now = [0] * len(due), [], 0, 0
     while 0 in found:
         queue += [i for i, time in enumerate(due) if time == now]
@@ -55,7 +55,7 @@ def test_a_server_that_idles_does_not_start_before_the_request_is_due() -> None:
 def test_what_hides_behind_one_stall() -> None:
     due = [0.1 * i for i in range(100)]
     durations = [2.0 if i == 50 else 0.01 for i in range(100)]
-    case = "due every 0.1 s, 100 times; each takes 0.01 s but for number 50, which takes 2 s"
+    case = "due every 0.1 s, 100 times; each takes 0.01 s except number 50, which takes 2 s"
     assert percentile(durations, 90) < 0.02, case
     assert percentile(waits(due, durations), 90) > 1.0, case
 

@@ -1,4 +1,4 @@
-"""The numbers of the course's chapter on benchmarking, against a calculation by hand."""
+"""Tests of the worked examples on benchmarking, against values computed by hand."""
 
 import numpy as np
 import pytest
@@ -27,7 +27,7 @@ def test_the_bench_has_the_same_percentiles() -> None:
 
 
 def test_littles_law() -> None:
-    """Four a second that stay 2.5 s are ten; 16 places of 128 steps of 30 ms make 4.17 a second."""
+    """Four a second that stay 2.5 s are ten; 16 slots of 128 steps of 30 ms make 4.17 a second."""
     assert worked.in_system(4, 2.5) == 10
     assert worked.rate_through(10, 2.5) == 4
     assert worked.requests_per_second(16, 128, 0.030) == pytest.approx(4.1667, abs=1e-4)
@@ -73,7 +73,7 @@ def test_what_few_runs_say_of_the_median() -> None:
 
 
 def test_a_drifting_machine_spoils_runs_that_are_far_apart() -> None:
-    """1.1 times slower with every run. In AAABBB a pair is three runs apart, in turns one."""
+    """1.1 times slower with every run. The runs of a pair are three apart in AAABBB, else one."""
     times = {"A": 1.0, "B": 1.2}
     assert worked.median_of_ratios("AAABBB", times, 1.1) == pytest.approx(1.2 * 1.331)
     assert worked.median_of_ratios("ABABAB", times, 1.1) == pytest.approx(1.32)
@@ -113,7 +113,7 @@ def test_bytes_of_a_part_of_the_model() -> None:
 
 
 def test_rows_at_the_ridge() -> None:
-    # 70 GFLOP/s and 10 GB/s: 7 operations a byte; a float32 weight has half a one for each row.
+    # 70 GFLOP/s and 10 GB/s: 7 operations a byte; a row takes half an operation a byte of float32.
     assert worked.ridge_rows(7e10, 1e10, item=4) == pytest.approx(14)
     assert worked.ridge_rows(7e10, 1e10, item=2) == pytest.approx(7)
 

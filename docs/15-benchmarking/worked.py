@@ -1,13 +1,13 @@
-"""Worked examples of measuring: percentiles, queues, medians, ratios, the roofline, agreement."""
+"""Worked examples for benchmarking: percentiles, queues, medians, ratios, roofline, agreement."""
 
 import math
 import statistics
 
 
 def percentile(values: list[float], p: float) -> float:
-    """Linear between the two nearest values in order, as numpy and `nanoserve bench` have it.
+    """Linear between the two nearest sorted values, as in numpy and `nanoserve bench`.
 
-    The place is (n - 1) p / 100, counted from 0.
+    The position is (n - 1) p / 100, counted from 0.
     """
     ordered = sorted(values)
     place = (len(ordered) - 1) * p / 100
@@ -32,7 +32,7 @@ def percentile_table(values: list[float]) -> str:
 
 
 def samples_beyond(count: int, p: float) -> float:
-    """How many of `count` values lie beyond the p-th percentile: what its estimate rests on."""
+    """How many of `count` values lie beyond the p-th percentile; its estimate depends on them."""
     return count * (1 - p / 100)
 
 
@@ -42,7 +42,7 @@ def in_system(rate: float, seconds: float) -> float:
 
 
 def rate_through(num_seqs: int, seconds: float) -> float:
-    """Little's law the other way: what flows through `num_seqs` places of so many seconds each."""
+    """Little's law rearranged: the rate through `num_seqs` slots, each taken for `seconds`."""
     return num_seqs / seconds
 
 
@@ -63,7 +63,7 @@ def gap_shorter_than(rate: float, seconds: float) -> float:
 
 
 def waits(due: list[float], durations: list[float]) -> list[float]:
-    """Seconds from when each request was due until it is answered, one after the other."""
+    """Seconds from when each request was due until its answer; requests are served one by one."""
     free, found = 0.0, []
     for arrival, duration in zip(due, durations, strict=True):
         free = max(free, arrival) + duration
@@ -83,8 +83,8 @@ def omission_table(count: int, every: float, usual: float, at: int, long: float)
     due, durations = stall(count, every, usual, at, long)
     lines = ["| counted from | p50 ms | p90 ms | p99 ms | slower than 100 ms |"]
     lines.append("|---|---|---|---|---|")
-    told = {"when it was sent": durations, "when it was due": waits(due, durations)}
-    for name, values in told.items():
+    timed = {"when it was sent": durations, "when it was due": waits(due, durations)}
+    for name, values in timed.items():
         cells = " | ".join(f"{1000 * percentile(values, p):.0f}" for p in (50, 90, 99))
         lines.append(f"| {name} | {cells} | {sum(value > 0.1 for value in values)} |")
     return "\n".join(lines)
@@ -99,8 +99,8 @@ def goodput(requests: list[list[float]], seconds: float, slo_ttft: float, slo_it
 def median_inside(runs: int) -> float:
     """Probability that the true median lies between the smallest and the largest of `runs`.
 
-    It does not if all of them fall on the same side, which has probability 2 (1/2)^n; whatever the
-    distribution is.
+    It does not if all of them fall on the same side, which has probability 2 (1/2)^n for any
+    distribution.
     """
     return 1 - 2 * 0.5**runs
 
@@ -112,7 +112,7 @@ def median_table(most: int) -> str:
 
 
 def drift(order: str, times: dict[str, float], slowing: float) -> list[float]:
-    """Seconds of runs in this order on a machine where each run is `slowing` times the last."""
+    """Seconds of runs in this order if each run takes `slowing` times as long as the last."""
     return [times[name] * slowing**i for i, name in enumerate(order)]
 
 
@@ -132,7 +132,7 @@ def drift_table(slowing: float, ratio: float) -> str:
 
 
 def time_saved(ratio: float) -> float:
-    """The share of the time that an engine saves which is `ratio` times as fast."""
+    """The share of the time that is saved by an engine `ratio` times as fast."""
     return 1 - 1 / ratio
 
 
@@ -156,18 +156,18 @@ KV_BYTES = 114_688
 
 
 def decode_bytes(sequences: int, context: int) -> int:
-    """Bytes that a decode step of Qwen3-0.6B reads: the weights once, and everybody's KV."""
+    """Bytes that a decode step of Qwen3-0.6B reads: the weights once, and each sequence's KV."""
     return WEIGHT_BYTES + sequences * context * KV_BYTES
 
 
 def limit_ms(sequences: int, context: int, bandwidth: float) -> float:
-    """The least milliseconds of that step, at `bandwidth` bytes a second."""
+    """The minimum time of that step in milliseconds, at `bandwidth` bytes a second."""
     return 1000 * decode_bytes(sequences, context) / bandwidth
 
 
 def limit_table(context: int, bandwidth: float) -> str:
-    """What memory allows at best, over batch size."""
-    lines = ["| sequences | GB read | ms | tokens/s | beside one sequence |"]
+    """The limit set by memory bandwidth, over batch size."""
+    lines = ["| sequences | GB read | ms | tokens/s | relative to one sequence |"]
     lines.append("|---|---|---|---|---|")
     alone = 1000 / limit_ms(1, context, bandwidth)
     for n in (1, 8, 32, 128, 512):
@@ -190,17 +190,17 @@ LAYER, HEAD = (
 
 
 def weight_bytes(layers: int, item: int) -> int:
-    """Read by a decode step of so many of Qwen3-0.6B's layers, with `item` bytes a weight."""
+    """Bytes read by a decode step of `layers` layers of Qwen3-0.6B, with `item` bytes a weight."""
     return (layers * LAYER + HEAD) * item
 
 
 def ridge_rows(rate: float, bandwidth: float, item: int) -> float:
-    """Rows from which a product computes longer than it reads: 2 operations a weight and row."""
+    """Rows from which a product is compute-bound: 2 operations for each weight and row."""
     return rate / bandwidth * item / 2
 
 
 # Milliseconds of a decode step of 32 sequences of Qwen3-0.6B, bfloat16, two cores of a Xeon: see
-# docs/benchmarks.md. The contexts had 128 tokens when measuring began, and 140 half-way.
+# docs/benchmarks.md. The contexts had 128 tokens at the start of the measurement, 140 half-way.
 PARTS = {
     "products of the 28 layers": (56, 28 * LAYER * 2),
     "decode attention": (34, 32 * 140 * KV_BYTES),
@@ -211,7 +211,7 @@ PARTS = {
 
 
 def parts_table(bandwidth: float) -> str:
-    """Measured time of each part, and the least that `bandwidth` allows."""
+    """Measured time of each part, and the minimum that `bandwidth` allows."""
     lines = ["| part | measured ms | limit ms | of the limit |", "|---|---|---|---|"]
     for part, (ms, num_bytes) in PARTS.items():
         least = 1000 * num_bytes / bandwidth

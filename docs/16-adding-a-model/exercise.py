@@ -1,6 +1,6 @@
 """Exercise: a model of your own.
 
-Heron is an invented architecture. It is Llama but for three things:
+Heron is an invented architecture. It is Llama with three differences:
 
 1. Embeddings are multiplied by the square root of the hidden size.
 2. The feed-forward has no gate: down_proj(relu(up_proj(x)) ** 2), without biases. Its tensors are
@@ -9,8 +9,8 @@ Heron is an invented architecture. It is Llama but for three things:
    of q, then those of k, then those of v.
 
 Complete the three classes, so that an `LLM` with a Heron checkpoint gives the greedy tokens of the
-reference in the test, and so that the model can be cut for several ranks. The model that you change
-is `nanoserve/models/qwen3.py`; `phi3.py` and `minicpm.py` beside it change it in similar ways.
+reference in the test, and so that the model can be split over several ranks. The base model is
+`nanoserve/models/qwen3.py`; `phi3.py` and `minicpm.py` beside it change it in similar ways.
 
     pytest -x docs/16-adding-a-model/test_exercise.py
 """
@@ -24,7 +24,7 @@ from nanoserve.models.qwen3 import Qwen3Model
 
 
 class HeronMLP(nn.Module):
-    """Use `ColumnParallelLinear` and `RowParallelLinear`, so that ranks can share it."""
+    """Use `ColumnParallelLinear` and `RowParallelLinear`, so that it can be split over ranks."""
 
     def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
         super().__init__()
@@ -43,5 +43,5 @@ class HeronModel(Qwen3Model):
 
 class HeronForCausalLM(LlamaForCausalLM):
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
-        """Take this constructor out: class attributes are enough."""
+        """Remove this constructor: class attributes are enough."""
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""The trace of the chapter on adding a model: what the engine knows of one."""
+"""The trace of the chapter on adding a model: what the engine knows about a model."""
 
 from pathlib import Path
 

@@ -22,7 +22,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def make_heron(path: Path) -> Weights:
-    """A tiny random checkpoint. Large weights, or all logits nearly tie."""
+    """A tiny random checkpoint. With small weights all logits would nearly tie."""
     shapes = {"model.embed_tokens.weight": (VOCAB, HIDDEN), "lm_head.weight": (VOCAB, HIDDEN)}
     norms = ["model.norm.weight"]
     for i in range(LAYERS):
@@ -104,7 +104,7 @@ def test_greedy_tokens_are_those_of_the_reference(weights: Weights, tmp_path: Pa
 
 @torch.inference_mode()
 def test_the_feed_forwards_of_two_ranks_add_up(weights: Weights, tmp_path: Path) -> None:
-    """Without a group nobody sums: each rank's output is its summand."""
+    """Without a process group no sum is taken: each rank returns its summand."""
     config, x = ModelConfig.from_checkpoint(tmp_path), torch.randn(3, HIDDEN)
     summands = []
     for rank in range(2):
@@ -115,7 +115,7 @@ def test_the_feed_forwards_of_two_ranks_add_up(weights: Weights, tmp_path: Path)
     up = F.linear(x, weights["model.layers.1.mlp.up_proj.weight"])
     whole = F.linear(up.relu() ** 2, weights["model.layers.1.mlp.down_proj.weight"])
     case = f"the feed-forward of layer 1 on {x.tolist()}"
-    torch.testing.assert_close(sum(summands), whole, msg=lambda told: f"{told}\n{case}")
+    torch.testing.assert_close(sum(summands), whole, msg=lambda message: f"{message}\n{case}")
 
 
 @torch.inference_mode()

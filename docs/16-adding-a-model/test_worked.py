@@ -1,4 +1,4 @@
-"""What the course's chapter on adding a model counts, against a count by hand."""
+"""Numbers of the chapter on adding a model, against a count by hand."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ docstring"""
 '''
 
 
-def test_lines_of_code_are_neither_blank_nor_told(tmp_path: Path) -> None:
+def test_blank_lines_comments_and_docstrings_are_not_counted(tmp_path: Path) -> None:
     """import; class; two lines of `unit`; three of def; return."""
     path = tmp_path / "circle.py"
     path.write_text(SOURCE)
@@ -55,7 +55,7 @@ def test_settings_are_those_of_the_architecture() -> None:
 
 
 def test_the_bundled_checkpoint_has_eleven_tensors_a_layer() -> None:
-    """q, k, v, o, gate, up, down, two norms, two head norms; beside them embedding and norm."""
+    """q, k, v, o, gate, up, down, two norms, two head norms; in all, an embedding and a norm."""
     stored = worked.stored_tensors()
     assert len(stored) == 6 * 11 + 2
     assert stored["model.layers.0.self_attn.q_proj.weight"] == [256, 192]
@@ -65,7 +65,7 @@ def test_the_bundled_checkpoint_has_eleven_tensors_a_layer() -> None:
     assert len(worked.layer_table().splitlines()) == 2 + 11
 
 
-def test_a_fused_tensor_holds_its_parts_one_after_the_other() -> None:
+def test_a_fused_tensor_contains_its_parts_one_after_the_other() -> None:
     """64 rows of q, then 32 of k, then 32 of v; rank 1 of 2 has the second half of each."""
     sizes = {"q_proj": 64, "k_proj": 32, "v_proj": 32}
     rows = worked.fused_rows(sizes, rank=1, size=2)
@@ -73,7 +73,7 @@ def test_a_fused_tensor_holds_its_parts_one_after_the_other() -> None:
     assert "| 1 | 32 to 63 | 80 to 95 | 112 to 127 |" in worked.fused_table(sizes, 2)
 
 
-def test_what_gemma_does_otherwise() -> None:
+def test_differences_of_gemma() -> None:
     assert worked.norm_factor(0.25, adds_one=True) == 1.25
     assert worked.soft_cap(1.0, 30.0) == pytest.approx(0.99963, abs=1e-5)
     assert worked.soft_cap(300.0, 30.0) == pytest.approx(30.0, abs=1e-6)

@@ -1,4 +1,4 @@
-"""What the chapter on adding a model counts: lines, classes, settings, names and weights' rows."""
+"""Numbers of the chapter on adding a model: lines, classes, settings, names, rows of weights."""
 
 import ast
 import json
@@ -15,19 +15,19 @@ ROOT = Path(__file__).parents[2]
 
 
 def classes_of(source: str) -> list[str]:
-    """ "Name(bases)" of the classes at the top of a module."""
+    """ "Name(bases)" of the top-level classes of a module."""
     tree = ast.parse(source)
     found = [node for node in tree.body if isinstance(node, ast.ClassDef)]
     return [f"{node.name}({', '.join(map(ast.unparse, node.bases))})" for node in found]
 
 
 def lines_in(file: str) -> int:
-    """Lines of code of a file of the repository."""
+    """Number of lines of code of a file of the repository."""
     return lines_of_code(ROOT / file)
 
 
 def models_table() -> str:
-    """Every file of nanoserve/models that holds a model, and the toy model of the tests."""
+    """Every file of nanoserve/models that contains a model, and the toy model of the tests."""
     files = sorted((ROOT / "nanoserve/models").glob("*.py"))
     files = [path for path in files if path.stem not in ("__init__", "registry")]
     files.sort(key=lines_of_code)
@@ -42,13 +42,13 @@ def models_table() -> str:
 
 
 def architectures() -> list[str]:
-    """What the registry knows, read from its source: to import it would import torch."""
+    """Registered architectures, read from the source, because importing it would import torch."""
     source = (ROOT / "nanoserve/models/registry.py").read_text(encoding="utf-8")
     return sorted(re.findall(r'^ +"(\w+)": "nanoserve\.', source, re.MULTILINE))
 
 
 def own_settings(architecture: str) -> list[str]:
-    """Entries of config.json that have effect for this architecture, but not for all of them."""
+    """Entries of config.json that have an effect for this architecture, but not for all."""
     names = architectures()
     implied = [ConfigFile({"architectures": [name]}).implied for name in names]
     common = set(implied[0]).intersection(*implied)
@@ -56,12 +56,12 @@ def own_settings(architecture: str) -> list[str]:
 
 
 def implied_value(architecture: str, name: str) -> object:
-    """What a config.json means that leaves `name` out."""
+    """The value of `name` if a config.json does not have it."""
     return ConfigFile({"architectures": [architecture]}).get(name)
 
 
 def settings_table() -> str:
-    lines = ["| architecture | reads, beside what all of them read |", "|---|---|"]
+    lines = ["| architecture | settings that it reads, besides those that all read |", "|---|---|"]
     for name in architectures():
         settings = ", ".join(f"`{setting}`" for setting in own_settings(name))
         lines.append(f"| `{name}` | {settings or 'nothing'} |")
@@ -71,7 +71,7 @@ def settings_table() -> str:
 def stored_tensors() -> dict[str, list[int]]:
     """Name and shape of every tensor of the bundled tiny-qwen3.
 
-    A safetensors file begins with the length of its header, 8 bytes, and the header in JSON.
+    A safetensors file begins with the length of its header (8 bytes) and the header, in JSON.
     """
     file = ROOT / "nanoserve/checkpoint/tiny_qwen3/model/model.safetensors"
     with file.open("rb") as opened:
@@ -81,7 +81,7 @@ def stored_tensors() -> dict[str, list[int]]:
 
 
 def layer_table(layer: int = 0) -> str:
-    """The tensors of one layer of tiny-qwen3, as the file has them."""
+    """The tensors of one layer of tiny-qwen3, as they are stored in the file."""
     prefix = f"model.layers.{layer}."
     lines = ["| tensor | shape |", "|---|---|"]
     for name, shape in sorted(stored_tensors().items()):
@@ -91,7 +91,7 @@ def layer_table(layer: int = 0) -> str:
 
 
 def fused_rows(sizes: dict[str, int], rank: int, size: int) -> dict[str, range]:
-    """Rows of a fused tensor that fill one rank's part of each of the linears in it."""
+    """Rows of a fused tensor that one rank loads, for each of the linear layers in it."""
     first, rows = 0, {}
     for name, total in sizes.items():
         part = total // size
@@ -109,10 +109,10 @@ def fused_table(sizes: dict[str, int], size: int) -> str:
 
 
 def norm_factor(weight: float, adds_one: bool) -> float:
-    """What an RMSNorm multiplies with: its weight, or, in Gemma, one more."""
+    """The factor of an RMSNorm: its weight, or, in Gemma, its weight plus one."""
     return 1 + weight if adds_one else weight
 
 
 def soft_cap(value: float, cap: float) -> float:
-    """cap * tanh(value / cap): nearly `value` while that is small, never beyond `cap`."""
+    """cap * tanh(value / cap): nearly `value` if that is small, never more than `cap`."""
     return cap * math.tanh(value / cap)

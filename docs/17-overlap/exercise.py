@@ -1,27 +1,27 @@
-"""Exercise: a loop one step ahead that gives the tokens of a loop in turn.
+"""Exercise: an asynchronous loop that returns the tokens of a synchronous loop.
 
-Complete `generate`. The device has `num_slots` slots. A slot remembers the tokens that it was
-given, by position, and the token that it yielded last. What you have of it:
+Complete `generate`. The device has `num_slots` slots. A slot stores the tokens that it was given,
+by position, and the last token that it has sampled. The device has two methods:
 
-- `device.launch(rows)` puts a step behind those that are under way, and does not wait. At most two
-  may be under way.
-- `device.collect()` waits for the oldest step under way, and returns a token for each of its rows.
+- `device.launch(rows)` enqueues a step after those that are in flight, and does not wait. At most
+  two steps may be in flight.
+- `device.collect()` waits for the oldest step in flight, and returns a token for each of its rows.
 
-A row names a slot, the position of its first token, and its tokens. Where a token is not known
-yet, because the step that yields it is still under way, the row says `PENDING`; the device takes
-the one that the slot yielded last. The rules:
+A row consists of a slot, the position of its first token, and its tokens. If a token is not known
+yet, because the step that samples it is still in flight, the row contains `PENDING`; the device
+then uses the last token that it has sampled for the slot. The rules:
 
-1. A turn: give free slots to requests that wait, in their order. Plan a row for each request that
-   runs. Launch these rows, if there are any. Then collect the oldest step, if two are under way
-   or nothing was launched. So a step is collected while the one behind it is under way.
-2. A request's first row is its whole prompt, from position 0. Then it has a row with one token for
-   each token that it gets.
-3. A token that will come counts: a request is not planned when its output, pending token included,
-   has `max_tokens` tokens.
-4. `EOS` ends a request and is not part of its output. So does the token that makes `max_tokens`.
-   Its slot is free from then on, at once.
-5. By then the next step may have a row for it. Throw away what that row yields, also if the slot
-   has been given to somebody else meanwhile.
+1. In each iteration: give free slots to waiting requests, in their order. Plan a row for each
+   running request. Launch these rows, if there are any. Then collect the oldest step if two are in
+   flight or if nothing was launched. So a step is collected while its successor is in flight.
+2. A request's first row is its whole prompt, from position 0. After that it has a row with one
+   token for each token that it gets.
+3. A pending token counts: a request is not planned if its output, including the pending token, has
+   `max_tokens` tokens.
+4. `EOS` ends a request and is not part of its output. The token with which the output has
+   `max_tokens` tokens ends it, too. Its slot is free at once.
+5. By then the next step may have a row for it. Discard the token of that row, even if the slot has
+   been given to another request in the meantime.
 
 Return the output of each request, by name.
 

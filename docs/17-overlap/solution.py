@@ -34,13 +34,13 @@ class _Running:
     request: Request
     slot: int
     output: list[int] = field(default_factory=list)
-    has_begun: bool = False
+    has_started: bool = False
     num_pending: int = 0
     has_ended: bool = False
 
     def row(self) -> Row:
         prompt = self.request.prompt
-        if not self.has_begun:
+        if not self.has_started:
             return Row(self.slot, 0, prompt)
         known = len(prompt) + len(self.output)
         last = PENDING if self.num_pending else self.output[-1]
@@ -50,7 +50,7 @@ class _Running:
 def generate(requests: list[Request], device: Device) -> dict[str, list[int]]:
     waiting, free = deque(requests), list(range(device.num_slots))
     running: list[_Running] = []
-    under_way: deque[list[_Running]] = deque()
+    in_flight: deque[list[_Running]] = deque()
     outputs: dict[str, list[int]] = {}
     while waiting or running:
         while waiting and free:
@@ -58,18 +58,18 @@ def generate(requests: list[Request], device: Device) -> dict[str, list[int]]:
         planned = [r for r in running if len(r.output) + r.num_pending < r.request.max_tokens]
         if planned:
             device.launch([r.row() for r in planned])
-            under_way.append(planned)
-        if len(under_way) == 2 or not planned:
-            for r, token in zip(under_way.popleft(), device.collect(), strict=True):
+            in_flight.append(planned)
+        if len(in_flight) == 2 or not planned:
+            for r, token in zip(in_flight.popleft(), device.collect(), strict=True):
                 if not r.has_ended:
                     _take(r, token)
                     if r.has_ended:
                         running.remove(r)
                         free.append(r.slot)
                         outputs[r.request.name] = r.output
-        # From here on the step that was launched counts.
+        # The step that was launched counts from here on.
         for r in planned:
-            r.has_begun, r.num_pending = True, 1
+            r.has_started, r.num_pending = True, 1
     return outputs
 
 

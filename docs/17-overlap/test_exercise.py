@@ -1,4 +1,4 @@
-"""The exercise of chapter 17, on a device that does everything as late as it may."""
+"""Tests of the exercise of chapter 17, on a device that does everything as late as possible."""
 
 import random
 from collections import Counter, deque
@@ -9,7 +9,7 @@ from .exercise import EOS, PENDING, Request, Row, generate
 
 
 def next_token(token_ids: list[int], num_tokens: int) -> int:
-    """A model: some function of all tokens before, which says EOS now and then."""
+    """A model: a function of all previous tokens, which returns EOS now and then."""
     h = 7
     for position, token in enumerate(token_ids):
         h = (h * 31 + token * 17 + position) % 1_000_003
@@ -17,7 +17,7 @@ def next_token(token_ids: list[int], num_tokens: int) -> int:
 
 
 def expected_output(request: Request, num_tokens: int) -> list[int]:
-    """One token after the other, without a device."""
+    """The output, one token after the other, without a device."""
     token_ids, output = list(request.prompt), []
     while len(output) < request.max_tokens:
         token = next_token(token_ids, num_tokens)
@@ -29,7 +29,7 @@ def expected_output(request: Request, num_tokens: int) -> list[int]:
 
 
 class LateDevice:
-    """Nothing that is launched happens before it is collected."""
+    """Device that computes a step only when it is collected."""
 
     def __init__(self, num_slots: int, num_tokens: int) -> None:
         self.num_slots, self.num_tokens = num_slots, num_tokens
@@ -40,7 +40,7 @@ class LateDevice:
 
     def launch(self, rows: list[Row]) -> None:
         assert rows, "a step without rows was launched"
-        assert len(self.queue) < 2, "a third step was launched while two are under way"
+        assert len(self.queue) < 2, "a third step was launched while two are in flight"
         slots = Counter(row.slot for row in rows)
         assert max(slots.values()) == 1, f"two rows for one slot: {rows}"
         self.queue.append([Row(*row) for row in rows])
@@ -48,7 +48,7 @@ class LateDevice:
         self.num_rows += len(rows)
 
     def collect(self) -> list[int]:
-        assert self.queue, "no step is under way, and one was collected"
+        assert self.queue, "a step was collected while none is in flight"
         self.num_alone += len(self.queue) == 1
         return [self._compute(row) for row in self.queue.popleft()]
 
@@ -58,7 +58,7 @@ class LateDevice:
         del memory[row.start :]
         for token in row.token_ids:
             known = self.last_token[row.slot] if token == PENDING else token
-            assert known is not None, f"{row}: its slot has not yielded a token yet"
+            assert known is not None, f"{row}: its slot has not sampled a token yet"
             memory.append(known)
         self.last_token[row.slot] = next_token(memory, self.num_tokens)
         return self.last_token[row.slot]
@@ -73,17 +73,17 @@ def run(requests: list[Request], num_slots: int, num_tokens: int = 5) -> LateDev
 
 
 def prompt_with(num_output: int) -> list[int]:
-    """A prompt behind which so many tokens come, and then EOS."""
+    """A prompt that is followed by so many tokens, and then EOS."""
     for first in range(1, 1000):
         if len(expected_output(Request("", [first], 50), 5)) == num_output:
             return [first]
-    raise AssertionError(f"no prompt has {num_output} tokens behind it")
+    raise AssertionError(f"no prompt is followed by {num_output} tokens")
 
 
 def test_one_request_that_ends_by_its_length() -> None:
     request = Request("a", prompt_with(9), max_tokens=4)
     device = run([request], num_slots=1)
-    assert device.num_steps == 4, f"{request}: 4 tokens take 4 steps, and it is known who ends"
+    assert device.num_steps == 4, f"{request}: 4 tokens take 4 steps, since the end is known"
 
 
 def test_one_request_that_ends_by_eos() -> None:
@@ -93,29 +93,29 @@ def test_one_request_that_ends_by_eos() -> None:
     assert device.num_steps == 5, f"{request}: {device.num_steps} steps"
 
 
-def test_a_step_is_collected_while_the_next_one_is_under_way() -> None:
+def test_a_step_is_collected_while_the_next_one_is_in_flight() -> None:
     request = Request("a", prompt_with(9), max_tokens=8)
     device = run([request], num_slots=1)
-    assert device.num_alone == 1, f"{request}: all but the last step have one behind them"
+    assert device.num_alone == 1, f"{request}: all steps but the last have a successor in flight"
 
 
-def test_eos_on_the_last_token_throws_nothing_away() -> None:
+def test_after_eos_on_the_last_token_nothing_is_discarded() -> None:
     request = Request("a", prompt_with(3), max_tokens=4)
     assert run([request], num_slots=1).num_rows == 4, f"{request}: 3 tokens and EOS"
 
 
-def test_a_slot_is_given_away_while_a_late_row_is_under_way() -> None:
+def test_a_slot_is_reused_while_a_discarded_row_is_in_flight() -> None:
     requests = [Request("a", prompt_with(2), 20), Request("b", prompt_with(9), 5)]
     run(requests, num_slots=1)
 
 
-def test_late_rows_of_neighbours_do_not_mix() -> None:
+def test_discarded_rows_of_several_requests_do_not_mix() -> None:
     requests = [Request(name, prompt_with(n), 20) for name, n in (("a", 2), ("b", 4), ("c", 3))]
     run(requests, num_slots=2)
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_it_gives_the_tokens_of_a_loop_in_turn(seed: int) -> None:
+def test_tokens_are_those_of_a_synchronous_loop(seed: int) -> None:
     rng = random.Random(seed)
     num_tokens = rng.choice([2, 5, 20])
     requests = [
@@ -131,6 +131,6 @@ def test_it_gives_the_tokens_of_a_loop_in_turn(seed: int) -> None:
     for request in requests:
         num_output = len(expected_output(request, num_tokens))
         sampled = min(num_output + 1, request.max_tokens)
-        # One more if EOS was found before the length was reached: it is late then, or given up.
+        # One more if EOS came before the last allowed token: that row is discarded or cancelled.
         rows += sampled + (sampled < request.max_tokens)
     assert device.num_rows == rows, f"{requests}: {device.num_rows} rows were launched, not {rows}"

@@ -1,6 +1,6 @@
-"""What chapter 17 computes: nanoserve's own loop, on a device that takes the time it is told to.
+"""Numbers of chapter 17: nanoserve's own loop, on a device with given step times.
 
-The clock is a number: what host and device do moves it. Requests are called A, B, C and so on.
+The clock is simulated: the work of host and device advances it. Requests are called A, B, C etc.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ _EOS = 9
 
 
 class Costs(NamedTuple):
-    """Milliseconds of a step: the host before its launch, the device, the host after it."""
+    """Milliseconds of a step: host before the launch, device, host after collecting."""
 
     plan: float
     forward: float
@@ -35,11 +35,11 @@ class Costs(NamedTuple):
 
 
 def step_ms(plan: float, forward: float, sample: float, update: float, ahead: bool) -> float:
-    """From one step to the next, when the loop has settled.
+    """Time from one step to the next in the steady state.
 
-    In turn, it is the sum. With a step ahead, the host needs `update` and `plan` for each step; the
-    device needs the model and the sampler, which waits for `update` too, since penalties look at
-    the tokens of the step before.
+    Without async scheduling it is the sum. With it, the host needs `update` and `plan` for each
+    step; the device needs the model and the sampler, which also waits for `update`, since penalties
+    depend on the tokens of the previous step.
     """
     if not ahead:
         return plan + forward + sample + update
@@ -47,7 +47,7 @@ def step_ms(plan: float, forward: float, sample: float, update: float, ahead: bo
 
 
 def steps_table(rows: Sequence[tuple[float, float, float, float]]) -> str:
-    """In turn and one step ahead, for several costs."""
+    """Step times without and with async scheduling, for several costs."""
     lines = []
     for costs in rows:
         plan, forward, sample, update = costs
@@ -55,22 +55,22 @@ def steps_table(rows: Sequence[tuple[float, float, float, float]]) -> str:
         device = forward + sample
         cells = (f"{plan + update:g}", f"{device:g}", f"{turn:g}", f"{ahead:g}")
         lines.append((*cells, f"{turn / ahead:.2f}", f"{100 * device / ahead:.0f} %"))
-    header = ("host", "device", "in turn", "one step ahead", "gain", "device busy, ahead")
+    header = ("host", "device", "synchronous", "asynchronous", "gain", "device busy, asynchronous")
     return table(header, lines)
 
 
 def timeline(costs: Sequence[float], ahead: bool, num_steps: int = 3) -> str:
-    """When the host and the device work for each step of one request, in milliseconds."""
+    """When the host and the device work on each step of one request, in milliseconds."""
     device = _run([num_steps], [False], Costs(*costs), ahead)
     rows = [
         (number, *(f"{start:g} - {end:g}" for start, end in spans))
         for number, spans in enumerate(device.spans, 1)
     ]
-    return table(("step", "host plans it", "device", "host hands it out"), rows)
+    return table(("step", "host plans", "device", "host updates"), rows)
 
 
 def rows_table(output_len: int) -> str:
-    """Rows that a request takes, by how it ends and with a step ahead or without."""
+    """Rows that a request takes, by the way it ends, without and with async scheduling."""
     rows = []
     for name, by_eos in (("by its length", False), ("by EOS", True)):
         turn, ahead = (
@@ -78,28 +78,28 @@ def rows_table(output_len: int) -> str:
             for value in (False, True)
         )
         rows.append((name, output_len, turn, ahead, ahead - turn))
-    return table(("ends", "tokens", "rows in turn", "rows ahead", "thrown away"), rows)
+    return table(("ends", "tokens", "rows, synchronous", "rows, asynchronous", "discarded"), rows)
 
 
 def late_share(mean_len: int) -> float:
-    """Per cent of all rows that are thrown away, if answers of so many tokens end by EOS."""
+    """Per cent of all rows that are discarded, if answers of so many tokens end by EOS."""
     return 100 / (mean_len + 2)
 
 
 def plans_table(output_lens: Sequence[int], by_eos: Sequence[bool]) -> str:
-    """Whom each step has a row for, one step ahead, and what becomes of its tokens."""
+    """Rows of each step with async scheduling, and what becomes of their tokens."""
     device = _run(output_lens, by_eos, Costs(1, 4, 0, 1), ahead=True)
     rows = []
     for number, names in enumerate(device.rows, 1):
-        told = [
-            f"{name}: {device.outcome.get((number, name), 'given up')}" for name in sorted(names)
+        results = [
+            f"{name}: {device.outcome.get((number, name), 'cancelled')}" for name in sorted(names)
         ]
-        rows.append((number, ", ".join(sorted(names)), ", ".join(told)))
-    return table(("step", "rows", "what comes of them"), rows)
+        rows.append((number, ", ".join(sorted(names)), ", ".join(results)))
+    return table(("step", "rows", "results"), rows)
 
 
 def caching_table() -> str:
-    """A block of four whose last token is pending when it is planned, by the engine's scheduler."""
+    """When the engine's scheduler caches a block of four whose last token is pending."""
     config = EngineConfig("none", block_size=4, async_scheduling=True).for_device("cpu")
     scheduler = Scheduler(config, num_kv_blocks=4, max_model_len=16)
     seq = Seq("one", [1, 2, 3], SamplingParams(max_tokens=None), 16)
@@ -112,13 +112,13 @@ def caching_table() -> str:
 
     first = scheduler.schedule()
     scheduler.commit(first)
-    note("step 1 is on its way: it computes the prompt")
+    note("step 1 is launched: it computes the prompt")
     second = scheduler.schedule()
     note("step 2 is planned, for the pending token")
     scheduler.update(first, [[4]])
-    note("the token of step 1 is there")
+    note("the token of step 1 is known")
     scheduler.commit(second)
-    note("step 2 counts")
+    note("step 2 is committed")
     header = ("moment", "known tokens", "pending", "`num_computed_tokens`", "cached blocks")
     return table(header, rows)
 
@@ -128,13 +128,13 @@ def ratio(before: float, after: float) -> float:
 
 
 def busy_us(wall: float, percent: float) -> float:
-    """Of a step that was measured, the time in which some kernel ran."""
+    """The time of a measured step in which some kernel ran."""
     return wall * percent / 100
 
 
 @dataclass
 class Launched:
-    """A step on its way: when the device begins it, when it ends, and what it yields."""
+    """Step in flight: when the device starts and finishes it, and its tokens."""
 
     number: int
     start: float
@@ -143,9 +143,9 @@ class Launched:
 
 
 class TimedDevice:
-    """An executor on a clock of numbers: what is launched runs in order, each as soon as it can.
+    """Executor with a simulated clock: launched work runs in order, each as soon as possible.
 
-    A request's seed says how many tokens it gets before EOS; its prompt has one token.
+    A request's seed is the number of its tokens before EOS; its prompt has one token.
     """
 
     num_kv_blocks, max_model_len = 64, 256
@@ -156,10 +156,10 @@ class TimedDevice:
         self._batches = [Batch(layout, np.zeros(layout.num_bytes, np.uint8)) for _ in "ab"]
         self._lengths: dict[int, int] = {}  # by slot
         self._names: dict[int, str] = {}
-        # Of each step: when host, device and host again work for it, and whom it computes.
+        # Of each step: when host, device and host again work on it, and the requests of its rows.
         self.spans: list[list[tuple[float, float]]] = []
         self.rows: list[list[str]] = []
-        self.outcome: dict[tuple[int, str], str] = {}  # of a step's row
+        self.outcome: dict[tuple[int, str], str] = {}  # of a row of a step
 
     def next_batch(self) -> Batch:
         self.spans.append([(self.now, self.now + self.costs.plan)])
@@ -217,7 +217,7 @@ def _run(
         num_updates += 1
         joined = update(plan, token_ids)
         for row, count in zip(plan.sampled, joined, strict=True):
-            words = {-1: "thrown away", 0: "EOS"}
+            words = {-1: "discarded", 0: "EOS"}
             device.outcome[num_updates, row.seq.request_id] = words.get(count, "a token")
         return joined
 

@@ -1,4 +1,4 @@
-"""The exercise of chapter 18: exact distributions, and the engine's noise and rule."""
+"""Tests of the exercise of chapter 18: exact distributions, and the engine's noise and rule."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -11,7 +11,7 @@ import torch
 from nanoserve.engine.draft_tokens import accept_draft_tokens
 from nanoserve.sampling.gumbel_noise import Noise, row_keys
 
-from .exercise import verify_by_drawing, verify_by_rejection
+from .exercise import verify_by_rejection, verify_by_sampling
 
 VOCAB_SIZE = 12
 
@@ -19,9 +19,9 @@ VOCAB_SIZE = 12
 # ---------------------------------------------------------------- rejection, case by case
 
 
-def test_a_draft_token_that_the_target_likes_better_is_always_accepted() -> None:
+def test_a_draft_token_with_more_probability_in_the_target_is_always_accepted() -> None:
     target, draft = np.array([[0.5, 0.5], [0.25, 0.75]]), np.array([[0.8, 0.2]])
-    # p / q is 2.5. Then one more: 0.25 is exceeded at token 1.
+    # p / q is 2.5. Then one more token: the sum exceeds 0.3 at token 1.
     found = verify_by_rejection(target, draft, [1], [0.999], 0.3)
     assert found == [1, 1], "draft 1 of 0.8, 0.2 for 0.5, 0.5, then 0.3 in 0.25, 0.75"
 
@@ -34,21 +34,21 @@ def test_a_draft_token_is_accepted_with_p_over_q() -> None:
     assert rejected == [1], "draft 0 with 0.63: the target has more of token 1 alone"
 
 
-def test_the_residual_is_what_the_target_has_more() -> None:
+def test_the_residual_is_the_positive_part_of_target_minus_draft() -> None:
     target, draft = np.array([[0.5, 0.3, 0.2]] * 2), np.array([[0.2, 0.2, 0.6]])
     for u, token in ((0.0, 0), (0.74, 0), (0.76, 1), (0.99, 1)):
         found = verify_by_rejection(target, draft, [2], [0.5], u)
         assert found == [token], f"draft 2 with 0.5 > 1/3, then {u} in the residual 0.75, 0.25, 0"
 
 
-def test_nothing_counts_behind_a_rejected_draft_token() -> None:
+def test_draft_tokens_after_a_rejected_one_do_not_count() -> None:
     target, draft = np.full((4, 2), 0.5), np.array([[0.8, 0.2]] * 3)
     found = verify_by_rejection(target, draft, [1, 0, 1], [0.0, 0.9, 0.0], 0.1)
-    assert found == [1, 1], "drafts 1, 0, 1: the second one is rejected, and 1 drawn in its place"
+    assert found == [1, 1], "drafts 1, 0, 1: the second is rejected, and 1 sampled in its place"
 
 
-def test_a_draft_without_a_doubt_is_accepted_as_often_as_the_target_draws_it() -> None:
-    """As an n-gram's: all of `draft` lies on one token."""
+def test_a_draft_with_one_token_is_accepted_with_the_targets_probability() -> None:
+    """As with an n-gram: `draft` has all its probability on one token."""
     target, draft = np.array([[0.2, 0.3, 0.5]] * 2), np.array([[0.0, 1.0, 0.0]])
     kept = verify_by_rejection(target, draft, [1], [0.29], 0.1)
     assert kept == [1, 0], "draft 1 with 0.29 < 0.3, then 0.1 in 0.2, 0.3, 0.5"
@@ -57,13 +57,13 @@ def test_a_draft_without_a_doubt_is_accepted_as_often_as_the_target_draws_it() -
         assert found == [token], f"draft 1 with 0.31, then {u} in the residual 2/7, 0, 5/7"
 
 
-def test_without_drafts_a_token_is_drawn() -> None:
+def test_without_drafts_a_token_is_sampled() -> None:
     found = verify_by_rejection(np.array([[0.2, 0.8]]), np.empty((0, 2)), [], [], 0.5)
     assert found == [1], "no drafts, 0.5 in 0.2, 0.8"
 
 
-def test_the_number_0_keeps_and_draws_nothing_without_probability() -> None:
-    """Numbers come from [0, 1), so 0 is one of them: it is not below a p / q of 0."""
+def test_with_the_number_0_no_token_without_probability_is_returned() -> None:
+    """Numbers are from [0, 1), so 0 is one of them: it is not less than a p / q of 0."""
     target, draft = np.array([[0.0, 1.0], [0.0, 1.0]]), np.array([[0.5, 0.5]])
     found = verify_by_rejection(target, draft, [0], [0.0], 0.0)
     assert found == [1], "draft 0 of 0.5, 0.5 for 0, 1, with 0.0; then 0.0 in the residual 0, 1"
@@ -73,8 +73,8 @@ def test_the_number_0_keeps_and_draws_nothing_without_probability() -> None:
     assert found == [1], "no drafts, 0.0 in 0, 1: the sum at token 0 is 0, which does not exceed 0"
 
 
-def test_sums_that_are_rounded_draw_a_token_all_the_same() -> None:
-    """The largest number below 1 may not be below the last sum."""
+def test_a_token_is_sampled_even_if_sums_are_rounded() -> None:
+    """The largest number below 1 may be at or above the last sum."""
     u = 1 - 2.0**-53
     for tail in ([], [0.0, 0.0]):
         row = [0.1] * 10 + tail  # in float64, ten times 0.1 is exactly this u
@@ -86,7 +86,7 @@ def test_sums_that_are_rounded_draw_a_token_all_the_same() -> None:
 
 
 def middles(count: int) -> list[float]:
-    """Of equal parts of [0, 1): each stands for a share of 1 / count, and none is a border."""
+    """Middles of equal parts of [0, 1), each for a share of 1 / count; none is a boundary."""
     return [(i + 0.5) / count for i in range(count)]
 
 
@@ -99,10 +99,10 @@ def middles(count: int) -> list[float]:
         ([0.3, 0.3, 0.4], [0.3, 0.3, 0.4], 20),
     ],
 )
-def test_what_comes_out_is_distributed_as_the_target(
+def test_the_output_is_distributed_as_the_target(
     target: list[float], draft: list[float], num: int
 ) -> None:
-    """Exactly: every draft, and every number up to parts of 1 / num, of which all borders are."""
+    """Exact: every draft token, and every number in steps of 1 / num, which hit all boundaries."""
     first: Counter[int] = Counter()
     rows = np.array([target, [0.25] + [0.75] + [0.0] * (len(target) - 2)])
     for token_id, q in enumerate(draft):
@@ -112,8 +112,8 @@ def test_what_comes_out_is_distributed_as_the_target(
     assert found == pytest.approx(target), f"target {target}, draft {draft}"
 
 
-def test_two_draft_tokens_and_the_token_behind_them() -> None:
-    """Exactly: every pair of drafts, and every number up to eighths."""
+def test_two_draft_tokens_and_the_token_after_them() -> None:
+    """Exact: every pair of draft tokens, and every number in steps of 1 / 8."""
     target = np.array([[0.5, 0.5], [0.25, 0.75], [0.125, 0.875]])
     draft = np.array([[0.8, 0.2], [0.5, 0.5]])
     came: Counter[tuple[int, ...]] = Counter()
@@ -133,10 +133,10 @@ def test_two_draft_tokens_and_the_token_behind_them() -> None:
     assert third == pytest.approx(0.7 * 0.75 * 0.125), f"which is 0 with 0.125: {came}"
 
 
-# ---------------------------------------------------------------- drawing
+# ---------------------------------------------------------------- sampling
 
 
-def test_draft_tokens_are_accepted_while_they_are_drawn() -> None:
+def test_draft_tokens_are_accepted_while_they_equal_the_samples() -> None:
     target = np.array([[0.5, 0.5], [0.8, 0.2], [0.5, 0.5]])
     noise = np.array([[1.0, 2.0], [2.0, 1.0], [3.0, 1.0]])
     # The times: 2 and 4, 2.5 and 5, 6 and 2.
@@ -146,14 +146,14 @@ def test_draft_tokens_are_accepted_while_they_are_drawn() -> None:
         ([1, 0], [0]),
         ([1, 1], [0]),
     ):
-        found = verify_by_drawing(target, noise, drafts)
-        assert found == expected, f"drafts {drafts}, of which 0, 0, 1 is drawn"
+        found = verify_by_sampling(target, noise, drafts)
+        assert found == expected, f"drafts {drafts}; the samples are 0, 0, 1"
 
 
-def test_what_has_no_probability_is_never_drawn() -> None:
+def test_a_token_without_probability_is_never_sampled() -> None:
     target, noise = np.array([[0.0, 1.0]] * 2), np.array([[1e-9, 5.0]] * 2)
-    found = verify_by_drawing(target, noise, [0])
-    assert found == [1], "draft 0, of which the target has nothing"
+    found = verify_by_sampling(target, noise, [0])
+    assert found == [1], "draft 0, which has no probability in the target"
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -161,28 +161,28 @@ def test_it_accepts_what_the_engine_accepts(seed: int) -> None:
     rng = np.random.default_rng(seed)
     k = int(rng.integers(0, 5))
     target, noise = distributions(rng, k + 1), rng.exponential(size=(k + 1, VOCAB_SIZE))
-    drawn = (noise / target).argmin(axis=1).tolist()
-    drafts = [token if rng.random() < 0.7 else int(rng.integers(12)) for token in drawn[:k]]
+    sampled = (noise / target).argmin(axis=1).tolist()
+    drafts = [token if rng.random() < 0.7 else int(rng.integers(12)) for token in sampled[:k]]
     # One sequence, in slot 0: an output for its last token and for each draft token.
     draft_tokens = {0: drafts} if drafts else {}
-    expected = accept_draft_tokens([[token] for token in drawn], [0] * (k + 1), draft_tokens)
-    found = verify_by_drawing(target, noise, drafts)
-    assert [found] == expected.token_ids, f"drafts {drafts}, drawn are {drawn}"
+    expected = accept_draft_tokens([[token] for token in sampled], [0] * (k + 1), draft_tokens)
+    found = verify_by_sampling(target, noise, drafts)
+    assert [found] == expected.token_ids, f"drafts {drafts}, samples {sampled}"
 
 
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("who", ["nobody", "right", "wrong", "at random", "another model"])
-def test_the_tokens_are_those_without_drafts(who: str, seed: int) -> None:
+@pytest.mark.parametrize("proposer", ["none", "accepted", "rejected", "at random", "another model"])
+def test_the_tokens_are_those_without_drafts(proposer: str, seed: int) -> None:
     """With the engine's own noise, of (seed, position, completion, token id)."""
     rng = np.random.default_rng(seed)
     model, other = distributions(rng, VOCAB_SIZE), distributions(rng, VOCAB_SIZE)
     noise = engine_noise(seed, num_positions=40)
-    expected = [0]  # the prompt, and what the model says behind it
+    expected = [0]  # the prompt, and the output of the model
     while len(expected) < 30:
         expected.append(int((noise[len(expected)] / model[expected[-1]]).argmin()))
 
     def coupled(known: list[int], count: int) -> list[int]:
-        """Another model draws with the noise of the very position."""
+        """Another model, which samples with the noise of the same position."""
         drafts: list[int] = []
         while len(drafts) < count:
             last = [*known, *drafts][-1]
@@ -191,26 +191,28 @@ def test_the_tokens_are_those_without_drafts(who: str, seed: int) -> None:
         return drafts
 
     proposers: dict[str, Callable[[list[int], int], list[int]]] = {
-        "nobody": lambda known, count: [],
-        "right": lambda known, count: expected[len(known) : len(known) + count],
-        "wrong": lambda known, count: [(expected[len(known)] + 1) % VOCAB_SIZE] * count,
+        "none": lambda known, count: [],
+        "accepted": lambda known, count: expected[len(known) : len(known) + count],
+        "rejected": lambda known, count: [(expected[len(known)] + 1) % VOCAB_SIZE] * count,
         "at random": lambda known, count: rng.integers(VOCAB_SIZE, size=count).tolist(),
         "another model": coupled,
     }
     known, num_steps = [0], 0
     while len(known) < 29:
-        drafts = proposers[who](known, min(4, 29 - len(known)))
+        drafts = proposers[proposer](known, min(4, 29 - len(known)))
         inputs = [known[-1], *drafts]
         places = slice(len(known), len(known) + len(inputs))
-        came = verify_by_drawing(model[inputs], noise[places], drafts)
-        assert came, f"seed {seed}, drafts {drafts} behind {known}: no token"
+        came = verify_by_sampling(model[inputs], noise[places], drafts)
+        assert came, f"seed {seed}, drafts {drafts} after {known}: no token"
         known, num_steps = known + came, num_steps + 1
     same = expected[: len(known)]
-    assert known == same, f"seed {seed}, {who} drafts: {known} is not {same}"
-    if who in ("nobody", "wrong"):
-        assert num_steps == len(known) - 1, f"seed {seed}, {who}: each step yields one token"
-    if who == "right":
-        assert num_steps <= 6, f"seed {seed}: right drafts, four a step, took {num_steps} steps"
+    assert known == same, f"seed {seed}, {proposer} drafts: {known} is not {same}"
+    if proposer in ("none", "rejected"):
+        assert num_steps == len(known) - 1, f"seed {seed}, {proposer}: each step yields one token"
+    if proposer == "accepted":
+        assert num_steps <= 6, (
+            f"seed {seed}: accepted drafts, four per step, took {num_steps} steps"
+        )
 
 
 def distributions(rng: np.random.Generator, num_rows: int) -> np.ndarray:
@@ -218,7 +220,7 @@ def distributions(rng: np.random.Generator, num_rows: int) -> np.ndarray:
 
 
 def engine_noise(seed: int, num_positions: int) -> np.ndarray:
-    """E of each position and token, from Exp(1)."""
+    """Noise of each position and token, from Exp(1)."""
     zeros = np.zeros(num_positions, dtype=np.uint64)
     keys = row_keys(zeros + np.uint64(seed), np.arange(num_positions), zeros)
     scores = torch.zeros(num_positions, VOCAB_SIZE)

@@ -1,4 +1,4 @@
-"""Chapter 18's numbers against what they must be by hand, by simulation, and by the engine."""
+"""Numbers of chapter 18, against a count by hand, simulations and the engine."""
 
 import math
 
@@ -21,8 +21,8 @@ def cells(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
 
 
-def test_a_check_reads_16_gb_or_computes_16_gflop_a_token() -> None:
-    assert worked.step_ms(1) == pytest.approx(16.06 / 3.35)  # GB over GB a millisecond
+def test_verification_reads_16_gb_or_computes_16_gflop_per_token() -> None:
+    assert worked.step_ms(1) == pytest.approx(16.06 / 3.35)  # GB over GB per millisecond
     assert worked.step_ms(1280) == pytest.approx(1280 * 16.06 / 989)
     assert worked.free_tokens() == 295
     assert cells(worked.check_table([1, 64, 256], drafts=4)) == [
@@ -44,14 +44,14 @@ def test_rejection_by_hand() -> None:
     ]
 
 
-def test_drawn_from_the_target_after_a_rejection_the_draft_leaves_its_mark() -> None:
+def test_sampling_from_the_target_after_a_rejection_biases_the_output() -> None:
     assert worked.one_token(*TWO, from_residual=False) == pytest.approx([0.65, 0.35])
     assert worked.one_token(*THREE, from_residual=False) == pytest.approx([0.4, 0.32, 0.28])
 
 
 @pytest.mark.parametrize("from_residual", [True, False])
 @pytest.mark.parametrize("name", worked.EXAMPLES)
-def test_the_exact_distribution_is_what_draws_come_to(name: str, from_residual: bool) -> None:
+def test_the_exact_distribution_is_that_of_many_samples(name: str, from_residual: bool) -> None:
     target, draft = map(np.array, worked.EXAMPLES[name])
     exact = worked.one_token(target, draft, from_residual)
     if from_residual:
@@ -67,8 +67,8 @@ def test_the_exact_distribution_is_what_draws_come_to(name: str, from_residual: 
 
 
 def test_noise_that_is_used_twice_shifts_the_distribution() -> None:
-    """By hand: c is drafted with 0.6 and rejected with 2/3. It has won at a time M from Exp(1), so
-    the noise of a and b is 0.2 M plus a fresh X. Then a wins the race of 3/4 against 1/4 unless
+    """By hand: c is drafted with 0.6 and rejected with 2/3. It won at a time M from Exp(1), so the
+    noise of a and b is 0.2 M plus an independent X. Then a wins the race of 3/4 against 1/4 unless
     X_a > 0.4 M + 3 X_b: 1 - E[exp(-0.4 M)] E[exp(-3 X)] = 1 - 1 / 1.4 / 4.
     """
     to_a = 1 - 1 / 1.4 / 4
@@ -78,7 +78,7 @@ def test_noise_that_is_used_twice_shifts_the_distribution() -> None:
 
 
 @pytest.mark.parametrize("name", worked.EXAMPLES)
-def test_two_draws_with_the_engines_noise_agree_as_often_as_computed(name: str) -> None:
+def test_two_samples_with_the_engines_noise_agree_as_often_as_computed(name: str) -> None:
     def winners(probabilities: list[float]) -> torch.Tensor:
         zeros = np.zeros(NUM_DRAWS, dtype=np.uint64)
         keys = row_keys(zeros + np.uint64(7), np.arange(NUM_DRAWS), zeros)
@@ -123,7 +123,7 @@ def test_there_is_a_best_number_of_drafts_and_it_may_be_none() -> None:
     assert worked.best_number(0.8, 0.0, most=9) == 9
 
 
-def test_in_a_large_batch_the_check_costs_what_it_brings() -> None:
+def test_in_a_large_batch_verification_costs_more_than_it_gains() -> None:
     # 128 x 5 x 16.06 / 989 ms over 4.794; five drafts' tokens are 1 + 0.8 + ... + 0.8^4 = 3.3616.
     assert cells(worked.batch_table(0.8, 4, [1, 128, 256])) == [
         ["1", "1.00", "3.36"],
@@ -141,7 +141,7 @@ def test_the_engine_chooses_as_many_as_pay() -> None:
     ]
 
 
-def test_to_take_back_is_to_count_less() -> None:
+def test_rewinding_reduces_a_count() -> None:
     rows = cells(worked.rewind_table(drafts=[5, 6, 7, 8], came=[5, 6, 9], known=21))
     assert [row[1:] for row in rows] == [
         ["21", "0", "20"],
@@ -152,11 +152,11 @@ def test_to_take_back_is_to_count_less() -> None:
     assert rows[1][0] == "planned: 5 tokens from 20 on"
 
 
-def test_what_is_looked_up() -> None:
+def test_ngram_and_suffix_proposals() -> None:
     assert worked.looked_up("to be or not to be or", most=4) == "not to be or"
     assert worked.looked_up("to be or not to be", most=4) == ""  # two words are too few
     finished = ["so the cache is full now", "oh the cache is full again", "if the cache is empty"]
-    # Two of three say "full"; behind it they divide, and 1/3 is less than 0.4.
+    # Two of three have "full"; after it the votes are divided, and 1/3 is less than 0.4.
     assert worked.voted(finished, "and the cache is", most=4) == "full"
 
 

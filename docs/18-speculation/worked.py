@@ -1,7 +1,7 @@
-"""What chapter 18 computes: what a check costs, two ways to check, what a draft token is worth.
+"""Numbers of chapter 18: cost of verification, two ways to verify, gain of a draft token.
 
-Rejection: Leviathan et al. 2022 (arXiv 2211.17192), Chen et al. 2023 (arXiv 2302.01318). Draws with
-the same noise: Daliri, Musco, Suresh 2024 (arXiv 2408.07978). In all of it `target` is the model's
+Rejection sampling: Leviathan et al. 2022 (arXiv 2211.17192), Chen et al. 2023 (arXiv 2302.01318).
+The same noise: Daliri, Musco, Suresh 2024 (arXiv 2408.07978). `target` is always the model's
 distribution of a token and `draft` the proposer's.
 """
 
@@ -14,7 +14,7 @@ from tables import table
 
 
 class Machine(NamedTuple):
-    """A model in 16 bits on a GPU, by NVIDIA's data sheet: nothing but weights is counted."""
+    """A model in 16 bits on a GPU, from NVIDIA's data sheet; only weights are counted."""
 
     parameters: float
     bandwidth: float  # bytes per second
@@ -25,42 +25,42 @@ LLAMA_8B_ON_H100 = Machine(8.03e9, 3.35e12, 989e12)
 
 
 def step_ms(num_tokens: int) -> float:
-    """Of Llama 3.1 8B on an H100: it reads all weights once, or computes 2 operations for each of
-    them and each token, whatever takes longer."""
+    """Time of Llama 3.1 8B on an H100, for reading all weights once or for 2 operations per weight
+    and token, whichever is longer."""
     reading = 2 * LLAMA_8B_ON_H100.parameters / LLAMA_8B_ON_H100.bandwidth
     computing = 2 * LLAMA_8B_ON_H100.parameters * num_tokens / LLAMA_8B_ON_H100.matmul_rate
     return 1000 * max(reading, computing)
 
 
 def free_tokens() -> int:
-    """The most tokens of a step for which computing takes no longer than reading."""
+    """Largest number of tokens in a step for which computing takes no longer than reading."""
     return math.floor(LLAMA_8B_ON_H100.matmul_rate / LLAMA_8B_ON_H100.bandwidth)
 
 
 def check_table(sequences: Sequence[int], drafts: int) -> str:
-    """What a step takes without draft tokens and with so many for each sequence."""
+    """Time of a step without draft tokens, and with so many for each sequence."""
     rows = []
     for count in sequences:
         plain, checked = step_ms(count), step_ms(count * (1 + drafts))
         cells = (count * (1 + drafts), f"{plain:.1f} ms", f"{checked:.1f} ms")
         rows.append((count, *cells, f"{checked / plain:.2f}"))
-    header = ("sequences", "tokens with drafts", "a step without", "a step with", "ratio")
+    header = ("sequences", "tokens with drafts", "step without drafts", "step with drafts", "ratio")
     return table(header, rows)
 
 
 def acceptance(target: Sequence[float], draft: Sequence[float]) -> float:
-    """How often rejection sampling keeps a draft's token: what both distributions share."""
+    """How often rejection sampling accepts a draft token: the overlap of the distributions."""
     return math.fsum(min(p, q) for p, q in zip(target, draft, strict=True))
 
 
 def residual(target: Sequence[float], draft: Sequence[float]) -> list[float]:
-    """What the target has more than the draft, as a distribution: a rejected token's successor."""
+    """The positive part of target minus draft, normalised: the distribution after a rejection."""
     rest = [max(0.0, p - q) for p, q in zip(target, draft, strict=True)]
     return [r / math.fsum(rest) for r in rest]
 
 
 def rejection_table(target: Sequence[float], draft: Sequence[float]) -> str:
-    """One token of rejection sampling, in all cases at once."""
+    """One token of rejection sampling, with all its cases."""
     rejected = 1 - acceptance(target, draft)
     rows = []
     for token, (p, q, r) in enumerate(
@@ -69,18 +69,21 @@ def rejection_table(target: Sequence[float], draft: Sequence[float]) -> str:
         kept, drawn = min(p, q), rejected * r
         cells = (p, q, min(1.0, p / q), kept, r, drawn, kept + drawn)
         rows.append((chr(token), *(f"{cell:.3g}" for cell in cells)))
-    header = ("token", "target p", "draft q", "kept with", "kept", "residual", "drawn", "sum")
+    header = (
+        *("token", "target p", "draft q", "accepted with"),
+        *("accepted", "residual", "sampled", "sum"),
+    )
     return table(header, rows)
 
 
 def one_token(
     target: Sequence[float], draft: Sequence[float], from_residual: bool = True
 ) -> list[float]:
-    """The exact distribution of the token that comes out.
+    """The exact distribution of the resulting token.
 
-    A draft token x comes with q(x) and is accepted with min(1, p(x) / q(x)): together
-    min(p(x), q(x)). In all other cases a token is drawn: from the residual, or, as is often told,
-    from the target.
+    A draft token x is proposed with q(x) and accepted with min(1, p(x) / q(x)): together
+    min(p(x), q(x)). Otherwise a token is sampled: from the residual, or, as is often said, from the
+    target.
     """
     rejected = 1 - acceptance(target, draft)
     rest = residual(target, draft) if from_residual and rejected > 0 else target
@@ -89,10 +92,10 @@ def one_token(
 
 
 def reused_noise(target: Sequence[float], draft: Sequence[float], num_draws: int) -> list[float]:
-    """Shares in so many draws of a rule that mixes the two ways, at a fixed seed.
+    """Shares of tokens in so many samples of a rule that mixes the two ways, at a fixed seed.
 
-    A draft wins a race on exponential noise, is kept with min(1, p / q), and otherwise the residual
-    races on **the same** noise.
+    A draft token is sampled by an exponential race and accepted with min(1, p / q); otherwise the
+    residual is sampled with **the same** noise.
     """
     rng = np.random.default_rng(0)
     p, q = np.array(target), np.array(draft)
@@ -107,7 +110,7 @@ def reused_noise(target: Sequence[float], draft: Sequence[float], num_draws: int
 
 
 def same_noise(target: Sequence[float], draft: Sequence[float]) -> float:
-    """How often two races on the same exponential noise have the same winner. Exact.
+    """How often two races with the same exponential noise have the same winner (exact).
 
     Token i wins both if every other noise E_j exceeds E_i times the larger of p_j / p_i and
     q_j / q_i. Integrated over E_i that is one over the sum of these factors, i's own 1 included.
@@ -121,17 +124,17 @@ def same_noise(target: Sequence[float], draft: Sequence[float]) -> float:
 
 
 def other_noise(target: Sequence[float], draft: Sequence[float]) -> float:
-    """How often two independent draws agree."""
+    """How often two independent samples agree."""
     return math.fsum(p * q for p, q in zip(target, draft, strict=True))
 
 
 def distance(target: Sequence[float], draft: Sequence[float]) -> float:
-    """Total variation: half of the sum of the differences."""
+    """Total variation distance: half of the sum of the absolute differences."""
     return 1 - acceptance(target, draft)
 
 
 def promised(target: Sequence[float], draft: Sequence[float]) -> float:
-    """What two draws with the same noise agree at least (Daliri, Musco, Suresh 2024)."""
+    """Lower bound of how often samples with the same noise agree (Daliri, Musco, Suresh 2024)."""
     tv = distance(target, draft)
     return (1 - tv) / (1 + tv)
 
@@ -139,7 +142,7 @@ def promised(target: Sequence[float], draft: Sequence[float]) -> float:
 EXAMPLES = {
     "0.5, 0.5 and 0.8, 0.2": ([0.5, 0.5], [0.8, 0.2]),
     "0.5, 0.3, 0.2 and 0.2, 0.2, 0.6": ([0.5, 0.3, 0.2], [0.2, 0.2, 0.6]),
-    "eight tokens, a near draft": (
+    "eight tokens, a similar draft": (
         [0.6, 0.2, 0.1, 0.05, 0.02, 0.01, 0.01, 0.01],
         [0.55, 0.25, 0.08, 0.06, 0.02, 0.02, 0.01, 0.01],
     ),
@@ -148,7 +151,7 @@ EXAMPLES = {
 
 
 def acceptance_table() -> str:
-    """How often a draft token is accepted, for each pair of `EXAMPLES`, by each way to check."""
+    """How often a draft token is accepted, for each pair of `EXAMPLES`, by each way to verify."""
     functions = (distance, acceptance, same_noise, promised, other_noise)
     rows = [
         (name, *(f"{function(target, draft):.3f}" for function in functions))
@@ -159,24 +162,24 @@ def acceptance_table() -> str:
 
 
 def accepted(rate: float, drafts: int) -> float:
-    """Guesses kept in a step, if each is right with `rate` as long as those before it are."""
+    """Accepted draft tokens of a step, if each is accepted with `rate` when those before it are."""
     return tokens_per_step(rate, drafts) - 1
 
 
 def tokens_per_step(rate: float, drafts: int) -> float:
-    """And the token that comes after them, or in the place of the first wrong one."""
+    """`accepted`, and the token after them or in the place of the first rejected one."""
     if rate == 1:
         return drafts + 1
     return (1 - rate ** (drafts + 1)) / (1 - rate)
 
 
 def speedup(rate: float, drafts: int, draft_cost: float, check_cost: float = 1.0) -> float:
-    """Tokens per time, over plain decoding. Costs in plain steps: a draft token, and the check."""
+    """Speed relative to plain decoding. Costs are in plain steps: a draft token, verification."""
     return tokens_per_step(rate, drafts) / (check_cost + drafts * draft_cost)
 
 
 def best_number(rate: float, draft_cost: float, most: int = 32) -> int:
-    """The number of draft tokens with the largest speed-up; 0 if none pays."""
+    """Number of draft tokens with the largest speed-up; 0 if none pays."""
     return max(range(most + 1), key=lambda drafts: speedup(rate, drafts, draft_cost))
 
 
@@ -190,22 +193,22 @@ def drafts_table(rate: float, draft_cost: float, drafts: Sequence[int]) -> str:
         )
         for k in drafts
     ]
-    return table(("draft tokens", "of them accepted", "tokens a step", "times as fast"), rows)
+    return table(("draft tokens", "accepted", "tokens per step", "times as fast"), rows)
 
 
 def batch_table(rate: float, drafts: int, sequences: Sequence[int]) -> str:
-    """What draft tokens that cost nothing to make bring on that H100, by sequences."""
+    """Gain of draft tokens that cost nothing to propose on that H100, by number of sequences."""
     rows = []
     for count in sequences:
         check = step_ms(count * (1 + drafts)) / step_ms(count)
         rows.append((count, f"{check:.2f}", f"{speedup(rate, drafts, 0.0, check):.2f}"))
-    return table(("sequences", "a check, in plain steps", "times as fast"), rows)
+    return table(("sequences", "verification, in plain steps", "times as fast"), rows)
 
 
 def chosen_drafts(runs: Sequence[int], sequences: Sequence[int], most: int) -> str:
-    """What the engine's own `Goodput` chooses, told that steps take what `step_ms` says, and that
-    of all draft tokens so many are right before one is wrong."""
-    names = [f"{run} of {run + 1} right" for run in runs]
+    """What the engine's own `Goodput` chooses if steps take `step_ms` and `run` draft tokens are
+    accepted for each one that is rejected."""
+    names = [f"{run} of {run + 1} accepted" for run in runs]
     rows = [(count, *(_chosen(run, count, most) for run in runs)) for count in sequences]
     return table(("sequences", *names), rows)
 
@@ -215,9 +218,9 @@ def _chosen(run: int, count: int, most: int) -> str:
 
     goodput = Goodput(most)
     for drafts in [0] * 4 + [k for k in range(1, most + 1) for _ in range(5)] + [0] * 20:
-        right = round(count * accepted(run / (run + 1), drafts))
+        num_accepted = round(count * accepted(run / (run + 1), drafts))
         seconds = step_ms(count * (1 + drafts)) / 1000
-        goodput.record_step(count, count * drafts, right, seconds)
+        goodput.record_step(count, count * drafts, num_accepted, seconds)
     record = goodput.new_record()
     for _ in range(60):
         goodput.record_accepted(record, run + 1, run)
@@ -225,7 +228,7 @@ def _chosen(run: int, count: int, most: int) -> str:
 
 
 def rewind_table(drafts: Sequence[int], came: Sequence[int], known: int) -> str:
-    """One step of the engine's scheduler: `drafts` behind `known` tokens, of which `came` come."""
+    """One step of the engine's scheduler: `drafts` after `known` tokens; the step yields `came`."""
     from nanoserve.config import EngineConfig
     from nanoserve.engine.draft_room import add_draft_tokens
     from nanoserve.engine.extension import Extension
@@ -257,19 +260,19 @@ def rewind_table(drafts: Sequence[int], came: Sequence[int], known: int) -> str:
     scheduler.commit(plan)
     note("launched")
     scheduler.update(plan, [list(came)])
-    note(f"its {len(came)} tokens have joined")
+    note(f"its {len(came)} tokens are appended")
     return table(("moment", "known tokens", "pending", "`num_computed_tokens`"), rows)
 
 
 def looked_up(words: str, most: int) -> str:
-    """What the engine's `NgramProposer` proposes behind a text of words."""
+    """What the engine's `NgramProposer` proposes after a text of words."""
     from nanoserve.features.speculative.ngram import NgramProposer
 
     return _proposed(NgramProposer(3, 4), [], words, most)
 
 
 def voted(finished: Sequence[str], words: str, most: int) -> str:
-    """What the engine's `SuffixProposer` proposes, when these requests have ended before."""
+    """What the engine's `SuffixProposer` proposes if these requests have finished before."""
     from nanoserve.features.speculative.config import SpeculativeConfig
     from nanoserve.features.speculative.suffix import SuffixProposer
 
@@ -297,5 +300,5 @@ def _proposed(proposer: object, finished: Sequence[str], words: str, most: int) 
 
 
 def share(part: float, whole: float) -> float:
-    """In per cent: of what was measured, as accepted draft tokens of all."""
+    """Per cent of a measured number, such as accepted draft tokens of all."""
     return 100 * part / whole

@@ -1,20 +1,20 @@
 """Exercise: from an automaton over characters to masks over tokens.
 
-Given is a finite automaton that reads characters, and a vocabulary: token `i` is the text
-`vocabulary[i]`. Write what the engine asks of a grammar
+Given are a finite automaton that reads characters, and a vocabulary: token `i` is the text
+`vocabulary[i]`. Write the interface that the engine needs of a grammar
 (`nanoserve/features/structured/grammar.py`).
 
-1. `behind` says for each state which tokens may come, and which state each of them leads to. Walk
-   all characters of the token. It may come if none of them fails, and if from where they lead to an
-   accepting state can still be reached: an output must never enter a dead end.
-2. An empty token, as special tokens are here, may never come. It would change nothing, for ever.
-3. `fill` writes the mask of the current state: bit `t % 32` of word `t // 32` for each token `t`
-   that may come, all other bits clear. Mind that a word is an int32, whose highest bit is a sign.
-4. `advance` takes a token if it may come, and says whether it did. `accept` takes several, and
-   raises `ValueError` at the first that may not come. `rollback` takes back the last tokens.
-5. `may_end` is true in an accepting state. `is_terminated` is true where no token may come.
-6. `forced` returns up to `most` tokens that must come one after the other: as long as exactly one
-   token may come, and the output may not end instead. It leaves the state as it was.
+1. `transitions` has for each state the allowed tokens, with the state that each of them leads to.
+   Read all characters of the token. It is allowed if each of them has a transition, and if an
+   accepting state can be reached from the last state: an output must never enter a dead end.
+2. An empty token, as special tokens are here, is never allowed. It would not change the state.
+3. `fill` writes the mask of the current state: bit `t % 32` of word `t // 32` for each allowed
+   token `t`, all other bits clear. Note that a word is an int32, whose highest bit is the sign.
+4. `advance` accepts a token if it is allowed, and returns whether it is. `accept` accepts several,
+   and raises `ValueError` at the first that is not allowed. `rollback` undoes the last tokens.
+5. `may_end` is true in an accepting state. `is_terminated` is true where no token is allowed.
+6. `forced` returns up to `most` jump-forward tokens: it adds tokens as long as exactly one token is
+   allowed and the output may not end instead. It leaves the state unchanged.
 
 Test it with `pytest -x docs/19-structured-output/test_exercise.py`.
 """
@@ -26,17 +26,17 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Automaton:
-    """It begins in state 0. What is not in `arrows[state]` cannot come in that state."""
+    """Finite automaton with start state 0. `arrows[state]` has all characters allowed there."""
 
-    arrows: list[dict[str, int]]  # by state: the character, and where it leads to
+    arrows: list[dict[str, int]]  # by state: character, next state
     accepting: frozenset[int]
 
 
 class TokenAutomaton:
-    """An automaton that reads tokens, and one output that follows it."""
+    """Automaton that reads tokens, with the state of one output."""
 
     def __init__(self, automaton: Automaton, vocabulary: list[str]) -> None:
-        self.behind: list[dict[int, int]]  # by state: token ids, and the state that each leads to
+        self.transitions: list[dict[int, int]]  # by state: token id, next state
         raise NotImplementedError
 
     def fill(self, mask: np.ndarray) -> None:

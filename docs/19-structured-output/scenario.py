@@ -1,6 +1,6 @@
-"""What chapter 19 shows: an answer under a schema, beside one that may say anything.
+"""Trace of chapter 19: a constrained answer and an unconstrained one in the same batch.
 
-It needs the extra `guided`, as every structured output does.
+It needs the extra `guided`, as all structured output does.
 """
 
 from pathlib import Path
@@ -20,15 +20,15 @@ _SCHEMA = {
 
 
 def guided_run(out: Path) -> None:
-    """The bundled model knows no cities; its answer is a valid document all the same."""
-    guide = StructuredOutputsParams(json=_SCHEMA)
-    guided = SamplingParams(temperature=0, max_tokens=60, structured_outputs=guide)
+    """The bundled model knows no cities, but its answer is a valid document."""
+    schema = StructuredOutputsParams(json=_SCHEMA)
+    constrained = SamplingParams(temperature=0, max_tokens=60, structured_outputs=schema)
     free = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     with LLM(
         "tiny-qwen3", dtype="float32", trace=str(out), num_kv_blocks=24, max_num_seqs=4
     ) as llm:
         engine = llm.engine
-        engine.add_request("guided", "A trip, please.", guided)
+        engine.add_request("guided", "A trip, please.", constrained)
         while not engine.stats.num_steps:  # its grammar is being compiled
             engine.step()
         engine.add_request("free", "What is a block table?", free)

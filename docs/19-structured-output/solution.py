@@ -1,4 +1,4 @@
-"""Our solution: the automaton over tokens is computed once, an output is a list of its states."""
+"""A solution of `exercise.py`: an automaton over tokens, and the path of an output through it."""
 
 from dataclasses import dataclass
 
@@ -7,29 +7,29 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Automaton:
-    """It begins in state 0. What is not in `arrows[state]` cannot come in that state."""
+    """Finite automaton with start state 0. `arrows[state]` has all characters allowed there."""
 
-    arrows: list[dict[str, int]]  # by state: the character, and where it leads to
+    arrows: list[dict[str, int]]  # by state: character, next state
     accepting: frozenset[int]
 
 
 class TokenAutomaton:
-    """An automaton that reads tokens, and one output that follows it."""
+    """Automaton that reads tokens, with the state of one output."""
 
     def __init__(self, automaton: Automaton, vocabulary: list[str]) -> None:
         alive = _alive(automaton)
         self._accepting, self._path = automaton.accepting, [0]
-        self.behind: list[dict[int, int]] = []  # by state: token ids, and where each leads to
+        self.transitions: list[dict[int, int]] = []  # by state: token id, next state
         for state in range(len(automaton.arrows)):
-            ends = {i: _walk(automaton, state, text) for i, text in enumerate(vocabulary) if text}
-            self.behind.append({i: end for i, end in ends.items() if end in alive})
+            ends = {i: _read(automaton, state, text) for i, text in enumerate(vocabulary) if text}
+            self.transitions.append({i: end for i, end in ends.items() if end in alive})
 
     @property
     def _next(self) -> dict[int, int]:
-        return self.behind[self._path[-1]]
+        return self.transitions[self._path[-1]]
 
     def fill(self, mask: np.ndarray) -> None:
-        words = mask.view(np.uint32)  # the same memory, without a sign
+        words = mask.view(np.uint32)  # the same memory, unsigned
         words[:] = 0
         for token_id in self._next:
             words[token_id // 32] |= np.uint32(1 << token_id % 32)
@@ -43,7 +43,7 @@ class TokenAutomaton:
     def accept(self, token_ids: list[int]) -> None:
         for token_id in token_ids:
             if not self.advance(token_id):
-                raise ValueError(f"token {token_id} may not come in state {self._path[-1]}")
+                raise ValueError(f"token {token_id} is not allowed in state {self._path[-1]}")
 
     def rollback(self, num_tokens: int) -> None:
         del self._path[len(self._path) - num_tokens :]
@@ -65,7 +65,7 @@ class TokenAutomaton:
         return not self._next
 
 
-def _walk(automaton: Automaton, state: int | None, text: str) -> int | None:
+def _read(automaton: Automaton, state: int | None, text: str) -> int | None:
     for character in text:
         if state is None:
             return None
@@ -74,7 +74,7 @@ def _walk(automaton: Automaton, state: int | None, text: str) -> int | None:
 
 
 def _alive(automaton: Automaton) -> set[int]:
-    """The states from which an accepting one can be reached: backwards from these."""
+    """States from which an accepting one can be reached, searched backwards."""
     alive, before = set(automaton.accepting), set()
     while alive != before:
         before = set(alive)

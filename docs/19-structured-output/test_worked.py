@@ -1,4 +1,4 @@
-"""Chapter 19's numbers against Python's `re`, by enumeration, and against a count by hand."""
+"""Numbers of chapter 19, against Python's `re`, by enumeration, and against a count by hand."""
 
 import re
 from collections.abc import Iterator
@@ -18,10 +18,9 @@ ALPHABET = '{"n: 07}x'
 
 
 def matching_texts() -> list[str]:
-    """All texts that the pattern matches whole, as `re` says, of the vocabulary's characters.
+    """All texts of the vocabulary's characters that the whole pattern matches, according to `re`.
 
-    The middle runs through everything of up to three characters; the test of edits below is for
-    the letters around it.
+    The middle is every text of up to three characters; `edits` covers the characters around it.
     """
     middles = ("".join(m) for n in range(4) for m in product(ALPHABET, repeat=n))
     texts = (f'{{"n": {middle}}}' for middle in middles)
@@ -29,7 +28,7 @@ def matching_texts() -> list[str]:
 
 
 def edits(text: str) -> Iterator[str]:
-    """Everything that differs in one character more, less, or another one."""
+    """All texts with one character more, one less, or another one."""
     for i in range(len(text) + 1):
         yield text[:i] + text[i + 1 :]
         for character in ALPHABET:
@@ -50,7 +49,7 @@ def test_the_states_accept_what_re_matches() -> None:
         assert accepts == bool(re.fullmatch(worked.PATTERN, text)), text
 
 
-def test_a_token_may_come_if_and_only_if_a_matching_text_goes_on_with_it() -> None:
+def test_a_token_is_allowed_if_and_only_if_a_matching_text_continues_with_it() -> None:
     texts = matching_texts()
     for before in {text[:n] for text in texts for n in range(len(text) + 1)}:
         allowed = worked._allowed(worked._walk(worked._rule(), before))
@@ -73,27 +72,27 @@ def test_the_table_of_masks() -> None:
     assert worked.vocabulary().startswith('0 `{`, 1 `"`') and "10 `␣7`" in worked.vocabulary()
 
 
-def test_a_text_has_many_spellings() -> None:
-    # {" or { ", then ": or " :, then a space and a 7 apart or not; and behind one digit, 7} or 7 }.
-    assert worked.spellings('{"n": 70}') == 2 * 2 * 2
-    assert worked.spellings('{"n": 00}') == 2 * 2
-    assert worked.spellings('{"n": 7}') == 2 * 2 * 3
-    assert worked.spellings('{"n": 700}') == 0
+def test_a_text_has_several_tokenizations() -> None:
+    # {" or { ", then ": or " :, then " 7" or a space and a 7; and after one digit, 7} or 7 }.
+    assert worked.num_tokenizations('{"n": 70}') == 2 * 2 * 2
+    assert worked.num_tokenizations('{"n": 00}') == 2 * 2
+    assert worked.num_tokenizations('{"n": 7}') == 2 * 2 * 3
+    assert worked.num_tokenizations('{"n": 700}') == 0
 
 
-def test_steps_with_forced_runs() -> None:
+def test_steps_with_jump_forward_tokens() -> None:
     assert worked._steps("70") == [([], 8), ([2, 9], 10), ([], 6), ([5], None)]
-    # Behind " 7" a second digit may come: that the answer ends is not forced.
+    # After " 7" a second digit may come, so the end is not without a choice.
     assert worked._steps("7") == [([], 8), ([2, 9], 10), ([], 5)]
-    # The space alone may go on as " 7", so it is not forced.
+    # Instead of the space, " 7" may come, so the space is not without a choice.
     assert worked._steps("0") == [([], 8), ([2, 9], 4), ([], 6), ([], 5)]
     assert [worked.num_tokens(number) for number in ("70", "7", "0")] == [6, 5, 6]
-    assert [worked.num_steps("70", with_runs=runs) for runs in (True, False)] == [4, 6]
+    assert [worked.num_steps("70", jump_forward=jump) for jump in (True, False)] == [4, 6]
     assert [worked.num_forced(number) for number in ("70", "7", "0")] == [4, 3, 3]
     assert len(worked.run_table("70").splitlines()) == 2 + 4
 
 
-def test_chances_and_sizes() -> None:
+def test_probabilities_and_sizes() -> None:
     assert worked.is_right(2, 0.9) == pytest.approx(0.81)
     assert worked.tries(2, 0.5) == 4
     assert worked.mask_bytes(33) == 8 and worked.logits_bytes(33) == 132
@@ -102,29 +101,29 @@ def test_chances_and_sizes() -> None:
 
 
 @pytest.mark.parametrize("num_letters", range(6))
-def test_states_of_who_looks_back(num_letters: int) -> None:
-    """By subset construction. Every set has another future, so that none can be left out."""
+def test_states_of_an_automaton_that_looks_back(num_letters: int) -> None:
+    """By subset construction. All sets have different continuations, so all are needed."""
     start = frozenset({0})
     found, waiting = {start}, [start]
     while waiting:
         places = waiting.pop()
         for letter in "ab":
-            # Place i > 0: an "a" that may be the one was read i - 1 letters ago.
-            behind = {0} | {i + 1 for i in places if 0 < i <= num_letters}
-            after = frozenset(behind | ({1} if letter == "a" else set()))
+            # i > 0: a candidate for the required "a" was read i - 1 letters ago.
+            moved = {0} | {i + 1 for i in places if 0 < i <= num_letters}
+            after = frozenset(moved | ({1} if letter == "a" else set()))
             waiting += [after] if after not in found else []
             found.add(after)
     assert worked.lookback_states(num_letters) == len(found)
 
 
-def test_what_masks_make_of_two_answers() -> None:
+def test_effect_of_masks_on_two_answers() -> None:
     rows = cells(worked.two_answers(0.6, (0.1, 0.9)))
-    # 0.06 and 0.36 of all answers are legal: a seventh of these begins with A.
+    # 0.06 and 0.36 of all answers are valid: a seventh of these begins with A.
     assert [row[3:] for row in rows] == [["60%", "14% |"], ["40%", "86% |"]]
 
 
 class Legal:
-    """A `TokenMask` that allows some tokens, and counts how often it is asked for all of them."""
+    """`TokenMask` that allows some tokens, and counts how often the mask is filled."""
 
     def __init__(self, token_ids: np.ndarray) -> None:
         self.token_ids, self.num_fills = set(token_ids.tolist()), 0
@@ -138,9 +137,9 @@ class Legal:
         mask[:] = np.packbits(bits, bitorder="little").view(np.int32)
 
 
-def test_to_sample_first_and_to_mask_first_choose_the_same_token() -> None:
-    """With the engine's own sampler and noise. Of 32 equal tokens 24 are legal: a mask is needed
-    in a quarter of the rows."""
+def test_sampling_first_and_masking_first_choose_the_same_token() -> None:
+    """With the engine's own sampler and noise. Of 32 equally likely tokens 24 are allowed, so a
+    mask is needed in a quarter of the rows."""
     num_rows, size = 400, 32
     rng, sampler = np.random.default_rng(1), Sampler(num_rows, size, torch.device("cpu"))
     for slot in range(num_rows):

@@ -1,8 +1,8 @@
-"""Chapter 19's numbers: a regular expression, its states, and their masks over twelve tokens.
+"""Numbers of chapter 19: a regular expression, its states, and their masks over twelve tokens.
 
 An expression is a tree of tuples: a set of characters, `("cat", a, b)`, `("alt", a, b)`, `EMPTY`
-(the empty text) or `NOTHING` (no text at all). What must still come behind a character is its
-*derivative*, again an expression. So the states of the automaton are expressions.
+(the empty text) or `NOTHING` (no text at all). What must still be matched after a character is its
+*derivative*, which is an expression. So the states of the automaton are expressions.
 """
 
 from functools import cache
@@ -16,7 +16,7 @@ _DIGIT = frozenset("0123456789")
 
 
 def mask_table() -> str:
-    """Each state of the example: what must still come, which tokens may, and these as bits."""
+    """Each state of the example: what must still be matched, the allowed tokens, and their mask."""
     rows = []
     for number, state in enumerate(_states()):
         allowed = _allowed(state)
@@ -25,7 +25,7 @@ def mask_table() -> str:
         still = f"`{_text(state)}`" if state != EMPTY else "nothing"
         word = sum(1 << i for i in allowed)
         rows.append((number, still, tokens, f"`{bits}`", word, "yes" if _may_end(state) else ""))
-    header = ("state", "what must still come", "tokens that may come", "bits 11 to 0", "word")
+    header = ("state", "still to match", "allowed tokens", "bits 11 to 0", "word")
     return table((*header, "may end"), rows)
 
 
@@ -38,8 +38,8 @@ def num_states() -> int:
     return len(_states())
 
 
-def spellings(text: str) -> int:
-    """In how many ways tokens make this text, each of them legal from the first to the last."""
+def num_tokenizations(text: str) -> int:
+    """Number of ways to write this text with tokens that are all allowed."""
 
     @cache
     def ways(state: object, rest: str) -> int:
@@ -52,17 +52,17 @@ def spellings(text: str) -> int:
 
 
 def run_table(number: str) -> str:
-    """The steps of an output whose number the model wants to be this, with its forced runs."""
+    """Steps of an output with this number, with jump-forward tokens."""
     rows = []
     for step, (forced, chosen) in enumerate(_steps(number), 1):
-        told = " ".join(map(_shown, forced)) or "none"
-        rows.append((step, told, "ended" if chosen is None else _shown(chosen)))
-    return table(("step", "draft tokens, because forced", "sampled behind them"), rows)
+        drafts = " ".join(map(_shown, forced)) or "none"
+        rows.append((step, drafts, "ended" if chosen is None else _shown(chosen)))
+    return table(("step", "jump-forward tokens", "sampled after them"), rows)
 
 
-def num_steps(number: str, with_runs: bool) -> int:
-    """Steps for the whole output, with forced runs or a token a step."""
-    return len(_steps(number)) if with_runs else num_tokens(number)
+def num_steps(number: str, jump_forward: bool) -> int:
+    """Steps for the whole output, with jump-forward tokens or with one token per step."""
+    return len(_steps(number)) if jump_forward else num_tokens(number)
 
 
 def num_tokens(number: str) -> int:
@@ -70,50 +70,50 @@ def num_tokens(number: str) -> int:
 
 
 def num_forced(number: str) -> int:
-    """Tokens of the output that leave no choice: the draft tokens, and the first one."""
+    """Tokens of the output without a choice: the jump-forward tokens, and the first one."""
     return 1 + sum(len(forced) for forced, _ in _steps(number))
 
 
 def is_right(num_tokens: int, each: float) -> float:
-    """The chance that all tokens are legal if each one is with this chance, by itself."""
+    """Probability that all tokens are allowed, if each one is with probability `each`."""
     return each**num_tokens
 
 
 def tries(num_tokens: int, each: float) -> float:
-    """How often one asks, on average, until an answer is legal as a whole."""
+    """Mean number of requests until an answer is valid as a whole."""
     return 1 / is_right(num_tokens, each)
 
 
 def mask_bytes(vocab_size: int) -> int:
-    """Of one row's mask: 32 tokens to a word of four bytes."""
+    """Bytes of one row's mask: 32 tokens per word of four bytes."""
     return 4 * -(-vocab_size // 32)
 
 
 def logits_bytes(vocab_size: int) -> int:
-    """Of one row of logits, as the sampler has them."""
+    """Bytes of one row of logits in float32."""
     return 4 * vocab_size
 
 
 def table_bytes(num_states: int, vocab_size: int) -> int:
-    """Of all masks, if they were made in advance."""
+    """Bytes of all masks, if they were computed in advance."""
     return num_states * mask_bytes(vocab_size)
 
 
 def lookback_states(num_letters: int) -> int:
-    """Of the smallest automaton for `(a|b)*a(a|b){num_letters}`: which of the last were an a."""
+    """States of the smallest automaton for `(a|b)*a(a|b){num_letters}`."""
     return 2 ** (num_letters + 1)
 
 
 def rows_with_masks(num_rows: int, legal_mass: float) -> float:
-    """Rows of a step for which a mask is needed, if a sampled token is legal with this chance."""
+    """Rows of a step for which a mask is filled, if a sample is allowed with this probability."""
     return num_rows * (1 - legal_mass)
 
 
 def two_answers(first: float, legal_after: tuple[float, float]) -> str:
-    """What masks make of a model that begins an answer in one of two ways, both of them legal.
+    """Effect of masks on a model that begins an answer in one of two ways, both of them allowed.
 
-    first: how likely the model begins with "A"; legal_after: which part of what it then goes on to
-    say is legal, behind "A" and behind "B".
+    first: probability that the model begins with "A"; legal_after: the share of its continuations
+    that are allowed, after "A" and after "B".
     """
     alone = (first, 1 - first)
     both = [p * legal for p, legal in zip(alone, legal_after, strict=True)]
@@ -121,7 +121,7 @@ def two_answers(first: float, legal_after: tuple[float, float]) -> str:
         (f"begins with {name}", f"{p:.0%}", f"{legal:.0%}", f"{p:.0%}", f"{joint / sum(both):.0%}")
         for name, p, legal, joint in zip("AB", alone, legal_after, both, strict=True)
     ]
-    header = ("", "model", "legal behind it", "with masks", "of the model's legal answers")
+    header = ("", "model", "allowed after it", "with masks", "of the model's valid answers")
     return table(header, rows)
 
 
@@ -144,7 +144,7 @@ def _cat(first: object, second: object) -> object:
         return first
     if (
         isinstance(first, tuple) and first[0] == "cat"
-    ):  # always nested to the right, so that equal states look the same
+    ):  # always nested to the right, so that equal states are equal tuples
         return ("cat", first[1], _cat(first[2], second))
     return ("cat", first, second)
 
@@ -158,15 +158,15 @@ def _may_end(node: object) -> bool:
 
 
 def _derivative(node: object, character: str) -> object:
-    """What must still come behind this character."""
+    """What must still be matched after this character."""
     if isinstance(node, frozenset):
         return EMPTY if character in node else NOTHING
     if node in (EMPTY, NOTHING):
         return NOTHING
     kind, one, two = node
     if kind == "cat":
-        behind = _cat(_derivative(one, character), two)
-        return _alt(behind, _derivative(two, character)) if _may_end(one) else behind
+        rest = _cat(_derivative(one, character), two)
+        return _alt(rest, _derivative(two, character)) if _may_end(one) else rest
     return _alt(_derivative(one, character), _derivative(two, character))
 
 
@@ -183,7 +183,7 @@ def _walk(state: object, text: str) -> object:
 
 
 def _allowed(state: object) -> list[int]:
-    """The tokens that may come: walk all characters of each, from this state."""
+    """The allowed tokens: those whose characters can all be read from this state."""
     return [i for i, text in enumerate(VOCABULARY) if _walk(state, text) != NOTHING]
 
 
@@ -193,14 +193,14 @@ def _states() -> list[object]:
     states = [_rule()]
     for state in states:
         for character in '{"n: 0123456789}':
-            behind = _derivative(state, character)
-            if behind != NOTHING and behind not in states:
-                states.append(behind)
+            after = _derivative(state, character)
+            if after != NOTHING and after not in states:
+                states.append(after)
     return states
 
 
 def _forced_text(state: object) -> str:
-    """The characters that must come, whatever they are cut into."""
+    """The characters without a choice, however they are tokenised."""
     text = ""
     while not _may_end(state):
         characters = [c for c in '{"n: 0123456789}' if _derivative(state, c) != NOTHING]
@@ -212,9 +212,9 @@ def _forced_text(state: object) -> str:
 
 
 def _forced(state: object) -> list[int]:
-    """What must come, as the tokenizer cuts it: the longest token first.
+    """Jump-forward tokens: text without a choice as it is tokenised, the longest token first.
 
-    The last one stays open if a longer token begins with it that may come instead.
+    The last token is left out if a longer one that begins with it is allowed, too.
     """
     text, run = _forced_text(state), []
     while text:
@@ -228,9 +228,9 @@ def _forced(state: object) -> list[int]:
 
 
 def _steps(number: str) -> list[tuple[list[int], int | None]]:
-    """Per step, the tokens that were forced, and the one that was sampled behind them.
+    """For each step, the jump-forward tokens and the token sampled after them.
 
-    In the first step the prompt is computed, and there are no draft tokens.
+    The first step computes the prompt, and has no draft tokens.
     """
     wanted, state, steps = f'{{"n": {number}}}', _rule(), []
     while not _may_end(state):
@@ -247,7 +247,7 @@ def _steps(number: str) -> list[tuple[list[int], int | None]]:
 
 
 def _text(node: object) -> str:
-    """An expression as one writes it."""
+    """An expression in the usual notation."""
     if isinstance(node, frozenset):
         if node == _DIGIT:
             return "[0-9]"

@@ -1,20 +1,20 @@
-"""Exercise: quantise in groups, pack two codes a byte, and multiply integers with integers.
+"""Exercise: quantise in groups, pack two codes per byte, and multiply integers.
 
-Complete the six functions, in numpy. Everything is rounded to the nearest, halves to the even one
+Complete the six functions, in numpy. All values are rounded to the nearest, ties to even
 (`np.rint`); floats are float32. The rules:
 
-1. `int4_scales`: a row is cut into groups of `group_size` inputs. A group's scale is its value of
-   largest magnitude, with its sign, divided by -8: so this value gets the code -8. If a group has
-   both x and -x, take the negative one. A group of zeros has a scale of 0.
-2. `int4_codes`: the nearest code for a value of a group with that scale, from -8 to 7, and 0 where
-   the scale is 0.
-3. `pack_nibbles`: the codes, plus 8, two to a byte. The first of a pair is in the low four bits.
-   `unpack_nibbles` is the way back.
+1. `int4_scales`: a row is divided into groups of `group_size` inputs. A group's scale is its value
+   of largest magnitude, with its sign, divided by -8, so this value gets the code -8. If a group
+   has both x and -x, use the negative one. A group of zeros has the scale 0.
+2. `int4_codes`: the nearest code for each value, given the scale of its group, from -8 to 7, and 0
+   if the scale is 0.
+3. `pack_nibbles`: the codes, plus 8, two per byte. The first of a pair is in the low four bits.
+   `unpack_nibbles` is the inverse.
 4. `int8_rows`: a scale for each row, its largest magnitude / 127; codes from -127 to 127. A row of
    zeros has the scale 0 and codes of 0.
 5. `int8_product`: x W^T of activations in floats and weights in int8 with a scale per output. Each
-   row of x becomes integers by `int8_rows`. Codes meet codes in integers that hold the sum, and the
-   two scales are multiplied to it at the end.
+   row of x is quantised by `int8_rows`. Codes are multiplied and added in an integer type that is
+   wide enough for the sum, which is multiplied by both scales at the end.
 
 Test it with `pytest -x docs/20-quantization/test_exercise.py`.
 """

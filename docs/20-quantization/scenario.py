@@ -1,4 +1,4 @@
-"""What chapter 20 shows: the same requests in the same bytes of KV cache, in 16 bits and in 8."""
+"""Traces of chapter 20: the same requests in the same bytes of KV cache, in 16 bits and in 8."""
 
 from pathlib import Path
 
@@ -9,12 +9,12 @@ _POOL_BYTES = 144 * 1024
 
 
 def kv_in_16_bits(out: Path) -> None:
-    """Three answers do not fit, and the last one gives way."""
+    """Three answers do not fit, so requests are preempted."""
     _run(out, "auto")
 
 
 def kv_in_8_bits(out: Path) -> None:
-    """They fit."""
+    """The three answers fit."""
     _run(out, "int8")
 
 

@@ -1,4 +1,4 @@
-"""The exercise of chapter 20 against the engine's own quantisation functions."""
+"""Tests of the exercise of chapter 20, against the engine's own quantisation functions."""
 
 import numpy as np
 import pytest
@@ -37,7 +37,7 @@ def test_the_largest_magnitude_gets_the_code_minus_8() -> None:
     same(codes, np.array([[2, -8, 1, 4, -8, -1, 1, 0]], np.int8), case)
 
 
-def test_of_equal_magnitudes_the_negative_one_counts_and_the_other_is_cut_off() -> None:
+def test_of_equal_magnitudes_the_negative_one_counts_and_the_other_is_clamped() -> None:
     weight = floats([4.0, -4.0, 1.0, 1.25])
     case = f"weight {weight.tolist()}, one group"
     scales = int4_scales(weight, 4)
@@ -45,7 +45,7 @@ def test_of_equal_magnitudes_the_negative_one_counts_and_the_other_is_cut_off() 
     same(int4_codes(weight, scales), np.array([[7, -8, 2, 2]], np.int8), case)
 
 
-def test_a_group_of_zeros_divides_by_nothing() -> None:
+def test_a_group_of_zeros_has_scale_and_codes_0() -> None:
     weight = floats([0.0, 0.0, 1.0, -2.0])
     case = f"weight {weight.tolist()}, groups of 2"
     with np.errstate(all="raise"):
@@ -55,7 +55,7 @@ def test_a_group_of_zeros_divides_by_nothing() -> None:
     same(codes, np.array([[0, 0, 4, -8]], np.int8), case)
 
 
-def test_two_codes_a_byte() -> None:
+def test_two_codes_per_byte() -> None:
     codes = np.array([[-8, 7, 0, -1]], np.int8)
     packed = pack_nibbles(codes)
     case = f"codes {codes.tolist()}"
@@ -63,7 +63,7 @@ def test_two_codes_a_byte() -> None:
     same(unpack_nibbles(packed), codes, f"bytes {packed.tolist()}")
 
 
-def test_a_row_has_a_scale_of_its_own() -> None:
+def test_each_row_has_its_own_scale() -> None:
     x = floats([1.0, -2.0], [0.0, 0.0], [127.0, 2.5])
     codes, scales = int8_rows(x)
     case = f"x {x.tolist()}"
@@ -79,9 +79,9 @@ def test_sums_need_more_than_8_or_16_bits() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_codes_of_4_bits_are_the_engines(seed: int) -> None:
-    """Under the engine's scales, which are the best of three: a group may be wrong by more under
-    the reader's, and not by less (but for the rounding of a scale to 16 bits)."""
+def test_4_bit_codes_equal_the_engines(seed: int) -> None:
+    """With the engine's scales, which are the best of three: the error of a group with the reader's
+    scale may be larger, but not smaller (except for rounding a scale to 16 bits)."""
     rng = np.random.default_rng(seed)
     size = [32, 64, 128][seed % 3]
     weight = (rng.standard_normal((5, 2 * size)) * 10.0 ** rng.integers(-3, 3)).astype(np.float32)
@@ -103,22 +103,22 @@ def test_codes_of_4_bits_are_the_engines(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_errors_are_bounded_by_half_a_scale(seed: int) -> None:
-    """By a whole one where a value lies beyond the code 7."""
+    """Or by a whole scale if a value is beyond the code 7."""
     rng = np.random.default_rng(seed)
     weight = rng.standard_normal((4, 64)).astype(np.float32)
     scales = int4_scales(weight, 32)
     steps = np.abs(scales).repeat(32, axis=1)
     back = int4_codes(weight, scales) * scales.repeat(32, axis=1)
-    cut_off = weight / scales.repeat(32, axis=1) > 7.5
-    bound = np.where(cut_off, steps, steps / 2) * 1.0001
+    is_clamped = weight / scales.repeat(32, axis=1) > 7.5
+    bound = np.where(is_clamped, steps, steps / 2) * 1.0001
     worst = np.argmax(np.abs(back - weight) - bound)
     case = f"seed {seed}: weight {weight.flat[worst]}, step {steps.flat[worst]}"
     assert (np.abs(back - weight) <= bound).all(), f"{case} came back as {back.flat[worst]}"
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_bytes_are_those_of_checkpoints(seed: int) -> None:
-    """compressed-tensors' words of 32 bits have the same order, the lowest bits first."""
+def test_bytes_equal_those_of_checkpoints(seed: int) -> None:
+    """The 32-bit words of compressed-tensors have the same order, the lowest bits first."""
     codes = np.random.default_rng(seed).integers(-8, 8, (3, 16)).astype(np.int8)
     packed = pack_nibbles(codes)
     words = torch.from_numpy(np.ascontiguousarray(packed).view(np.int32))
@@ -128,7 +128,7 @@ def test_bytes_are_those_of_checkpoints(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_integer_products_are_as_near_as_their_codes(seed: int) -> None:
+def test_integer_products_are_as_accurate_as_their_codes(seed: int) -> None:
     rng = np.random.default_rng(seed)
     rows, outputs, inputs = rng.integers(1, 6), rng.integers(1, 6), int(rng.integers(1, 400))
     x = rng.standard_normal((rows, inputs)).astype(np.float32)

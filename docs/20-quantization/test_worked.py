@@ -1,4 +1,4 @@
-"""Chapter 20's numbers against hand-computed ones, other ways to them, and the engine."""
+"""Numbers of chapter 20, against a count by hand, other computations and the engine."""
 
 import math
 import random
@@ -19,7 +19,7 @@ def cells(table: str) -> list[list[str]]:
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[2:]]
 
 
-def test_one_reading_of_the_weights() -> None:
+def test_reading_the_weights_once() -> None:
     # 16 GB at 2 TB/s; 8 GB; 8e9 x 4.125 / 8 bytes.
     assert cells(worked.reading_table("A100"))[1] == [
         "Llama-3.1-8B",
@@ -31,7 +31,7 @@ def test_one_reading_of_the_weights() -> None:
 
 
 def test_products_in_16_bits_gain_nothing_in_large_batches() -> None:
-    # 16 GFLOP a token: 256 of them 4.096 TFLOP, 13.13 ms at 312 TFLOP/s, 6.56 at 624.
+    # 16 GFLOP per token: 256 of them 4.096 TFLOP, 13.13 ms at 312 TFLOP/s, 6.56 at 624.
     assert cells(worked.batch_table([1, 64, 256], "Llama-3.1-8B", "A100")) == [
         ["1", "8.00 ms", "2.06 ms", "4.00 ms"],
         ["64", "8.00 ms", "3.28 ms", "4.00 ms"],
@@ -47,7 +47,7 @@ def test_products_in_16_bits_gain_nothing_in_large_batches() -> None:
     assert "fp8" not in worked.GPUS["A100"].rates
 
 
-def test_bits_of_a_weight() -> None:
+def test_bits_per_weight() -> None:
     bits = {name: float(value) for name, value in cells(worked.bits_table())}
     assert bits["GGUF Q8_0"] == 8.5  # 32 bytes and a scale of two
     assert bits["GGUF Q4_0"] == 4.5  # 16 bytes and a scale of two
@@ -78,7 +78,7 @@ def test_a_symmetric_error_is_at_most_half_a_scale() -> None:
 
 
 def test_zero_points_by_hand() -> None:
-    """[-1, 3]: 4 / 255 a step, and 0 lies 63.75 steps above the end."""
+    """[-1, 3]: a step is 4 / 255, and 0 is 63.75 steps above the lower end."""
     assert worked.affine_scale(-1, 3) == 4 / 255
     assert worked.affine_zero(-1, 3) == 64
     assert cells(worked.affine_table([-1.0, 0.0, 3.0])) == [
@@ -86,7 +86,9 @@ def test_zero_points_by_hand() -> None:
         ["0.0", "64", "0.000", "0", "64.000"],
         ["3.0", "255", "2.996", "0", "64.000"],
     ]
-    assert worked.wrong_code(70.0, 4 / 255, 64) == 255  # all that it can tell lies above 64
+    assert (
+        worked.wrong_code(70.0, 4 / 255, 64) == 255
+    )  # all values that it can represent are above 64
 
 
 def test_an_asymmetric_error_is_at_most_a_scale_at_the_ends_and_half_of_one_within() -> None:
@@ -108,7 +110,7 @@ def test_a_files_codes_and_the_engines() -> None:
         assert int(own) == int(code) - 8 and means.endswith("+ 1.5")
 
 
-def test_all_numbers_of_e4m3() -> None:
+def test_all_values_of_e4m3() -> None:
     """1 bit of sign, 4 of exponent with a bias of 7, 3 of mantissa; the last pattern is NaN."""
     positive = [m * 2.0**-9 for m in range(8)]
     positive += [(1 + m / 8) * 2.0 ** (e - 7) for e in range(1, 16) for m in range(8)][:-1]
@@ -122,7 +124,7 @@ def test_all_numbers_of_e4m3() -> None:
     ]
 
 
-def test_bytes_of_k_and_v_are_the_engines() -> None:
+def test_bytes_of_k_and_v_equal_the_engines() -> None:
     config = ModelConfig.from_checkpoint(bundled_checkpoint("tiny-qwen3"))
     for name, in_8_bits in (("auto", False), ("int8", True), ("fp8", True)):
         assert worked.kv_token_bytes(6, 2, 32, in_8_bits) == config.kv_bytes_per_token(name)
@@ -130,27 +132,27 @@ def test_bytes_of_k_and_v_are_the_engines() -> None:
     assert worked.kv_token_bytes(28, 8, 128, in_8_bits=True) == 2 * 28 * 8 * 132
 
 
-def test_a_scale_that_an_outlier_sets_is_paid_by_all_that_share_it() -> None:
+def test_an_outlier_increases_the_error_of_all_values_that_share_its_scale() -> None:
     rows = cells(worked.granularity_table())
     errors = [[float(cell.rstrip("%")) for cell in row[1:]] for row in rows]
     for finer, coarser in zip(errors[1:], errors, strict=False):
         assert all(a < b for a, b in zip(finer, coarser, strict=True))
     assert all(row[0] < row[1] and row[2] < row[3] for row in errors)
-    assert errors[0][3] == 100  # codes of zero for all but the outlier
+    assert errors[0][3] == 100  # code 0 for all values but the outlier
     weight = torch.randn(6, 50, generator=torch.Generator().manual_seed(0))
     expected = quantize_int8(weight).dequantize()
     torch.testing.assert_close(worked.rounded(weight, 50, 127), expected)
 
 
 def test_smoothing_moves_the_difficulty() -> None:
-    """Half way is best; all of it from the activations makes the weights as bad as they were."""
+    """Half is best; with the whole range moved, the weights are as bad as the activations were."""
     errors = {s: worked.smoothing_error(s) for s in (None, 0.25, 0.5, 0.75, 1.0)}
     assert min(errors, key=errors.get) == 0.5
     assert errors[None] > 4 * errors[0.5] and errors[1.0] > 4 * errors[0.5]
 
 
-def test_the_second_weight_makes_up_for_the_first() -> None:
-    """It becomes the best integer that there is, given the first."""
+def test_the_second_weight_compensates_for_the_first() -> None:
+    """It becomes the best integer, given the first."""
     for seed in range(50):
         rng = random.Random(seed)
         weights, correlation = (rng.uniform(-3, 3), rng.uniform(-3, 3)), rng.uniform(-1, 1)
@@ -168,11 +170,11 @@ def test_two_weights_by_hand() -> None:
     # (-.4, -.4): .16 + .16 + 2 x .9 x .16; (-.4, +.6): .16 + .36 - 2 x .9 x .24.
     assert cells(worked.gptq_table((0.4, 0.4), 0.9)) == [
         ["each to its nearest", "[0, 0]", "0.608"],
-        ["the second makes up for the first", "[0, 1]", "0.088"],
+        ["the second compensates for the first", "[0, 1]", "0.088"],
     ]
 
 
-def test_the_exact_distributions_are_the_engines() -> None:
+def test_the_exact_distributions_equal_the_engines() -> None:
     prompt = worked._prompts()[0][0].tolist()
     params = SamplingParams(max_tokens=1, temperature=0, prompt_logprobs=3)
     options = {"dtype": "float32", "attention_backend": "torch", "num_kv_blocks": 64}
@@ -184,19 +186,19 @@ def test_the_exact_distributions_are_the_engines() -> None:
             assert math.isclose(entry.logprob, exact[position, token], abs_tol=1e-3), position
 
 
-@pytest.mark.size("full")  # the numbers of all schemes, which the page has too
+@pytest.mark.size("full")  # the numbers of all schemes, as on the page
 def test_fewer_bits_and_coarser_scales_cost_more() -> None:
     assert worked.num_positions() == 400
     rows = {scheme: worked.quality(scheme) for scheme in worked.SCHEMES}
     errors, divergences, shares = zip(*rows.values(), strict=True)
     assert list(errors) == sorted(errors) and list(divergences) == sorted(divergences)
     assert shares[0] > 0.99 and shares[-1] < 0.95
-    # What the weights were before is what they are after, and a divergence from itself is none.
+    # The weights are restored, so the log-probabilities are the same as before.
     torch.testing.assert_close(worked._log_probabilities(), worked._exact_log_probabilities())
     rows = cells(worked.quality_table())
     assert [row[0] for row in rows] == list(worked.SCHEMES)
     assert rows[0][2] == "1.3e-4" == worked.divergence("int8, a scale per row")
-    # A value's error is spread evenly over half a scale: 1 / sqrt(12) of it on average.
+    # Errors are uniform within half a scale of 0: their root mean square is scale / sqrt(12).
     weight = worked._weights()["model.layers.0.mlp.gate_proj.weight"]
     scale = quantize_int8(weight).scale
     expected = (scale.square().mean() / 12 / weight.square().mean()).sqrt()

@@ -1,7 +1,7 @@
-"""Chapter 20's numbers: formats and what they cost, made by the engine's own quantisation code.
+"""Numbers of chapter 20: formats and their cost, computed by the engine's own quantisation code.
 
 Errors and divergences are those of the bundled model's weights. Times are lower bounds from data
-sheets: weights are read once a step, K and V, attention and launches are left out.
+sheets: weights are read once per step; K and V, attention and launches are not counted.
 """
 
 import math
@@ -22,10 +22,10 @@ from training.corpus import evaluation_sets
 
 
 class GPU(NamedTuple):
-    """From NVIDIA's data sheets, dense: bytes and operations per second."""
+    """Bytes and dense operations per second, from NVIDIA's data sheets."""
 
     bandwidth: float
-    rates: dict[str, float]  # of products, by the type of both operands
+    rates: dict[str, float]  # of matrix products, by the type of both operands
 
 
 GPUS = {
@@ -33,19 +33,19 @@ GPUS = {
     "H100": GPU(3.35e12, {"bf16": 989e12, "int8": 1979e12, "fp8": 1979e12}),
 }
 PARAMETERS = {"Qwen3-0.6B": 0.6e9, "Llama-3.1-8B": 8e9, "Llama-3.1-70B": 70e9}
-_GROUP_OF_128 = 4 + 16 / 128  # bits of a weight, and its part of a scale in 16 bits
+_GROUP_OF_128 = 4 + 16 / 128  # bits of a weight, and its share of a scale in 16 bits
 
 
 # ---------------------------------------------------------------- bytes and time
 
 
 def reading_ms(model: str, bits: float, gpu: str) -> float:
-    """The time for one reading of all weights: no decode step is shorter."""
+    """The time for reading all weights once: no decode step is shorter."""
     return 1e3 * PARAMETERS[model] * bits / 8 / GPUS[gpu].bandwidth
 
 
 def reading_table(gpu: str) -> str:
-    """What one reading takes in 16, 8 and 4 bits, the last in groups of 128."""
+    """The time for reading all weights in 16, 8 and 4 bits, the last in groups of 128."""
     rows = [
         (model, *(f"{reading_ms(model, bits, gpu):.2f} ms" for bits in (16, 8, _GROUP_OF_128)))
         for model in PARAMETERS
@@ -54,14 +54,14 @@ def reading_table(gpu: str) -> str:
 
 
 def step_ms(tokens: int, model: str, bits: float, operands: str, gpu: str) -> float:
-    """A step reads the weights and multiplies them with every token: the longer of the two."""
+    """The time of a step: reading the weights or multiplying them, whichever is longer."""
     computing = 2e3 * PARAMETERS[model] * tokens / GPUS[gpu].rates[operands]
     return max(reading_ms(model, bits, gpu), computing)
 
 
 def batch_table(batches: list[int], model: str, gpu: str) -> str:
-    """Steps of growing batches: who computes in 16 bits gains from fewer bytes only while it
-    waits for them."""
+    """Steps of growing batches: fewer bytes with products in 16 bits help only while the step is
+    memory-bound."""
     schemes = [(16, "bf16"), (_GROUP_OF_128, "bf16"), (8, "int8")]
     rows = [
         (tokens, *(f"{step_ms(tokens, model, *scheme, gpu):.2f} ms" for scheme in schemes))
@@ -71,14 +71,14 @@ def batch_table(batches: list[int], model: str, gpu: str) -> str:
 
 
 def last_gain(model: str, gpu: str) -> int:
-    """The tokens of a step from which on weights of fewer bits, multiplied in bf16, gain nothing:
-    reading 16 bits takes as long as computing then."""
-    seconds_a_token = 2 * PARAMETERS[model] / GPUS[gpu].rates["bf16"]
-    return math.ceil(reading_ms(model, 16, gpu) / 1e3 / seconds_a_token)
+    """Tokens of a step from which on weights of fewer bits, multiplied in bf16, gain nothing: then
+    computing takes as long as reading 16 bits."""
+    seconds_per_token = 2 * PARAMETERS[model] / GPUS[gpu].rates["bf16"]
+    return math.ceil(reading_ms(model, 16, gpu) / 1e3 / seconds_per_token)
 
 
 def bits_table() -> str:
-    """Bits of a weight with its share of scales: of a row of 4,096 inputs, where rows have one."""
+    """Bits per weight with its share of the scales; scales per row are for rows of 4,096 inputs."""
     rows = [
         ("int8 or fp8, a scale of 32 bits per row", 8 + 32 / 4096),
         ("int4, groups of 128, scales of 16 bits", 4 + 16 / 128),
@@ -88,11 +88,11 @@ def bits_table() -> str:
         ("NF4 with nested scales: 8 bits, and 32 for 256 of them", 4 + 8 / 64 + 32 / 64 / 256),
         *((f"GGUF {kind}", gguf_bits(kind)) for kind in ("Q8_0", "Q6_K", "Q4_K", "Q4_0")),
     ]
-    return table(("format", "bits a weight"), [(name, f"{bits:.3f}") for name, bits in rows])
+    return table(("format", "bits per weight"), [(name, f"{bits:.3f}") for name, bits in rows])
 
 
 def gguf_bits(kind: str) -> float:
-    """From the table by which the engine reads such files: values and bytes of a block."""
+    """Bits per value, from the table with which the engine reads such files."""
     values, octets = BLOCKS[kind]
     return 8 * octets / values
 
@@ -101,7 +101,7 @@ def gguf_bits(kind: str) -> float:
 
 
 def symmetric(values: list[float], largest_code: int) -> tuple[float, list[int], list[float]]:
-    """Scale, codes, and what these stand for."""
+    """Scale, codes, and the values that the codes represent."""
     scale = max(map(abs, values)) / largest_code
     codes = [max(-largest_code, min(largest_code, round(x / scale))) for x in values]
     return scale, codes, [code * scale for code in codes]
@@ -117,7 +117,7 @@ def symmetric_table(values: list[float], largest_code: int) -> str:
 
 
 def affine_parameters(low: float, high: float, codes: int = 256) -> tuple[float, int]:
-    """Scale and zero point that map [low, high], which holds 0, to the codes from 0 on."""
+    """Scale and zero point that map [low, high], which contains 0, to the codes from 0 on."""
     scale = (high - low) / (codes - 1)
     return scale, round(-low / scale)
 
@@ -127,7 +127,7 @@ def affine_code(x: float, scale: float, zero: int, codes: int = 256) -> int:
 
 
 def wrong_code(x: float, scale: float, zero: int, codes: int = 256) -> int:
-    """The formula that is often printed: it takes an integer for a real number."""
+    """A formula that is often printed: it uses an integer in place of a real number."""
     return max(0, min(codes - 1, round((x - zero) / scale)))
 
 
@@ -152,7 +152,7 @@ def affine_zero(low: float, high: float) -> int:
 
 
 def canonical_table(codes: list[int], zero: int, scale: float) -> str:
-    """Unsigned codes of 4 bits as a file has them, and the engine's form of them."""
+    """Unsigned 4-bit codes of a file, and the engine's canonical form of them."""
     matrix = affine_matrix(
         torch.tensor([codes], dtype=torch.uint8),
         torch.tensor([[zero]], dtype=torch.uint8),
@@ -171,7 +171,7 @@ def canonical_table(codes: list[int], zero: int, scale: float) -> str:
 
 
 def e4m3_values() -> list[float]:
-    """All finite numbers of the format, each once, ascending."""
+    """All finite values of the format, each once, ascending."""
     patterns = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     return sorted(set(patterns[patterns.isfinite()].tolist()))
 
@@ -185,7 +185,7 @@ def e4m3_count() -> int:
 
 
 def e4m3_table(values: list[float]) -> str:
-    """The neighbours of some numbers, and half the distance to the next as a share of them."""
+    """The successors of some values, and half the distance relative to the value."""
     known = e4m3_values()
     rows = []
     for x in values:
@@ -195,35 +195,35 @@ def e4m3_table(values: list[float]) -> str:
 
 
 def kv_token_bytes(layers: int, kv_heads: int, head_dim: int, in_8_bits: bool) -> int:
-    """K and V of a token: two bytes a number, or one and a scale of four for each head."""
+    """Bytes of K and V of a token: two per value, or one and a scale of four for each head."""
     head = head_dim + 4 if in_8_bits else 2 * head_dim
     return 2 * layers * kv_heads * head
 
 
-# ---------------------------------------------------------------- what hurts, and what helps
+# ---------------------------------------------------------------- rounding errors
 
 
 def rounded(weight: Tensor, size: int | None, largest_code: int) -> Tensor:
-    """The nearest values with one symmetric scale per `size` inputs; None is one for all."""
+    """The nearest values with one symmetric scale per `size` inputs; None: one for the matrix."""
     groups = weight.reshape(1, -1) if size is None else weight.reshape(-1, size)
     scale = groups.abs().amax(dim=1, keepdim=True) / largest_code
     return ((groups / scale).round() * scale).view_as(weight)
 
 
 def relative_error(exact: Tensor, other: Tensor) -> float:
-    """The error's norm over that of the exact values."""
+    """Norm of the error, divided by that of the exact values."""
     exact, other = exact.double(), other.double()
     return float((exact - other).norm() / exact.norm())
 
 
 def granularity_table() -> str:
     """Relative errors of the bundled model's `gate_proj` in layer 0, as it is and with one weight
-    of its first row made twenty times the largest."""
+    of its first row set to twenty times the largest."""
     plain = _weights()["model.layers.0.mlp.gate_proj.weight"]
     spoilt = plain.clone()
     spoilt[0, 0] = 20 * plain.abs().max()
     untouched = torch.ones_like(plain, dtype=torch.bool)
-    untouched[0, 0] = False  # its own error is no more than anybody's, and its norm hides theirs
+    untouched[0, 0] = False  # its error is as small as the others', but its norm would hide theirs
     rows = []
     for name, size in (("the matrix", None), ("a row of 192", 192), ("a group of 64", 64)):
         cells = [
@@ -245,9 +245,9 @@ def _outlier_case() -> tuple[Tensor, Tensor]:
 
 
 def smoothing_error(strength: float | None) -> float:
-    """The error of x W^T with both in 8 bits, after channels were divided by a factor in x and
-    multiplied by it in W (SmoothQuant): the largest of x to `strength`, over that of W to the rest.
-    None leaves both as they are.
+    """Error of x W^T with both in 8 bits, with channels divided by a factor in x and multiplied by
+    it in W (SmoothQuant). The factor is the maximum of x to the power of `strength`, divided by the
+    maximum of W to the power of 1 - `strength`. None leaves both unchanged.
     """
     x, weight = _outlier_case()
     factor = torch.ones(x.shape[1])
@@ -259,21 +259,21 @@ def smoothing_error(strength: float | None) -> float:
 
 
 def two_weights(weights: tuple[float, float], correlation: float) -> tuple[list[int], list[int]]:
-    """Two weights on the grid of integers: each to its nearest, and as GPTQ does it, the second
-    after it took over what the first one's error leaves. Inputs have variance 1."""
+    """Two weights rounded to integers: each to its nearest, and as in GPTQ, where the second is
+    first corrected for the error of the first one. Inputs have variance 1."""
     first = round(weights[0])
     corrected = weights[1] + (weights[0] - first) * correlation
     return [first, round(weights[1])], [first, round(corrected)]
 
 
 def output_error(weights: tuple[float, float], codes: list[int], correlation: float) -> float:
-    """The mean square of what the output is wrong by."""
+    """Mean square error of the output."""
     a, b = (code - weight for code, weight in zip(codes, weights, strict=True))
     return a * a + b * b + 2 * correlation * a * b
 
 
 def gptq_table(weights: tuple[float, float], correlation: float) -> str:
-    names = ("each to its nearest", "the second makes up for the first")
+    names = ("each to its nearest", "the second compensates for the first")
     rows = [
         (name, str(codes), f"{output_error(weights, codes, correlation):.3f}")
         for name, codes in zip(names, two_weights(weights, correlation), strict=True)
@@ -304,7 +304,7 @@ SCHEMES: dict[str, tuple[Rounding, int]] = {
 
 @cache
 def _model() -> nn.Module:
-    """The bundled model as transformers computes it, in float32, with an LM head of its own."""
+    """The bundled model in transformers, in float32, with untied LM head."""
     from transformers import Qwen3ForCausalLM
     from transformers.utils import logging
 
@@ -317,7 +317,7 @@ def _model() -> nn.Module:
 
 @cache
 def _weights() -> dict[str, Tensor]:
-    """The matrices that the engine quantises: all linears and the LM head, no embedding."""
+    """The matrices that the engine quantises: all linear layers and the LM head, no embedding."""
     linears = {
         f"{name}.weight": module.weight.detach().clone()
         for name, module in _model().named_modules()
@@ -328,14 +328,14 @@ def _weights() -> dict[str, Tensor]:
 
 @cache
 def _prompts() -> list[Tensor]:
-    """Conversations with their right answers: questions of all kinds in turns."""
+    """Conversations with their correct answers, alternating between kinds of questions."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(bundled_checkpoint("tiny-qwen3"))
     found, num_positions = [], 0
     for probe in filter(None, chain.from_iterable(zip_longest(*evaluation_sets().values()))):
-        told = [*probe.messages, {"role": "assistant", "content": probe.expected}]
-        text = tokenizer.apply_chat_template(told, tokenize=False)
+        messages = [*probe.messages, {"role": "assistant", "content": probe.expected}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False)
         found.append(torch.tensor([tokenizer.encode(text, add_special_tokens=False)]))
         num_positions += found[-1].shape[1] - 1
         if num_positions >= _POSITIONS:
@@ -345,7 +345,10 @@ def _prompts() -> list[Tensor]:
 
 def _log_probabilities() -> Tensor:
     """float64 [positions, vocabulary], of the token after each one, with the weights in place."""
-    model, prompts = _model(), _prompts()  # made in inference mode, it would take no other weights
+    model, prompts = (
+        _model(),
+        _prompts(),
+    )  # outside inference mode, or other weights could not be loaded
     with torch.inference_mode():
         rows = torch.cat([model(prompt).logits[0, :-1] for prompt in prompts])
     return rows[:_POSITIONS].double().log_softmax(dim=-1)
@@ -353,7 +356,7 @@ def _log_probabilities() -> Tensor:
 
 @cache
 def quality(scheme: str) -> tuple[float, float, float]:
-    """Relative error of the weights, mean KL divergence in nats, share of equal first choices."""
+    """Relative error of the weights, mean KL divergence in nats, share of equal argmax tokens."""
     exact, expected = _weights(), _exact_log_probabilities()
     rounding, _ = SCHEMES[scheme]
     other = {name: rounding(weight) for name, weight in exact.items()}
@@ -369,7 +372,7 @@ def quality(scheme: str) -> tuple[float, float, float]:
 
 
 def divergence(scheme: str) -> str:
-    """In nats, as `docs/benchmarks.md` has them, but for the zero of an exponent."""
+    """In nats, formatted as in `docs/benchmarks.md`, without the zero of the exponent."""
     return f"{quality(scheme)[1]:.1e}".replace("e-0", "e-")
 
 
@@ -379,7 +382,7 @@ def _exact_log_probabilities() -> Tensor:
 
 
 def quality_table() -> str:
-    """All schemes, weights only: activations stay floats."""
+    """All schemes, weight-only: activations stay floats."""
     rows = []
     for scheme in SCHEMES:
         error, _, same = quality(scheme)

@@ -1,6 +1,6 @@
-"""What chapter 21 shows: a client goes away, and another one gets its place.
+"""Trace of chapter 21: a client disconnects, and another one gets its slot.
 
-The server's orders are given by hand here, between two steps, where the engine's thread takes them
+The server's commands are given by hand here, between two steps, where the engine thread takes them
 from its queue. So the run is the same each time.
 """
 
@@ -13,7 +13,7 @@ _QUESTIONS = ("What is a KV cache?", "What is a block table?", "What is preempti
 
 
 def client_leaves(out: Path) -> None:
-    """Two slots and three clients; the second one hangs up in the middle of its answer."""
+    """Two slots and three clients; the second one disconnects in the middle of its answer."""
     params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
     with LLM(
         "tiny-qwen3", dtype="float32", trace=str(out), max_num_seqs=2, num_kv_blocks=12

@@ -1,4 +1,4 @@
-"""Our solution: what the thread and the event loop share is a queue of orders and one callback."""
+"""A solution of `exercise.py`: thread and event loop share a command queue and one callback."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ from typing import NamedTuple, Protocol
 
 
 class News(NamedTuple):
-    """What a step has brought to one request."""
+    """New tokens of one request from one step."""
 
     request_id: str
     tokens: list[int]
@@ -18,12 +18,12 @@ class News(NamedTuple):
 
 
 class Engine(Protocol):
-    """What the hub knows of an engine."""
+    """The interface of an engine."""
 
     def add(self, request_id: str, num_tokens: int) -> None: ...
 
     def abort(self, request_id: str) -> None:
-        """An id that is unknown, or has ended, is no error."""
+        """Unknown and finished ids are ignored."""
 
     def has_work(self) -> bool: ...
 
@@ -33,49 +33,49 @@ class Engine(Protocol):
 
 
 class HubError(RuntimeError):
-    """The engine has failed, or was closed."""
+    """The engine has failed or was closed."""
 
 
-class _Mailbox:
-    """What one reader has not read yet. Only the event loop touches it."""
+class _OutputQueue:
+    """Unread tokens of one request. Only the event loop uses it."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-        self.is_complete = False  # its last news are here, or were read
+        self.is_complete = False  # its last news have arrived
         self.is_new = asyncio.Event()
 
 
 class Hub:
     def __init__(self, engine: Engine) -> None:
         self._engine, self._loop = engine, asyncio.get_running_loop()
-        self._orders: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._mailboxes: dict[str, _Mailbox] = {}
+        self._commands: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._queues: dict[str, _OutputQueue] = {}
         self._is_over, self._error = False, None
         threading.Thread(target=self._run, daemon=True).start()
 
     # ------------------------------------------------ in the event loop
 
     async def stream(self, request_id: str, num_tokens: int) -> AsyncIterator[list[int]]:
-        """Ask for so many tokens, and yield them as they come."""
+        """Request so many tokens, and yield them as they arrive."""
         self._check()
-        box = self._mailboxes[request_id] = _Mailbox()
-        self._orders.put(partial(self._engine.add, request_id, num_tokens))
+        queue = self._queues[request_id] = _OutputQueue()
+        self._commands.put(partial(self._engine.add, request_id, num_tokens))
         try:
-            while box.tokens or not box.is_complete:
-                if box.tokens:
-                    tokens, box.tokens = box.tokens, []
+            while queue.tokens or not queue.is_complete:
+                if queue.tokens:
+                    tokens, queue.tokens = queue.tokens, []
                     yield tokens
                     continue
                 self._check()
-                await box.is_new.wait()
-                box.is_new.clear()
+                await queue.is_new.wait()
+                queue.is_new.clear()
         finally:
-            del self._mailboxes[request_id]
-            if not box.is_complete:
-                self._orders.put(partial(self._engine.abort, request_id))
+            del self._queues[request_id]
+            if not queue.is_complete:
+                self._commands.put(partial(self._engine.abort, request_id))
 
     def close(self) -> None:
-        self._orders.put(None)
+        self._commands.put(None)
 
     def _check(self) -> None:
         if self._is_over:
@@ -83,23 +83,23 @@ class Hub:
 
     def _deliver(self, news: list[News]) -> None:
         for request_id, tokens, is_last in news:
-            box = self._mailboxes.get(request_id)
-            if box is not None:  # else its reader has left
-                box.tokens += tokens
-                box.is_complete |= is_last
-                box.is_new.set()
+            queue = self._queues.get(request_id)
+            if queue is not None:  # otherwise its stream was closed
+                queue.tokens += tokens
+                queue.is_complete |= is_last
+                queue.is_new.set()
 
     def _end(self, error: BaseException | None) -> None:
         self._is_over, self._error = True, error
-        for box in self._mailboxes.values():
-            box.is_new.set()
+        for queue in self._queues.values():
+            queue.is_new.set()
 
     # ------------------------------------------------ in the thread
 
     def _run(self) -> None:
         error = None
         try:
-            while self._obey():
+            while self._execute_commands():
                 news = self._engine.step()
                 if news:
                     self._loop.call_soon_threadsafe(self._deliver, news)
@@ -107,14 +107,14 @@ class Hub:
             error = raised
         finally:
             self._engine.close()
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody reads any more
+            with contextlib.suppress(RuntimeError):  # the loop is closed, so there are no readers
                 self._loop.call_soon_threadsafe(self._end, error)
 
-    def _obey(self) -> bool:
-        """All orders that there are; without other work, wait for one. False: it is time to end."""
-        while not (has_work := self._engine.has_work()) or not self._orders.empty():
-            order = self._orders.get()
-            if order is None:
+    def _execute_commands(self) -> bool:
+        """Execute all queued commands; without work, wait for one. Returns False to stop."""
+        while not (has_work := self._engine.has_work()) or not self._commands.empty():
+            command = self._commands.get()
+            if command is None:
                 return False
-            order()
+            command()
         return has_work

@@ -1,4 +1,4 @@
-"""The exercise of chapter 21: a hub between a thread that steps and readers that come and go."""
+"""Tests of the exercise of chapter 21: a hub between an engine thread and readers."""
 
 import asyncio
 import random
@@ -12,11 +12,11 @@ import pytest
 
 from .exercise import Hub, HubError, News
 
-LONG = 1_000_000  # tokens: never all of them
+LONG = 1_000_000  # tokens: more than any test reads
 
 
 class FakeEngine:
-    """Its tokens are 0, 1, 2, ... for each request. It notes who calls it, and how."""
+    """Engine whose tokens are 0, 1, 2, ... for each request. It records how it is called."""
 
     def __init__(self, seed: int = 0, fails_at: int | None = None, at_random: bool = False) -> None:
         self._rng, self._fails_at, self._at_random = random.Random(seed), fails_at, at_random
@@ -24,25 +24,25 @@ class FakeEngine:
         self._wanted: dict[str, int] = {}
         self._threads: set[int] = set()
         self.aborted: list[str] = []
-        self.num_steps = self.num_with_news = self.num_looks = 0
+        self.num_steps = self.num_with_news = self.num_polls = 0
         self.is_closed = False
 
     def add(self, request_id: str, num_tokens: int) -> None:
-        self._note()
+        self._record_call()
         self._sent[request_id], self._wanted[request_id] = 0, num_tokens
 
     def abort(self, request_id: str) -> None:
-        self._note()
+        self._record_call()
         self.aborted.append(request_id)
         self._sent.pop(request_id, None)
 
     def has_work(self) -> bool:
-        self._note()
-        self.num_looks += 1
+        self._record_call()
+        self.num_polls += 1
         return bool(self._sent)
 
     def step(self) -> list[News]:
-        self._note()
+        self._record_call()
         assert self._sent, "a step without work"
         time.sleep(0.0005)
         self.num_steps += 1
@@ -62,7 +62,7 @@ class FakeEngine:
         return news
 
     def close(self) -> None:
-        self._note()
+        self._record_call()
         self.is_closed = True
 
     def is_idle(self) -> bool:
@@ -72,9 +72,11 @@ class FakeEngine:
     def num_threads(self) -> int:
         return len(self._threads)
 
-    def _note(self) -> None:
+    def _record_call(self) -> None:
         self._threads.add(threading.get_ident())
-        assert threading.current_thread() is not threading.main_thread(), "not the hub's thread"
+        assert threading.current_thread() is not threading.main_thread(), (
+            "called in another thread than the hub's"
+        )
         assert not self.is_closed, "called after close()"
 
 
@@ -87,7 +89,7 @@ async def until(condition: Callable[[], bool], what: str) -> None:
 
 
 def play(engine: FakeEngine, life: Callable[[Hub], Coroutine[Any, Any, None]]) -> None:
-    """Run `life` with a hub, close it, and see that the thread has ended."""
+    """Run `life` with a hub, close it, and check that the thread has ended."""
 
     async def whole() -> None:
         hub = Hub(engine)
@@ -108,64 +110,70 @@ def joined(pieces: list[list[int]]) -> list[int]:
     return [token for tokens in pieces for token in tokens]
 
 
-def test_a_stream_brings_each_token_once_and_ends() -> None:
+def test_a_stream_yields_each_token_once_and_ends() -> None:
     async def life(hub: Hub) -> None:
         pieces = await read(hub, "a", 40)
-        assert joined(pieces) == list(range(40)), f"one request for 40 tokens brought {pieces}"
+        assert joined(pieces) == list(range(40)), f"one request for 40 tokens yielded {pieces}"
 
     engine = FakeEngine()
     play(engine, life)
-    assert engine.aborted == [], "a request that has ended was aborted"
+    assert engine.aborted == [], "a finished request was aborted"
 
 
-def test_many_at_once_get_their_own() -> None:
+def test_concurrent_streams_get_their_own_tokens() -> None:
     async def life(hub: Hub) -> None:
         lengths = {f"request {n}": n for n in (1, 2, 5, 40)}
         every = await asyncio.gather(*(read(hub, name, n) for name, n in lengths.items()))
         for (name, n), pieces in zip(lengths.items(), every, strict=True):
-            assert joined(pieces) == list(range(n)), f"{name} of {n} tokens brought {pieces}"
+            assert joined(pieces) == list(range(n)), f"{name} of {n} tokens yielded {pieces}"
 
     play(FakeEngine(), life)
 
 
-def test_who_reads_late_holds_up_nobody_and_gets_one_piece() -> None:
+def test_a_slow_reader_delays_no_other_and_gets_one_list() -> None:
     engine = FakeEngine()
 
     async def life(hub: Hub) -> None:
         async with aclosing(hub.stream("slow", 60)) as stream:
             first = await anext(stream)
-            others = await read(hub, "quick", 60)  # the slow one reads nothing meanwhile
-            assert joined(others) == list(range(60)), f"the quick one got {others}"
-            await until(engine.is_idle, "the slow one's request has ended, though nobody reads it")
+            others = await read(hub, "quick", 60)  # the slow one reads nothing in the meantime
+            assert joined(others) == list(range(60)), f"the quick reader got {others}"
+            await until(
+                engine.is_idle, "the slow reader's request has finished, although it is not read"
+            )
             await asyncio.sleep(0.05)  # for its last news to arrive
             rest = [tokens async for tokens in stream]
-        assert joined([first, *rest]) == list(range(60)), f"the slow one got {first}, then {rest}"
-        assert len(rest) == 1, f"what had come was read in {len(rest)} pieces: {rest}"
+        assert joined([first, *rest]) == list(range(60)), (
+            f"the slow reader got {first}, then {rest}"
+        )
+        assert len(rest) == 1, f"the unread tokens came in {len(rest)} lists: {rest}"
 
     play(engine, life)
 
 
-def test_an_engine_without_work_rests() -> None:
+def test_an_engine_without_work_is_not_polled() -> None:
     engine = FakeEngine()
 
     async def life(hub: Hub) -> None:
         await read(hub, "a", 3)
-        looks = engine.num_looks
+        before = engine.num_polls
         await asyncio.sleep(0.1)
-        assert engine.num_looks - looks <= 2, f"{engine.num_looks - looks} looks for work in 0.1 s"
-        assert joined(await read(hub, "b", 3)) == [0, 1, 2], "it must wake up again"
+        assert engine.num_polls - before <= 2, (
+            f"{engine.num_polls - before} calls of has_work in 0.1 s"
+        )
+        assert joined(await read(hub, "b", 3)) == [0, 1, 2], "the thread must wake up again"
 
     play(engine, life)
 
 
-def test_who_leaves_aborts_the_request_once() -> None:
+def test_a_stream_that_is_left_aborts_its_request_once() -> None:
     engine = FakeEngine()
 
     async def life(hub: Hub) -> None:
         async with aclosing(hub.stream("leaves", LONG)) as stream:
             async for _ in stream:
                 break
-        await until(engine.is_idle, "the request of the reader that has left is aborted")
+        await until(engine.is_idle, "the request of the stream that was left is aborted")
         assert engine.aborted == ["leaves"]
         assert joined(await read(hub, "leaves", 4)) == [0, 1, 2, 3], "its name may be used again"
 
@@ -188,7 +196,7 @@ def test_a_cancelled_task_aborts_its_request() -> None:
     assert engine.aborted == ["cancelled"]
 
 
-def test_one_wake_up_a_step_serves_everybody() -> None:
+def test_one_wake_up_per_step_serves_all_readers() -> None:
     engine, wake_ups = FakeEngine(), []
 
     async def life(hub: Hub) -> None:
@@ -202,8 +210,8 @@ def test_one_wake_up_a_step_serves_everybody() -> None:
 
         loop.call_soon_threadsafe = counted  # type: ignore[method-assign]
         await asyncio.gather(*(read(hub, f"request {n}", 30) for n in range(20)))
-        told = f"{len(wake_ups)} wake-ups in {engine.num_steps} steps, for 20 requests of 30 tokens"
-        assert len(wake_ups) <= engine.num_with_news, told
+        case = f"{len(wake_ups)} wake-ups in {engine.num_steps} steps, for 20 requests of 30 tokens"
+        assert len(wake_ups) <= engine.num_with_news, case
 
     play(engine, life)
 
@@ -244,18 +252,18 @@ def test_close_ends_open_streams() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_random_readers(seed: int) -> None:
-    """Some read all, some sleep, some leave, some are cancelled; nobody gets a wrong token."""
+    """Some read all, some sleep, some leave, some are cancelled; none gets a wrong token."""
     rng, engine = random.Random(seed), FakeEngine(seed, at_random=True)
     gone: list[str] = []
 
     async def reader(hub: Hub, name: str) -> None:
         num_tokens, leaves_at = rng.randint(1, 60), rng.choice([None, None, rng.randint(0, 40)])
-        told = f"seed {seed}, {name}: {num_tokens} tokens, leaves at {leaves_at}"
+        case = f"seed {seed}, {name}: {num_tokens} tokens, leaves at {leaves_at}"
         await asyncio.sleep(rng.random() * 0.02)
         got: list[int] = []
         async with aclosing(hub.stream(name, num_tokens)) as stream:
             async for tokens in stream:
-                assert tokens, f"{told}: an empty list behind {got}"
+                assert tokens, f"{case}: an empty list after {got}"
                 got += tokens
                 if leaves_at is not None and len(got) >= leaves_at:
                     gone.append(name)
@@ -263,7 +271,7 @@ def test_random_readers(seed: int) -> None:
                 if rng.random() < 0.2:
                     await asyncio.sleep(rng.random() * 0.02)
         expected = list(range(num_tokens if name not in gone else len(got)))
-        assert got == expected, f"{told}: got {got}"
+        assert got == expected, f"{case}: got {got}"
 
     async def life(hub: Hub) -> None:
         tasks = [asyncio.create_task(reader(hub, f"reader {n}")) for n in range(12)]
@@ -274,8 +282,8 @@ def test_random_readers(seed: int) -> None:
         for end in ends:
             if isinstance(end, BaseException) and not isinstance(end, asyncio.CancelledError):
                 raise end
-        await until(engine.is_idle, f"seed {seed}: nothing runs")
+        await until(engine.is_idle, f"seed {seed}: no request is running")
 
     play(engine, life)
-    told = f"seed {seed}: aborted {engine.aborted}, left {gone}"
-    assert len(engine.aborted) == len(set(engine.aborted)), told
+    case = f"seed {seed}: aborted {engine.aborted}, left {gone}"
+    assert len(engine.aborted) == len(set(engine.aborted)), case

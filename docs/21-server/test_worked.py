@@ -1,4 +1,4 @@
-"""Chapter 21's numbers against hand-computed ones, a simulated queue, and the server itself."""
+"""Numbers of chapter 21, against a count by hand, a simulated queue and the server itself."""
 
 import heapq
 import random
@@ -11,7 +11,7 @@ import nanoserve
 
 from . import worked
 
-SERVER = Path(nanoserve.__file__).parent / "serve"
+METRICS = Path(nanoserve.__file__).parent / "features" / "metrics.py"
 
 
 def cells(table: str) -> list[list[str]]:
@@ -22,7 +22,7 @@ def cells(table: str) -> list[list[str]]:
 def simulated(
     slots: int, seconds: float, load: float, number: int = 200_000
 ) -> tuple[float, float]:
-    """Mean wait, and the mean number in the system, of requests that come by themselves."""
+    """Mean wait and mean number in the system, for requests that arrive independently."""
     rng, now, waits, stays = random.Random(7), 0.0, 0.0, 0.0
     free_at = [0.0] * slots  # a heap
     for _ in range(number):
@@ -35,7 +35,7 @@ def simulated(
 
 
 @pytest.mark.parametrize(("slots", "load"), [(1, 0.5), (1, 0.8), (8, 0.5), (8, 0.9)])
-def test_waiting_is_what_a_simulated_queue_does(slots: int, load: float) -> None:
+def test_waiting_times_agree_with_a_simulated_queue(slots: int, load: float) -> None:
     wait, in_system = simulated(slots, 4.0, load)
     assert worked.mean_wait(slots, 4.0, load) == pytest.approx(wait, rel=0.06)
     stay = worked.mean_wait(slots, 4.0, load) + 4.0
@@ -44,7 +44,7 @@ def test_waiting_is_what_a_simulated_queue_does(slots: int, load: float) -> None
 
 
 def test_one_slot_by_hand() -> None:
-    """With one slot the chance to wait is the load, and the wait load / (1 - load) services."""
+    """With one slot P(wait) is the load, and the mean wait load / (1 - load) service times."""
     assert worked.must_wait(1, 0.75) == pytest.approx(0.75)
     assert worked.mean_wait(1, 2.0, 0.75) == pytest.approx(6.0)
     # Two slots: C = 2 rho^2 / (1 + rho).
@@ -56,16 +56,16 @@ def test_the_table_of_loads() -> None:
     assert row == ["75%", "0.38", "6.00 s", "2.2", "8.0 s", "3.0"]
 
 
-def test_beyond_the_limit() -> None:
+def test_loads_above_the_capacity() -> None:
     assert worked.backlog(8, 4.0, 1.1, 600) == pytest.approx(0.1 * 2 * 600)
     assert worked.longest_wait(16, 8, 4.0) == 8.0
-    assert worked.refused_share(1.25) == pytest.approx(0.2)
-    assert worked.refused_share(0.5) == 0
+    assert worked.rejected_share(1.25) == pytest.approx(0.2)
+    assert worked.rejected_share(0.5) == 0
     assert worked.tokens_per_second(256, 32) == 8000
 
 
-def test_a_reader_has_one_output_however_late_it_is() -> None:
-    rows = cells(worked.mailbox_table([1, 100, 2000]))
+def test_a_late_reader_has_one_output() -> None:
+    rows = cells(worked.merging_table([1, 100, 2000]))
     assert [row[1:] for row in rows] == [
         ["1", "1", "1"],
         ["100", "1", "100"],
@@ -80,7 +80,7 @@ def test_the_recorded_stream_is_what_the_server_sends() -> None:
     assert wire.recorded() == wire.FILE.read_text(encoding="utf-8")
 
 
-def test_what_a_stream_weighs() -> None:
+def test_bytes_of_a_stream() -> None:
     # The role, six tokens, the reason, the usage, and the end.
     assert worked.num_events() == 1 + 6 + 1 + 1 + 1 == worked.stream().count("data: ")
     # "The", " KV", " cache", " keeps", " the", " keys"
@@ -94,12 +94,12 @@ def test_what_a_stream_weighs() -> None:
 def test_intervals_of_a_request() -> None:
     rows = dict(cells(worked.times_table(0.0, 1.2, 1.5, 4.5, tokens=101)))
     assert rows["queue"] == "1.20 s" and rows["prefill"] == "0.30 s" and rows["decode"] == "3.00 s"
-    assert rows["time to first token"] == "1.50 s" and rows["in all"] == "4.50 s"
+    assert rows["time to first token"] == "1.50 s" and rows["total"] == "4.50 s"
     assert rows["between two tokens, mean"] == "30 ms"
 
 
 def test_metrics_have_these_names() -> None:
-    source = (SERVER / "metrics.py").read_text(encoding="utf-8")
+    source = METRICS.read_text(encoding="utf-8")
     names = re.findall(r"^\| `(\w+)`", worked.metrics_table(), re.M)
     assert len(names) == len(worked._QUESTIONS) >= 10
     missing = [name for name in [*names, "prefix_cache_queries"] if f'"{name}"' not in source]
@@ -109,5 +109,5 @@ def test_metrics_have_these_names() -> None:
 def test_processes_of_vllm() -> None:
     """The two examples of its documentation."""
     assert worked.vllm_processes(4, 1) == "1 API server + 1 engine core + 4 GPU workers = 6"
-    told = "4 API servers + 4 engine cores + 8 GPU workers + 1 coordinator = 17"
-    assert worked.vllm_processes(2, 4) == told
+    expected = "4 API servers + 4 engine cores + 8 GPU workers + 1 coordinator = 17"
+    assert worked.vllm_processes(2, 4) == expected

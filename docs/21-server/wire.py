@@ -1,7 +1,7 @@
-"""Records what a client of a stream gets: the server's own protocol code, behind the bundled model.
+"""Records the stream that a client receives, with the server's protocol code and the bundled model.
 
-`python docs/21-server/wire.py` writes `stream.txt` again. It needs the extra `serve`. Only the id
-and the time of the answer are replaced, which differ each time.
+`python docs/21-server/wire.py` writes `stream.txt` again. It needs the extra `serve`. The id
+and the time of the response, which differ each time, are replaced.
 """
 
 import re
@@ -21,7 +21,7 @@ BODY = {
 
 
 def recorded() -> str:
-    """The events of one answer, a step after the other."""
+    """The events of one response, step by step."""
     with LLM("tiny-qwen3") as llm:
         engine, body = llm.engine, ChatBody(**BODY)
         (request,) = requests = chat_requests(body, engine, lambda: "one")

@@ -1,19 +1,19 @@
-"""Exercise: route a packed batch, group it by expert, and multiply each expert's weights once.
+"""Exercise: route a packed batch, group it by expert, and multiply by each expert's weights once.
 
-Complete the three functions, in numpy, floats in float32. A *pair* is a token with one of its
+Complete the three functions in numpy, with floats in float32. A *pair* is a token with one of its
 experts; pair number p is choice p % top_k of token p // top_k. The rules:
 
 1. `route`: the softmax over *all* experts, then the `top_k` most probable, the best first (of equal
    ones the lower number first). With `renormalise`, the weights are divided by their sum.
 2. `group_by_expert`: the pairs in the order of their experts, and within an expert in their own
    order. Expert e has the pairs order[bounds[e] : bounds[e + 1]], which may be none.
-3. `sum_of_experts`: for each token, the weighted sum of what its experts make of it. An expert is
-   `down (silu(gate x) * up x)`; `gate_up` holds gate's rows, then up's. Call `multiply(x, weight)`,
-   which is x @ weight.T, for all products: twice for each expert that is here and has pairs, with
-   all of its tokens, and never else.
+3. `sum_of_experts`: for each token, the weighted sum of the outputs of its experts. An expert
+   computes `down (silu(gate x) * up x)`; `gate_up` holds the rows of gate, then those of up. Call
+   `multiply(x, weight)`, which is x @ weight.T, for all products: twice for each expert that is on
+   this rank and has pairs, with all of its tokens, and for nothing else.
 
-The experts that are here are `first_expert` and those that follow, as many as `down` has. Pairs of
-others add nothing: another rank has them.
+The experts on this rank are `first_expert` and those that follow, as many as `down` has. Pairs of
+other experts add nothing: another rank has them.
 
 Test it with `pytest -x docs/22-experts/test_exercise.py`.
 """

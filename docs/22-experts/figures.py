@@ -1,4 +1,4 @@
-"""How much longer a mixture's step takes, over the tokens in it, from the numbers of chapter 22."""
+"""How much longer a step of a mixture takes than a dense one, by tokens in it (chapter 22)."""
 
 import math
 from pathlib import Path
@@ -13,7 +13,7 @@ _MOST_TOKENS, _MOST_TIMES = 2**13, 11
 
 
 def hungry_middle() -> str:
-    """A mixture's step over that of a dense model with as many active parameters."""
+    """Step time of a mixture over that of a dense model as large as its active parameters."""
     figure = svg.Figure("A mixture's step over a dense model's, for 1 to 8,192 tokens", 404)
     for times in (1, 4, 7, 10):
         figure.line(_LEFT, _y(times), svg.WIDTH - _RIGHT, _y(times), svg.FAINT, 1)

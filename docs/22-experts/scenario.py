@@ -1,4 +1,4 @@
-"""What chapter 22 shows: a mixture of experts of random weights, scheduled like any other model."""
+"""The run of chapter 22: a mixture of experts with random weights, scheduled like any model."""
 
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ _QUESTIONS = ("What is a KV cache?", "What is a mixture of experts?", "What is a
 
 
 def mixture_of_experts(out: Path) -> None:
-    """Sixteen experts a layer, two for each token, in the place of tiny-qwen3's feed-forward."""
+    """Sixteen experts a layer, two for each token, in place of tiny-qwen3's feed-forward."""
     _run(out, _EXPERTS)
 
 

@@ -16,7 +16,7 @@ from .exercise import group_by_expert, route, sum_of_experts
 
 @dataclass
 class Counted:
-    """x @ weight.T, and how many rows x had each time."""
+    """Compute x @ weight.T, and record how many rows x had each time."""
 
     rows: list[int] = field(default_factory=list)
 
@@ -27,7 +27,7 @@ class Counted:
 
 @dataclass
 class Case:
-    """Random experts, and a batch whose tokens have chosen among them."""
+    """Random experts, and a batch with chosen experts for each token."""
 
     hidden: ndarray
     ids: ndarray
@@ -54,7 +54,7 @@ class Case:
         return f"{len(self.down)} experts, ids {self.ids.tolist()}"
 
     def naive(self) -> ndarray:
-        """One pair after the other."""
+        """The sum, one pair after the other."""
         out = np.zeros_like(self.hidden)
         for token, (ids, weights) in enumerate(zip(self.ids, self.weights, strict=True)):
             for expert, weight in zip(ids, weights, strict=True):

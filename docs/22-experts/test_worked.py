@@ -59,7 +59,7 @@ def test_what_the_models_names_say() -> None:
     assert worked.total(QWEN) - worked.active(QWEN) == 120 * 48 * 3 * 2048 * 768
 
 
-def test_touched_experts_of_all_choices_there_are() -> None:
+def test_touched_experts_over_all_possible_choices() -> None:
     choices = list(combinations(range(5), 2))
     for tokens in (1, 2, 3):
         counts = [len(set().union(*each)) for each in product(choices, repeat=tokens)]
@@ -69,7 +69,7 @@ def test_touched_experts_of_all_choices_there_are() -> None:
 
 
 def test_what_a_step_reads() -> None:
-    # Outside of experts, by hand: attention 18,874,368 a layer, norms 4,352, router 262,144.
+    # Outside the experts, by hand: attention 18,874,368 a layer, norms 4,352, router 262,144.
     outside = 48 * (18_874_368 + 4_352 + 262_144) + 2048 + 151_936 * 2048
     assert worked.read_bytes(1, QWEN) == pytest.approx(2 * (outside + 48 * 8 * 4_718_592))
     rows = cells(worked.batch_table([1, 64, 4096], QWEN))
@@ -83,7 +83,7 @@ def test_what_a_step_reads() -> None:
     assert worked.rows_per_expert(64, QWEN) == 4
 
 
-def test_a_mixture_waits_for_memory_much_longer() -> None:
+def test_a_mixture_is_bound_by_memory_much_longer() -> None:
     assert worked.balanced_tokens(QWEN, is_dense=True) == 296  # 989 TFLOP/s over 3.35 TB/s
     tokens = worked.balanced_tokens(QWEN)
     whole = worked.read_bytes(10**6, QWEN) / 3.35e12
@@ -137,11 +137,11 @@ def test_experts_of_ranks_are_the_engines(experts: int, ranks: int) -> None:
         assert layer.first_expert == homes.index(rank) if rank in homes else True
     assert homes == [worked.rank_of(expert, experts, ranks) for expert in range(experts)]
     if (experts, ranks) == (10, 4):
-        told = [row[1] for row in cells(worked.rank_table(10, 4))]
-        assert told == ["0, 1", "2, 3, 4", "5, 6", "7, 8, 9"]
+        shown = [row[1] for row in cells(worked.rank_table(10, 4))]
+        assert shown == ["0, 1", "2, 3, 4", "5, 6", "7, 8, 9"]
 
 
-def test_chance_agrees_with_the_formula() -> None:
+def test_the_simulation_agrees_with_the_formula() -> None:
     generator = np.random.default_rng(7)
     ids = worked.choose(500, 12, 3, 0.0, generator)
     assert all(len(set(row)) == 3 for row in ids.tolist())
@@ -158,7 +158,7 @@ def test_chance_agrees_with_the_formula() -> None:
 
 
 def test_what_ranks_send() -> None:
-    # All but 16 of 128 experts hold all eight of a token with this chance.
+    # The probability that none of a token's eight experts is among the 16 of a rank.
     missed = math.prod((112 - i) / (128 - i) for i in range(8))
     assert worked.ranks_of_a_token(QWEN, 8) == pytest.approx(8 * (1 - missed))
     generator = np.random.default_rng(1)
@@ -168,12 +168,12 @@ def test_what_ranks_send() -> None:
     # On two ranks: half of 4 KiB to the other one, and half of the sums.
     assert worked.sent_all_reduce(QWEN, 2) == 4096
     assert worked.sent_all_to_all(QWEN, 2) == pytest.approx(4096, rel=0.02)
-    told = {row[0]: row[1:] for row in cells(worked.sent_table([8, 32], QWEN))}
-    assert told == {"8": ["5.3", "7.0 KiB", "4.7 KiB"], "32": ["7.4", "7.8 KiB", "1.8 KiB"]}
+    shown = {row[0]: row[1:] for row in cells(worked.sent_table([8, 32], QWEN))}
+    assert shown == {"8": ["5.3", "7.0 KiB", "4.7 KiB"], "32": ["7.4", "7.8 KiB", "1.8 KiB"]}
 
 
 def test_copies_of_busy_experts() -> None:
-    """40 becomes four copies of 10, 20 two of 10; then each rank gets two tens and a small one."""
+    """40 becomes four copies of 10, 20 two of 10; each rank gets two of load 10 and a small one."""
     loads = [40, 20, 10, 10, 8, 6, 4, 2]
     assert worked.in_order(loads, 4) == [60, 20, 14, 6]
     assert worked.with_copies(loads, 4, 0) == [42, 24, 18, 16]

@@ -1,7 +1,7 @@
-"""Chapter 22's numbers: what a router chooses, and what that makes a step read, compute and send.
+"""Chapter 22's numbers: what a router chooses, and what a step reads, computes and sends for it.
 
-The engine's own router and experts where there is one case to show; where chances are asked for, a
-formula, and simulations with a seeded generator. Times are lower bounds from data sheets.
+Single cases use the engine's own router and experts; probabilities come from a formula and from
+simulations with a seeded generator. Times are lower bounds from data sheets.
 """
 
 import math
@@ -18,7 +18,7 @@ from nanoserve.models.layers.experts import SparseMoE
 
 @dataclass(frozen=True)
 class Shape:
-    """What a config.json says of a mixture without dense layers and shared experts."""
+    """The fields of a config.json, for a mixture without dense layers and shared experts."""
 
     hidden: int
     layers: int
@@ -45,7 +45,7 @@ class Shape:
         return self.layers * layer + self.hidden + self.vocab * self.hidden
 
     def parameters(self, experts: int) -> int:
-        """Of the model with so many experts a layer, embedding included."""
+        """Parameters of the model with this many experts per layer, embedding included."""
         return self.outside + self.vocab * self.hidden + self.layers * experts * self.expert
 
 
@@ -83,32 +83,33 @@ def parameter_table() -> str:
 
 
 def touched(tokens: float, experts: int, top_k: int) -> float:
-    """Experts of a layer that at least one of the tokens has, on average, if each token chooses
-    evenly and on its own: one expert is missed by a token with the chance 1 - top_k / experts."""
+    """Experts of a layer that at least one of the tokens uses, on average, if each token chooses
+    evenly and independently: a token does not use an expert with probability 1 - top_k / experts.
+    """
     return experts * (1 - (1 - top_k / experts) ** tokens)
 
 
 def read_bytes(tokens: float, model: str) -> float:
-    """Weights that a step reads in 16 bits; of the embedding a few rows, which count nothing."""
+    """Bytes of weights that a step reads in 16 bits, without the few rows of the embedding."""
     shape = MODELS[model]
     experts = touched(tokens, shape.experts, shape.top_k)
     return 2 * (shape.outside + shape.layers * experts * shape.expert)
 
 
 def _computing(tokens: float, model: str) -> float:
-    """Seconds of the products: the chosen experts only, however many are read."""
+    """Seconds of arithmetic: only the chosen experts count, however many are read."""
     shape = MODELS[model]
     used = shape.outside + shape.layers * shape.top_k * shape.expert
     return 2 * used * tokens / _RATE
 
 
 def step_seconds(tokens: float, model: str) -> float:
-    """A step reads and computes: the longer of the two."""
+    """Time of a step: reading or computing, whichever takes longer."""
     return max(read_bytes(tokens, model) / _BANDWIDTH, _computing(tokens, model))
 
 
 def dense_seconds(tokens: float, model: str) -> float:
-    """The same for a dense model of as many parameters as this one has active."""
+    """The same for a dense model with as many parameters as this one has active ones."""
     return max(read_bytes(1, model) / _BANDWIDTH, _computing(tokens, model))
 
 
@@ -140,7 +141,7 @@ def batch_table(batches: list[int], model: str) -> str:
 
 
 def balanced_tokens(model: str, is_dense: bool = False) -> int:
-    """The tokens at which computing takes as long as reading all experts, or the dense model."""
+    """Tokens at which computing takes as long as reading all experts, or the dense model."""
     shape = MODELS[model]
     whole = 2 * (shape.outside + shape.layers * shape.experts * shape.expert)
     read = read_bytes(1, model) if is_dense else whole
@@ -148,7 +149,7 @@ def balanced_tokens(model: str, is_dense: bool = False) -> int:
 
 
 def rows_per_expert(tokens: int, model: str) -> float:
-    """Pairs that an expert has on average."""
+    """Pairs per expert, on average."""
     return tokens * MODELS[model].top_k / MODELS[model].experts
 
 
@@ -156,7 +157,7 @@ def rows_per_expert(tokens: int, model: str) -> float:
 
 
 def engine_weights(logits: list[float], top_k: int, renormalise: bool) -> tuple[list, list]:
-    """Experts and weights by the engine's own `route`, of a token that is all of one router."""
+    """Experts and weights of one token with these router logits, by the engine's own `route`."""
     layer = SimpleNamespace(
         router=torch.tensor(logits)[:, None],
         top_k=top_k,
@@ -205,19 +206,19 @@ def grouping_table(ids: list[list[int]], num_experts: int) -> str:
 
 
 def products(ids: list[list[int]], is_grouped: bool) -> int:
-    """Matrix products: gate and up in one, and down, for each pair or for each expert touched."""
+    """Number of matrix products: gate and up in one, and down, for each pair or touched expert."""
     experts = [expert for row in ids for expert in row]
     return 2 * len(set(experts) if is_grouped else experts)
 
 
-# ---------------------------------------------------------------- chance, and several ranks
+# ---------------------------------------------------------------- imbalance, and several ranks
 
 
 def choose(
     tokens: int, experts: int, top_k: int, skew: float, generator: np.random.Generator
 ) -> ndarray:
-    """int [tokens, top_k]: experts drawn without replacement, expert i with a popularity of
-    (i + 1) ** -skew, and in an order that has nothing to do with i (Gumbel's trick)."""
+    """int [tokens, top_k]: experts drawn without replacement (Gumbel top-k). The popularities are
+    (i + 1) ** -skew, assigned to the experts in random order."""
     popularity = -skew * np.log(np.arange(experts) + 1.0)
     noise = -np.log(-np.log(generator.random((tokens, experts))))
     score = generator.permutation(popularity) + noise
@@ -225,7 +226,7 @@ def choose(
 
 
 def rank_of(expert: int, experts: int, ranks: int) -> int:
-    """The rank that has this expert: the last one that begins at it or before."""
+    """The rank that has this expert: the last rank whose first expert is not behind it."""
     return max(rank for rank in range(ranks) if rank * experts // ranks <= expert)
 
 
@@ -239,8 +240,8 @@ def rank_table(experts: int, ranks: int) -> str:
 
 
 def simulate(tokens: int, model: str, skew: float, ranks: int) -> tuple[float, float, float]:
-    """Of 40 steps, on average: experts touched; the busiest expert's pairs, and the busiest rank's
-    pairs, over the average one's."""
+    """Averages over 40 steps: experts touched, pairs of the busiest expert over the mean, and pairs
+    of the busiest rank over the mean."""
     shape, generator = MODELS[model], np.random.default_rng(0)
     homes = np.array([rank_of(expert, shape.experts, ranks) for expert in range(shape.experts)])
     found = []
@@ -265,7 +266,7 @@ def imbalance_table(batches: list[int], model: str, ranks: int) -> str:
 
 
 def ranks_of_a_token(model: str, ranks: int) -> float:
-    """On how many ranks a token's experts lie, on average; each rank has as many experts."""
+    """Number of ranks that have experts of a token, on average, with equally many on each rank."""
     shape = MODELS[model]
     elsewhere = shape.experts - shape.experts // ranks
     missed = math.comb(elsewhere, shape.top_k) / math.comb(shape.experts, shape.top_k)
@@ -273,14 +274,14 @@ def ranks_of_a_token(model: str, ranks: int) -> float:
 
 
 def sent_all_reduce(model: str, ranks: int) -> float:
-    """Bytes that a rank sends in a layer for each token of the step, in 16 bits: a ring adds up
-    and hands round, both in ranks - 1 steps of a part each."""
+    """Bytes that a rank sends in a layer for each token of the step, in 16 bits: a ring reduces and
+    then gathers, each in ranks - 1 steps of one part."""
     return 2 * (ranks - 1) / ranks * MODELS[model].hidden * 2
 
 
 def sent_all_to_all(model: str, ranks: int) -> float:
-    """The same where a token lives on one rank: it goes to each other rank that has one of its
-    experts, and a result comes back from each. The average of what a rank sends."""
+    """The same where a token is on one rank: it is sent to each other rank that has one of its
+    experts, and each sends a result back. The average over the ranks."""
     others = ranks_of_a_token(model, ranks) * (ranks - 1) / ranks
     return 2 * others / ranks * MODELS[model].hidden * 2
 
@@ -300,10 +301,10 @@ def sent_table(sizes: list[int], model: str) -> str:
 
 
 def with_copies(loads: list[int], ranks: int, copies: int) -> list[float]:
-    """The ranks' loads when the busiest experts got copies, and all were placed greedily.
+    """Loads of the ranks with redundant copies of the busiest experts, all placed greedily.
 
-    A copy goes to the expert with the largest load per copy. Then each, the heaviest first, goes to
-    the rank with the least load that still has room: all ranks hold as many.
+    Each copy is made of the expert with the largest load per copy. Then each copy, the heaviest
+    first, is placed on the least loaded rank that still has room: all ranks hold equally many.
     """
     count = [1] * len(loads)
     for _ in range(copies):
@@ -319,7 +320,7 @@ def with_copies(loads: list[int], ranks: int, copies: int) -> list[float]:
 
 
 def in_order(loads: list[int], ranks: int) -> list[float]:
-    """The ranks' loads where each has a contiguous part of the experts."""
+    """Loads of the ranks if each has a contiguous part of the experts."""
     found = [0.0] * ranks
     for expert, load in enumerate(loads):
         found[rank_of(expert, len(loads), ranks)] += load

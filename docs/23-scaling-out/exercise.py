@@ -1,4 +1,4 @@
-"""Exercise: when each stage of a pipeline works, and which layers it has.
+"""Exercise: when each stage of a pipeline computes, and which layers it has.
 
 `run_pipeline` is a simulator. `durations[i][s]` is how long step i takes in stage s, and the
 sequences are divided into `num_groups` groups: step i belongs to group i % num_groups. The rules:
@@ -6,18 +6,18 @@ sequences are divided into `num_groups` groups: step i belongs to group i % num_
 1. A stage computes one step at a time, and the steps in order: 0, 1, 2, ...
 2. A step begins in stage s > 0 when it has left stage s - 1. What has left a stage waits in a
    queue without limit, so the stage before may go on.
-3. A step needs the tokens that its group's step before has yielded: step i begins in stage 0 only
-   when step i - num_groups has left the last stage.
+3. A step needs the tokens that the previous step of its group has sampled: step i begins in stage 0
+   only when step i - num_groups has left the last stage.
 4. Everything begins as early as these rules allow, the first step at time 0.
 
 Return, for each step, a (begin, end) of each stage.
 
-`bubble` is the share of the time in which a stage has nothing to compute, over all stages, from
-time 0 to the end of the last step.
+`bubble` is the fraction of the time in which the stages are idle, over all stages, from time 0 to
+the end of the last step.
 
-`share_layers` cuts a model of layers of these sizes into stages, in order, each with at least one
-layer. The last stage also has the head. The largest stage shall be as small as can be; which of
-several best cuts you choose does not matter. Return the layers of each stage.
+`share_layers` splits a model with layers of these sizes into stages, in order, each with at least
+one layer. The last stage also has the head. The largest stage must be as small as possible; any of
+several best splits will do. Return the layers of each stage.
 
 Test it with `pytest -x docs/23-scaling-out/test_exercise.py`.
 """

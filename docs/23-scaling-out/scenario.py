@@ -1,4 +1,4 @@
-"""What chapter 23 shows: a pipeline, whose steps take turns with the sequences."""
+"""The run of chapter 23: a pipeline in which steps alternate between groups of sequences."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from nanoserve import LLM, SamplingParams
 
 
 def two_stages(out: Path) -> None:
-    """Four questions on two stages: two steps are under way, with two sequences each."""
+    """Four questions on two stages: two steps are in flight, with two sequences each."""
     questions = (
         "What is a KV cache?",
         "What is a block table?",

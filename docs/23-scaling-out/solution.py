@@ -22,7 +22,7 @@ def bubble(spans: Spans) -> float:
 
 
 def share_layers(sizes: list[int], head: int, num_stages: int) -> list[range]:
-    """Raise the bound until filling stages from the front keeps it; totals are the candidates."""
+    """The smallest bound that filling stages from the front can keep; sums are the candidates."""
     candidates = {sum(sizes[a:b]) for a in range(len(sizes)) for b in range(a + 1, len(sizes) + 1)}
     candidates |= {head + sum(sizes[a:]) for a in range(len(sizes))}
     for bound in sorted(candidates):
@@ -37,7 +37,7 @@ def _starts_under(bound: int, sizes: list[int], head: int, num_stages: int) -> l
     starts, first = [], 0
     for stage in range(num_stages - 1):
         starts.append(first)
-        last_possible = len(sizes) - (num_stages - 1 - stage)  # leave one for each that follows
+        last_possible = len(sizes) - (num_stages - 1 - stage)  # one for each later stage
         total = 0
         while first < last_possible and total + sizes[first] <= bound:
             total += sizes[first]

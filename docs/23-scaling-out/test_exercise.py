@@ -1,4 +1,4 @@
-"""The exercise of chapter 23: against a clock that ticks, all cuts, and the engine's own."""
+"""The exercise of chapter 23 against a tick-by-tick simulation, all splits, and the engine."""
 
 import itertools
 import random
@@ -26,7 +26,7 @@ def test_a_single_group_has_one_stage_busy_at_a_time() -> None:
     assert bubble(spans) == pytest.approx(1 / 2), spans
 
 
-def test_with_as_many_groups_as_stages_nobody_waits_in_the_middle() -> None:
+def test_with_as_many_groups_as_stages_no_stage_waits_in_the_middle() -> None:
     spans = run_pipeline([[1, 1]] * 100, num_groups=2)
     assert spans[-1][-1][1] == 101, f"100 steps of [1, 1], two groups, end at {spans[-1][-1]}"
     assert bubble(spans) == pytest.approx(1 / 101), "only filling and draining is left"
@@ -44,7 +44,7 @@ def test_the_head_counts_as_part_of_the_last_stage() -> None:
 
 
 def by_the_clock(durations: list[list[int]], num_groups: int) -> list[list[tuple[int, int]]]:
-    """Another way to find the same: tick by tick, whoever may begin does."""
+    """The same result in another way: tick by tick, each step begins as soon as it may."""
     num_steps, num_stages = len(durations), len(durations[0])
     ends = [[-1] * num_stages for _ in range(num_steps)]
     spans = [[(-1, -1)] * num_stages for _ in range(num_steps)]
@@ -64,7 +64,7 @@ def by_the_clock(durations: list[list[int]], num_groups: int) -> list[list[tuple
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_it_is_what_a_clock_finds(seed: int) -> None:
+def test_spans_are_those_of_a_simulation_by_ticks(seed: int) -> None:
     rng = random.Random(seed)
     num_stages, num_groups = rng.randint(1, 4), rng.randint(1, 5)
     durations = [[rng.randint(1, 5) for _ in range(num_stages)] for _ in range(rng.randint(1, 12))]
@@ -76,7 +76,7 @@ def test_it_is_what_a_clock_finds(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_largest_stage_is_that_of_the_engine_and_of_all_cuts(seed: int) -> None:
+def test_the_largest_stage_is_that_of_the_engine_and_the_best_of_all_splits(seed: int) -> None:
     rng = random.Random(seed)
     sizes = [rng.randint(1, 9) for _ in range(rng.randint(1, 8))]
     head, num_stages = rng.randint(0, 20), rng.randint(1, min(4, len(sizes)))

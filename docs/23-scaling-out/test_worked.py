@@ -45,12 +45,12 @@ def test_a_schedule_is_as_busy_as_the_formula_says() -> None:
     assert idle == worked.bubble(3, 4)
 
 
-def test_steps_take_turns_with_the_sequences() -> None:
+def test_steps_alternate_between_the_sequences() -> None:
     steps = worked.who_runs(8, 64, stages=3, shared=True, num_steps=12)
     assert steps[0] == {"A": 64, "B": 64, "C": 43}  # 171 tokens, a third of 8 x 64
     assert all(steps), "no stage is left without a step"
     table = cells(worked.who_runs_table(8, 64, stages=3, num_steps=4))
-    assert table[0][1] == "A: 64, B: 64, C: 43" and table[1][2] == "nobody"
+    assert table[0][1] == "A: 64, B: 64, C: 43" and table[1][2] == "none"
     assert table[3][2] == "A to H: 1 each"
     decoding = steps[-3:]
     assert sorted(name for step in decoding for name in step) == list("ABCDEFGH")
@@ -73,7 +73,7 @@ def test_stages_alone_do_not_make_a_batch_faster() -> None:
     assert worked.decode_rate(64, 1, 1) == pytest.approx(64 / worked.read_ms(1) * 1e3)
 
 
-def test_a_request_leaves_its_prefix_when_more_waits_there_than_it_saves() -> None:
+def test_a_request_goes_elsewhere_when_more_waits_at_its_prefix_than_it_saves() -> None:
     assert [row[3] for row in cells(worked.overflow_table(1000, 800, [0, 700, 900]))] == list("AAB")
     assert worked.chosen(1000, 800, 799) == "A" and worked.chosen(1000, 800, 801) == "B"
     assert worked.no_favour_at() == pytest.approx(1.2)
@@ -105,7 +105,7 @@ def test_the_groups_of_two_numberings() -> None:
     rows = cells(worked.groups_table(tp=2, pp=2, dp=2))
     assert [row[3] for row in rows] == list("01234567")
     assert rows[0] == ["0", "0", "0", "0", "2"]  # vLLM's rank 0 is in the first stage
-    assert rows[2] == ["0", "1", "0", "2", "0"]  # ours is in the last
+    assert rows[2] == ["0", "1", "0", "2", "0"]  # nanoserve's is in the last
     assert worked.place_in_vllm(5, tp=2, pp=2) == (1, 0, 1)
     for _, stage, inside, _, ours in rows:
         assert worked.place(int(ours), 2, 2) == (int(stage), int(inside))

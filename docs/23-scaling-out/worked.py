@@ -1,9 +1,9 @@
 """Chapter 23's numbers: stages and their bubbles, bytes between ranks, ways to use eight GPUs.
 
-Who runs in which step is decided by the engine's own `PipelineSchedule`, who gets a request by
-its own `PrefixRouter`; the fleet is that of `benchmarks/routing.py`, at a small scale. Layers are
-of equal size where nothing else is said, and times are lower bounds: what it takes to read the
-weights, or to send the bytes, at the full rate.
+The engine's own `PipelineSchedule` decides which sequences run in which step, and its own
+`PrefixRouter` which replica gets a request; the fleet is that of `benchmarks/routing.py`, at a
+small scale. Layers are of equal size unless stated otherwise, and times are lower bounds: the time
+to read the weights, or to send the bytes, at the full rate.
 """
 
 from dataclasses import replace
@@ -34,11 +34,11 @@ KV_BYTES = 2 * LAYERS * 8 * 128 * 2  # of a token: K and V, 8 KV heads of 128, t
 GPU, BANDWIDTH = 0.9 * 80e9, 3.35e12
 
 
-# ---------------------------------------------------------------- what to do with eight GPUs
+# ---------------------------------------------------------------- ways to use eight GPUs
 
 
 def ways_table(num_gpus: int = 8) -> str:
-    """Table: replicas x stages x ranks, what fits beside the weights, how long a token takes."""
+    """Table: replicas x stages x ranks, KV tokens beside the weights, time of a token."""
     rows = []
     for dp, pp, tp in [(1, 1, 8), (1, 2, 4), (1, 8, 1), (2, 1, 4), (4, 1, 2), (8, 1, 1)]:
         assert dp * pp * tp == num_gpus
@@ -57,12 +57,12 @@ def layers_of_stages(shape: str, num_stages: int) -> list[int]:
 
 
 def kv_tokens(dp: int, pp: int, tp: int) -> int:
-    """How many tokens' K and V fit beside the weights, in all replicas together."""
+    """Number of tokens whose K and V fit beside the weights, in all replicas together."""
     return int(dp * (pp * tp * GPU - WEIGHTS) // KV_BYTES)
 
 
 def read_ms(tp: int) -> float:
-    """Milliseconds in which a token passes all layers, if reading the weights is all that counts.
+    """Milliseconds in which a token passes all layers, if only reading the weights takes time.
 
     Stages do not shorten it: they read their parts one after the other.
     """
@@ -93,7 +93,7 @@ def schedule_table(stages: int, steps: int) -> str:
 
 
 class TakesAll(Extension):
-    """Leaves out what waits for its token, and shares nothing out."""
+    """Leaves out sequences that wait for a token, and does not divide the others into steps."""
 
     def __init__(self, engine: object) -> None:
         pass
@@ -103,7 +103,7 @@ class TakesAll(Extension):
 
 
 def who_runs(num_seqs: int, prompt_len: int, stages: int, shared: bool, num_steps: int) -> list:
-    """Of each step, {name: tokens}: as many steps are under way as there are stages."""
+    """{name: tokens} of each step; as many steps are in flight as there are stages."""
     config = EngineConfig("none", enable_prefix_caching=False).for_device("cpu")
     scheduler = Scheduler(config, 4096, max_model_len=4096, extensions=(extensions := []))
     schedule = PipelineSchedule if shared else TakesAll
@@ -129,15 +129,15 @@ def who_runs(num_seqs: int, prompt_len: int, stages: int, shared: bool, num_step
 
 
 def who_runs_table(num_seqs: int, prompt_len: int, stages: int, num_steps: int) -> str:
-    """Table: what each step computes, shared out and not."""
+    """Table: what each step computes, with the sequences divided into steps and without."""
     shared, all_at_once = (
         who_runs(num_seqs, prompt_len, stages, each, num_steps) for each in (True, False)
     )
     rows = [
-        (i, _told(mine), _told(theirs))
+        (i, _listed(mine), _listed(theirs))
         for i, (mine, theirs) in enumerate(zip(shared, all_at_once, strict=True), 1)
     ]
-    return table(("step", "shared out", "a step takes all that is there"), rows)
+    return table(("step", "nanoserve's scheduler", "a step takes all sequences"), rows)
 
 
 def traffic_table(ranks: int, tokens: list[int]) -> str:
@@ -147,7 +147,7 @@ def traffic_table(ranks: int, tokens: list[int]) -> str:
         for name, sent in (("ranks", tp_bytes(n, ranks)), ("stages", pp_bytes(n))):
             times = (f"{sent / rate * 1e3:,.2f} ms" for rate in (450e9, 25e9))
             rows.append((f"{n:,}", f"{ranks} {name}", f"{sent / 1e6:,.1f} MB", *times))
-    return table(("tokens", "shared by", "a rank sends", "at 450 GB/s", "at 25 GB/s"), rows)
+    return table(("tokens", "split over", "a rank sends", "at 450 GB/s", "at 25 GB/s"), rows)
 
 
 def pp_bytes(tokens: int) -> int:
@@ -163,7 +163,7 @@ def tp_bytes(tokens: int, ranks: int) -> float:
 def decode_rate(batch: int, tp: int, pp: int) -> float:
     """Tokens a second of all stages together, if a step takes as long as reading its weights.
 
-    As many steps are under way as there are stages, each with a share of the sequences.
+    As many steps are in flight as there are stages, each with an equal part of the sequences.
     """
     return batch / pp * BANDWIDTH / (WEIGHTS / pp / tp)
 
@@ -172,7 +172,7 @@ def decode_rate(batch: int, tp: int, pp: int) -> float:
 
 
 def overflow_table(prompt_len: int, matched: int, loads: list[int]) -> str:
-    """Table: A has a prefix of the prompt and some load, B has neither; who gets the request."""
+    """Table: A has a prefix of the prompt and some load, B has neither; which gets the request."""
     rows = []
     for load in loads:
         score = matched / prompt_len - load / prompt_len
@@ -181,7 +181,7 @@ def overflow_table(prompt_len: int, matched: int, loads: list[int]) -> str:
 
 
 def chosen(prompt_len: int, matched: int, load: int) -> str:
-    """By a router that has seen no other request."""
+    """The choice of a router that has seen no other request."""
     router = PrefixRouter(block_size=16, prefix_cache_seed=0)
     for replica in "AB":
         router.add_replica(replica, num_kv_blocks=1024)
@@ -191,7 +191,7 @@ def chosen(prompt_len: int, matched: int, load: int) -> str:
 
 
 def no_favour_at() -> float:
-    """From which multiple of the mean share of the work on a match counts nothing."""
+    """Multiple of the mean share of the work from which on a match does not count."""
     return 1 + 1 / DEFAULT_GAMMA
 
 
@@ -219,31 +219,31 @@ def fleet_table() -> str:
 
 
 def place(rank: int, tp: int, pp: int) -> tuple[int, int]:
-    """The stage of a rank of one of our engines, and its number there: rank 0 is in the last."""
+    """Stage of a rank of a nanoserve engine, and its index there: rank 0 is in the last stage."""
     return pp - 1 - rank // tp, rank % tp
 
 
 def place_in_vllm(rank: int, tp: int, pp: int) -> tuple[int, int, int]:
-    """Replica, stage and number there: replicas outermost, and stages from the first on."""
+    """Replica, stage and index there: replicas outermost, and stages from the first on."""
     return rank // (tp * pp), rank // tp % pp, rank % tp
 
 
 def groups_table(tp: int, pp: int, dp: int) -> str:
-    """Table: where each rank is, numbered as vLLM does and as we do."""
+    """Table: the position of each rank, numbered as in vLLM and as in nanoserve."""
     rows = []
     for rank in range(tp * pp * dp):
         replica, stage, inside = place_in_vllm(rank, tp, pp)
         ours = next(r for r in range(tp * pp) if place(r, tp, pp) == (stage, inside))
         rows.append((replica, stage, inside, rank, ours))
-    return table(("replica", "stage", "place in it", "rank in vLLM", "rank in its engine"), rows)
+    return table(("replica", "stage", "index in it", "rank in vLLM", "rank in its engine"), rows)
 
 
 def start_seconds(gigabytes_a_second: float) -> float:
-    """How long a new replica of LLaMA-2-70B reads its weights."""
+    """Seconds in which a new replica of LLaMA-2-70B reads its weights."""
     return WEIGHTS / 1e9 / gigabytes_a_second
 
 
-def _told(planned: dict[str, int]) -> str:
+def _listed(planned: dict[str, int]) -> str:
     if len(planned) > 3 and set(planned.values()) == {1}:
         return f"{min(planned)} to {max(planned)}: 1 each"
-    return ", ".join(f"{name}: {n}" for name, n in planned.items()) or "nobody"
+    return ", ".join(f"{name}: {n}" for name, n in planned.items()) or "none"

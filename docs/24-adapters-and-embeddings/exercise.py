@@ -1,22 +1,22 @@
 """Exercise: many adapters in one batch.
 
-A packed batch is `x`, [rows, inputs]: the tokens of all sequences, one under the other, whatever
+A packed batch is `x`, [rows, inputs]: the tokens of all sequences, one after the other, whatever
 their adapters. `adapter_of[i]` is the number of row i's adapter, 0 for none. The result is
 [rows, outputs]: for each row W x, and for a row with an adapter scaling B A x in addition.
 
 `segments` sorts: it returns the rows' indices in the order of their adapters (within an adapter in
 the order of the batch), and for each adapter that is present, by its number, the slice of this
-order in which its rows are. Rows without an adapter come first, and have no entry.
+order that holds its rows. Rows without an adapter come first, and have no entry.
 
-`batched_lora` computes. All matrix products go through `product(a, b)`, which is a @ b, and which
-counts. The rules:
+`batched_lora` computes the result. All matrix products go through `product(a, b)`, which is a @ b
+and counts the calls. The rules:
 
 1. One product with the weight, for all rows together.
-2. For each adapter that is present two products, on its rows alone, and through the rank: never
-   B A, which is as large as the weight. With p adapters you have 1 + 2 p calls.
+2. Two products for each adapter that is present, on its rows alone, and through the rank: never
+   B A, which is as large as the weight. With p adapters there are 1 + 2 p calls.
 3. Adapters may have different ranks.
-4. Rows without an adapter are bit for bit what the weight alone gives: nothing is added to them.
-5. What is given to you is left as it is.
+4. Rows without an adapter are bit for bit the result of the weight alone: nothing is added to them.
+5. The arguments are not changed.
 
 Test it with `pytest -x docs/24-adapters-and-embeddings/test_exercise.py`.
 """

@@ -9,7 +9,7 @@ from .exercise import Adapter, batched_lora, segments
 
 
 class Products:
-    """Multiplies, counts, and forbids to make a matrix as large as the weight."""
+    """Multiplies, counts, and fails on a product that makes a matrix as large as the weight."""
 
     def __init__(self, weight: np.ndarray, num_rows: int) -> None:
         self.calls: list[str] = []
@@ -17,12 +17,12 @@ class Products:
 
     def __call__(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
         self.calls.append(f"{a.shape} @ {b.shape}")
-        assert len(a) <= self._num_rows, f"{self.calls[-1]}: its rows are no tokens"
+        assert len(a) <= self._num_rows, f"{self.calls[-1]}: its rows are not tokens"
         return a @ b
 
 
 def by_merged_weights(x, weight, adapters, adapter_of) -> np.ndarray:
-    """Row by row, each with a weight of its own."""
+    """The result row by row, each with its own merged weight."""
     rows = []
     for row, number in zip(x, adapter_of.tolist(), strict=True):
         own = weight
@@ -73,7 +73,7 @@ def test_the_token_of_the_chapter() -> None:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_a_mixed_batch_is_what_merged_weights_give(seed: int) -> None:
+def test_a_mixed_batch_equals_merged_weights(seed: int) -> None:
     rng, draw = random.Random(seed), np.random.default_rng(seed)
     inputs, outputs = rng.randint(1, 12), rng.randint(1, 12)
     adapters = {

@@ -26,7 +26,7 @@ def test_the_matrices_are_those_of_the_model() -> None:
     assert matrices + tables + (2 * layers + 1) * hidden == worked.PARAMETERS
 
 
-def test_what_an_adapter_weighs() -> None:
+def test_the_size_of_an_adapter() -> None:
     assert worked.adapter_parameters(8, "q v") == 32 * 8 * (8192 + 5120) == 3_407_872
     all_seven = 2 * (4096 + 4096) + 2 * (4096 + 1024) + 3 * (4096 + 14336)
     assert worked.adapter_parameters(16) == 32 * 16 * all_seven == 41_943_040
@@ -52,11 +52,11 @@ def test_a_small_batch() -> None:
     assert all(row[4] == row[5] for row in rows)
     assert rows[1][3] == rows[1][4] == "[7, 5, 3, 6]"  # no adapter
     assert rows[2][4] == "[3, 5, -5, 6]"
-    # W x = [1, 0, 3, 1]; A x = [0, 1], of which B makes 1 for each output
+    # W x = [1, 0, 3, 1]; A x = [0, 1], and B turns this into 1 for each output
     assert rows[0][3:5] == ["[1, 0, 3, 1]", "[2, 1, 4, 2]"]
 
 
-def test_a_batch_is_what_merged_weights_give() -> None:
+def test_a_batch_equals_merged_weights() -> None:
     for seed in range(30):
         rng = np.random.default_rng(seed)
         weight = rng.normal(size=(5, 7))
@@ -88,7 +88,7 @@ def test_equal_tokens_under_another_key_are_not_found() -> None:
 
 def test_a_limit_of_adapters() -> None:
     rows = cells(worked.limit_table("XYXZY", [4, 3, 2, 2, 5], 2))
-    assert [row[2] for row in rows] == ["1", "1", "1", "4", "5"]  # Z waits for Y, Y for Z's X
+    assert [row[2] for row in rows] == ["1", "1", "1", "4", "5"]  # Z waits for Y's end, Y for X's
     assert [row[3] for row in rows] == ["1", "1", "1", "5", "1"]
     assert worked.starving(5, skips=False) == worked.starving(50, skips=False) == 11
     assert worked.starving(5, skips=True) == 1 + 8 * 5 + 10
@@ -109,7 +109,7 @@ def test_a_pooler_keeps_slots_apart() -> None:
         pooler.add(row[None], np.array([slot]))
     assert pooler.take(1).tolist() == [0.0, 1.0]
     assert pooler.take(0) == pytest.approx(np.array([7, 3]) / np.hypot(7, 3))
-    pooler.add(worked.HIDDEN[:1], np.array([0]))  # the slot belongs to somebody else now
+    pooler.add(worked.HIDDEN[:1], np.array([0]))  # the slot belongs to another sequence now
     assert pooler.take(0).tolist() == [1.0, 0.0]
 
 

@@ -1,8 +1,8 @@
-"""Chapter 24's numbers: what an adapter weighs, many of them in one batch, keys, pooling, images.
+"""Chapter 24's numbers: size of an adapter, many of them in one batch, keys, pooling, images.
 
 The engine has no adapters and no pooling. The products are numpy, on a batch that is packed as the
-engine packs one; who is admitted under a limit of adapters, and who shares blocks with whom, is
-decided by its own `Scheduler` and `BlockManager`.
+engine packs one; its own `Scheduler` and `BlockManager` decide which requests are admitted under a
+limit of adapters, and which share blocks.
 """
 
 from dataclasses import dataclass
@@ -32,7 +32,7 @@ NUM_LAYERS, PARAMETERS = 32, 8_030_261_248
 BANDWIDTH = 3.35e12
 
 
-# ---------------------------------------------------------------- what an adapter weighs
+# ---------------------------------------------------------------- the size of an adapter
 
 
 def adapter_parameters(rank: int, matrices: str = " ".join(MATRICES)) -> int:
@@ -45,20 +45,20 @@ def adapter_table(ranks: list[int]) -> str:
     for matrices in ("q v", " ".join(MATRICES)):
         for rank in ranks:
             count = adapter_parameters(rank, matrices)
-            told = "all seven" if len(matrices) > 3 else matrices.replace(" ", ", ")
+            names = "all seven" if len(matrices) > 3 else matrices.replace(" ", ", ")
             share = f"{count / PARAMETERS:.2%}"
-            rows.append((told, rank, f"{count:,}", f"{2 * count / 1e6:,.0f} MB", share))
+            rows.append((names, rank, f"{count:,}", f"{2 * count / 1e6:,.0f} MB", share))
     return table(("matrices", "rank", "parameters", "bytes", "of the model"), rows)
 
 
 def fleet_gigabytes(num_models: int, rank: int, merged: bool) -> float:
-    """Memory for so many fine-tuned models: whole ones, or one and their adapters."""
+    """Memory of this many fine-tuned models: whole models, or one model and their adapters."""
     adapters = num_models * 2 * adapter_parameters(rank)
     return (num_models * 2 * PARAMETERS if merged else 2 * PARAMETERS + adapters) / 1e9
 
 
 def extra_share(rank: int) -> float:
-    """Additional arithmetic of a token, of that of the layers' matrices."""
+    """Additional arithmetic of a token, as a fraction of that of the layers' matrices."""
     base = NUM_LAYERS * sum(a * b for a, b in MATRICES.values())
     return adapter_parameters(rank) / base
 
@@ -112,7 +112,7 @@ def small_table() -> str:
 
 
 def segments(adapter_of: np.ndarray) -> tuple[np.ndarray, dict[int, slice]]:
-    """Rows sorted by adapter, and where each adapter's rows are then; 0 is none."""
+    """Rows sorted by adapter, and the slice of each adapter's rows in that order; 0 is none."""
     order = np.argsort(adapter_of, kind="stable")
     ids, starts = np.unique(adapter_of[order], return_index=True)
     ends = [*starts[1:], len(order)]
@@ -155,8 +155,8 @@ def batch_table(rows: list[tuple[str, int, int]]) -> str:
     lines = [("none", numbers, ", ".join(dict.fromkeys(names[i] for i in numbers)), "none")]
     for number, span in spans.items():
         found = order[span].tolist()
-        told = ", ".join(dict.fromkeys(names[i] for i in found))
-        lines.append((number, found, told, f"{len(found)} x in x r, {len(found)} x r x out"))
+        sequences = ", ".join(dict.fromkeys(names[i] for i in found))
+        lines.append((number, found, sequences, f"{len(found)} x in x r, {len(found)} x r x out"))
     return table(("adapter", "rows of the batch", "of", "small products"), lines)
 
 
@@ -164,7 +164,7 @@ def batch_table(rows: list[tuple[str, int, int]]) -> str:
 
 
 def hits_table() -> str:
-    """Table: how many of 64 equal tokens each request finds, one after the other."""
+    """Table: how many of 64 equal tokens each request finds in the cache, one after the other."""
     manager = BlockManager(num_blocks=64, block_size=16, prefix_cache_seed=0)
     keys = [
         ("no adapter", ()),
@@ -175,19 +175,19 @@ def hits_table() -> str:
         ("this adapter and this salt", ("adapter", "5c1e", "cache_salt", "5c1e")),
     ]
     rows = []
-    for told, key in keys:
+    for request, key in keys:
         params = SamplingParams(max_tokens=1)
         seq = Sequence("", [*range(64), 7], params, 128, cache_key=key)
         hits = manager.lookup(seq)
         manager.allocate(seq, seq.num_tokens, hits)
         manager.cache(seq, seq.num_tokens)
-        rows.append((told, f"`{key}`", 16 * len(hits)))
+        rows.append((request, f"`{key}`", 16 * len(hits)))
     return table(("request", "its key", "tokens found"), rows)
 
 
 class AdapterLimit(Extension):
-    """At most `max_loras` adapters in a step. Who would be one too many waits: with `skips` alone,
-    otherwise with all behind it. A request's id is the name of its adapter."""
+    """At most `max_loras` adapters in a step. A request beyond the limit waits: with `skips` alone,
+    otherwise together with all requests behind it. A request's id is the name of its adapter."""
 
     def __init__(self, max_loras: int, skips: bool) -> None:
         self.max_loras, self.skips, self.is_closed = max_loras, skips, False
@@ -206,9 +206,9 @@ class AdapterLimit(Extension):
 def first_steps(
     adapters: str, lengths: list[int], max_loras: int, skips: bool, comes: list[int] | None = None
 ) -> list[int]:
-    """In which step each request begins. Prompts have one token, so n tokens take n steps.
+    """The step in which each request begins. Prompts have one token, so n tokens take n steps.
 
-    Who is admitted is limited by `AdapterLimit`. `comes`: in which step each arrives; all in the
+    `AdapterLimit` limits the admission. `comes`: the step in which each arrives, by default the
     first one.
     """
     config = EngineConfig("none", enable_prefix_caching=False).for_device("cpu")
@@ -238,13 +238,14 @@ def limit_table(adapters: str, lengths: list[int], max_loras: int) -> str:
         (i, f"{name}, {n} tokens", a, b)
         for i, (name, n, a, b) in enumerate(zip(adapters, lengths, waits, skips, strict=True), 1)
     ]
-    header = ("request", "adapter, answer", "first step if nobody overtakes", "if it is skipped")
+    header = ("request", "adapter, answer", "first step without overtaking", "with skipping")
     return table(header, rows)
 
 
 def starving(num_later: int, skips: bool) -> int:
-    """In which step a request of Z begins that came in step 2. There are two places, and X and Y
-    run. Later, every eight steps, another request of X and one of Y come; each takes ten steps."""
+    """The step in which a request of Z begins that arrives in step 2. There are two adapter slots,
+    and X and Y run. Later, every eight steps, another request of X and one of Y arrive; each takes
+    ten steps."""
     later = [1 + 8 * (i // 2 + 1) for i in range(2 * num_later)]
     adapters, lengths = "XYZ" + "XY" * num_later, [10] * (3 + 2 * num_later)
     return first_steps(adapters, lengths, 2, skips, [1, 1, 2, *later])[2]
@@ -267,14 +268,14 @@ def pooling_table() -> str:
 
 
 class MeanPooler:
-    """Hidden states come in chunks, of several sequences in a step: sums are kept by slot."""
+    """Pools hidden states that come in chunks, of several sequences in a step: one sum per slot."""
 
     def __init__(self, num_slots: int, hidden_size: int) -> None:
         self._sums = np.zeros((num_slots, hidden_size))
         self._counts = np.zeros(num_slots, dtype=np.int64)
 
     def add(self, hidden: np.ndarray, slots: np.ndarray) -> None:
-        """hidden: [rows, hidden_size]; slots: whose, for each row."""
+        """hidden: [rows, hidden_size]; slots: the slot of each row's sequence."""
         np.add.at(self._sums, slots, hidden)
         np.add.at(self._counts, slots, 1)
 
@@ -294,15 +295,15 @@ def mean_in_chunks(sizes: list[int]) -> list[float]:
 
 
 def rerank_tokens(num_documents: int, document_len: int, query_len: int) -> int:
-    """Tokens that a cross-encoder computes for a query: each document with the query, anew."""
+    """Tokens that a cross-encoder computes for a query: each document together with the query."""
     return num_documents * (document_len + query_len)
 
 
 def probability_of_yes(yes: float, no: float) -> float:
-    """Of two logits."""
+    """The probability of "yes", from two logits."""
     return float(1 / (1 + np.exp(no - yes)))
 
 
 def image_tokens(width: int, height: int, pixels: int = 28) -> int:
-    """Tokens of an image in the manner of Qwen2-VL: one for each square of so many pixels."""
+    """Tokens of an image as in Qwen2-VL: one for each square of `pixels` x `pixels`."""
     return round(width / pixels) * round(height / pixels)

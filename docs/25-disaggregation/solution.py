@@ -9,8 +9,8 @@ class Request:
     name: str
     num_tokens: int
     number: int  # in the order in which prompts were computed
-    num_full: int  # blocks
-    num_blocks: int = 0  # that it has here
+    num_full: int  # full blocks
+    num_blocks: int = 0  # blocks that it holds here
 
     @property
     def num_needed(self) -> int:
@@ -23,7 +23,7 @@ class DecodeSide:
         self.max_num_seqs = max_num_seqs
         self.requests: dict[str, Request] = {}
         self.line: deque[Request] = deque()
-        self.under_way: list[Request] = []
+        self.in_flight: list[Request] = []
         self.queue: list[Request] = []
         self.running: set[str] = set()
 
@@ -36,18 +36,18 @@ class DecodeSide:
         started = []
         while self.line:
             head = self.line[0]
-            coming = [*self.under_way, *self.queue]
-            promised = sum(request.num_needed - request.num_blocks for request in coming)
-            if head.num_needed + promised > self.num_free_blocks:
+            coming = [*self.in_flight, *self.queue]
+            reserved = sum(request.num_needed - request.num_blocks for request in coming)
+            if head.num_needed + reserved > self.num_free_blocks:
                 break
             self._take(head, head.num_full)
-            self.under_way.append(self.line.popleft())
+            self.in_flight.append(self.line.popleft())
             started.append(head.name)
         return started
 
     def arrived(self, name: str) -> None:
         request = self.requests[name]
-        self.under_way.remove(request)
+        self.in_flight.remove(request)
         self.queue.append(request)
         self.queue.sort(key=lambda each: each.number)
 

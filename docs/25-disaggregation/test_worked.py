@@ -44,7 +44,7 @@ def test_percentiles_are_nearest_ranks() -> None:
 
 
 def random_jobs(rng: random.Random) -> list[worked.Job]:
-    """With few tokens, so that prompts begin alike, and so fast that they meet."""
+    """Few different tokens, so that prompts share prefixes, and arrivals fast enough to overlap."""
     prompts = [[rng.randrange(3) for _ in range(rng.randint(1, 60))] for _ in range(16)]
     for prompt in prompts[8:]:
         prompt[:0] = prompts[0]
@@ -59,7 +59,7 @@ def random_jobs(rng: random.Random) -> list[worked.Job]:
 def one_and_two_pools(seed: int) -> tuple[worked.Run, worked.Run]:
     rng = random.Random(seed)
     size = rng.choice([2, 4, 16])
-    num_blocks = worked.BLOCK_SIZE * rng.randint(9, 13) // size  # for the longest, and little more
+    num_blocks = worked.BLOCK_SIZE * rng.randint(9, 13) // size  # just above the longest
     pools = [worked.Pool(num_blocks, rng.choice([256, 8192]), size) for _ in range(3)]
     for pool in pools:
         pool.checks_all = True
@@ -83,11 +83,11 @@ def test_two_pools_give_the_tokens_of_one_and_lose_none() -> None:
             assert manager.num_free_blocks == manager.num_blocks, f"{seed=}: blocks are not free"
             assert not pool.scheduler.has_unfinished()
         setup = two.setup
-        assert not setup.pending and not setup.held and not setup.kept and not setup.under_way
+        assert not setup.pending and not setup.held and not setup.kept and not setup.in_flight
 
 
-def test_these_runs_meet_what_they_should() -> None:
-    """Else the test above says little: preemptions, and prefixes that are there already."""
+def test_these_runs_cover_preemption_and_cached_prefixes() -> None:
+    """Without these cases, the test above would say little."""
     runs = [one_and_two_pools(seed)[1] for seed in range(30)]
     assert sum(each.setup.pools[1].scheduler.num_preemptions for each in runs) > 10
     sent = sum(each.setup.num_bytes for each in runs)
@@ -105,7 +105,7 @@ def test_without_preemption_only_full_blocks_are_sent_and_the_rest_is_computed()
 
 
 @pytest.mark.size("full")
-def test_the_pools_tell_apart_what_they_are_for() -> None:
+def test_each_setup_has_its_advantage() -> None:
     rate = 12
     whole, chunked, two = (worked.run(setup, "long prompts", rate) for setup in worked.SETUPS)
     p99 = [worked.percentile(worked.gaps(each.jobs), 99) for each in (whole, chunked, two)]
@@ -125,12 +125,12 @@ def test_layer_by_layer_hides_most_of_a_transfer() -> None:
     assert min(between) >= worked.READ
 
 
-def test_a_life() -> None:
+def test_the_events_of_a_request() -> None:
     what = [row[0] for row in cells(worked.life_table())]
     assert what.index("transfer begins") < what.index("first token") < what.index("transfer ends")
     assert what[0] == "arrives" and what[-1].startswith("last token")
 
 
-def test_a_lease_is_what_keeps_answers_right() -> None:
+def test_without_leases_answers_are_wrong() -> None:
     assert worked.without_leases(True) == "0 of 40"
     assert int(worked.without_leases(False).split()[0]) > 10

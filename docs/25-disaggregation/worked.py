@@ -1,14 +1,14 @@
 """Chapter 25's numbers: bytes of KV on links, and a simulation of prefill and decode in two pools.
 
-The engine has no disaggregation. What is simulated here are its steps' times, a link, and the KV
-slots; who runs in which step, and which blocks are whose, is decided by its own `Scheduler` and
-`BlockManager`, one of each for a GPU. A KV slot holds a number that stands for the prefix that it
-was computed for, and the next token is made of what is *read from the slots*: so K and V that were
-not transferred, or were those of somebody else, make another token.
+The engine has no disaggregation. The times of its steps, a link, and the KV slots are simulated;
+its own `Scheduler` and `BlockManager`, one of each for a GPU, decide which sequences run in a step
+and which blocks they own. A KV slot holds a number that represents the prefix for which it was
+computed, and the next token is derived from the number that is *read from the slots*: so K and V
+that were not transferred, or are those of another request, produce another token.
 
 Times are those of LLaMA-3.1-8B in 16 bits on one H100 (3.35 TB/s; half of 989 TFLOP/s): a step
-takes as long as reading the weights or as its arithmetic, whichever is longer, and then as long as
-reading K and V.
+takes as long as reading the weights or as its arithmetic, whichever is longer, and in addition as
+long as reading K and V.
 """
 
 import heapq
@@ -25,8 +25,8 @@ from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
 
-# Parameters, bytes of K and V for a token, GPUs that compute it. Two bytes a number; the last one
-# stores a compressed K and V (MLA: 512 + 64 numbers a layer), and computes 37 of 671 billion.
+# Parameters, bytes of K and V of a token, GPUs. Two bytes a number; the last model stores a
+# compressed K and V (MLA: 512 + 64 numbers a layer), and has 37 of 671 billion parameters active.
 MODELS = {
     "LLaMA-2-7B": (6.74e9, 2 * 32 * 32 * 128 * 2, 1),
     "LLaMA-3.1-8B": (8.03e9, 2 * 32 * 8 * 128 * 2, 1),
@@ -39,17 +39,18 @@ PCIE = 50e9
 
 PARAMETERS, KV_BYTES, _ = MODELS["LLaMA-3.1-8B"]
 NUM_LAYERS = 32
-READ, TOKEN = 2 * PARAMETERS / BANDWIDTH, 2 * PARAMETERS / FLOPS  # seconds: a step, a token
+# Seconds: to read the weights for a step, to compute a token.
+READ, TOKEN = 2 * PARAMETERS / BANDWIDTH, 2 * PARAMETERS / FLOPS
 CONTEXT = KV_BYTES / BANDWIDTH  # seconds for each token that is attended to
 BLOCK_SIZE, MAX_LEN, VOCAB = 16, 8192, 1000
-KV_ON_ITS_WAY = "its K and V are on their way"  # a reason to be held
+KV_IN_TRANSFER = "its K and V are being transferred"  # a reason to be held
 
 
 # ---------------------------------------------------------------- bytes
 
 
 def transfer_table(num_tokens: int) -> str:
-    """Table: K and V of a prompt, how long a link takes for them, and computing them."""
+    """Table: K and V of a prompt, the times to send them over links, and to compute them."""
     rows = []
     for name, (_, kv_bytes, num_gpus) in MODELS.items():
         size = num_tokens * kv_bytes
@@ -62,13 +63,13 @@ def transfer_table(num_tokens: int) -> str:
 
 
 def compute_seconds(model: str, num_tokens: int) -> float:
-    """How long its arithmetic takes for a prompt, without attention's share."""
+    """Time of the arithmetic of a prompt, without attention."""
     parameters, _, num_gpus = MODELS[model]
     return 2 * parameters * num_tokens / (num_gpus * FLOPS)
 
 
 def hidden_from(model: str) -> float:
-    """Bytes a second of a link that sends K and V as fast as they are computed."""
+    """Bytes per second of a link that sends K and V as fast as they are computed."""
     return MODELS[model][1] / compute_seconds(model, 1)
 
 
@@ -82,17 +83,17 @@ def tier_table(num_tokens: int) -> str:
 
 
 def piece_bytes(contiguous: bool) -> int:
-    """Of a block of 16 tokens, what one copy moves: K or V of one layer, or all of it."""
+    """Bytes of a block of 16 tokens that one copy moves: K or V of one layer, or all of it."""
     return BLOCK_SIZE * KV_BYTES // (1 if contiguous else 2 * NUM_LAYERS)
 
 
 def step_ms(num_tokens: int) -> float:
-    """A step of so many tokens, without reading K and V."""
+    """Time of a step of this many tokens, without reading K and V."""
     return max(READ, TOKEN * num_tokens) * 1e3
 
 
 def balanced_tokens() -> int:
-    """So many tokens in a step take as long to compute as the weights take to be read."""
+    """Tokens per step at which computing takes as long as reading the weights."""
     return round(READ / TOKEN)
 
 
@@ -101,7 +102,7 @@ def balanced_tokens() -> int:
 
 @dataclass(eq=False)
 class Job:
-    """A request: what it asks for, and when it got each token."""
+    """A request: its prompt and output length, and when it got each token."""
 
     number: int
     arrival: float
@@ -109,7 +110,7 @@ class Job:
     num_output: int
     tokens: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
-    log: dict[str, float] = field(default_factory=dict)  # of two pools: what happened when
+    log: dict[str, float] = field(default_factory=dict)  # with two pools: the times of events
 
 
 class Pool:
@@ -123,7 +124,7 @@ class Pool:
         self.kv = [0] * ((num_blocks + 1) * block_size)
         self.plan, self.began, self.busy = None, 0.0, 0.0
         self.num_wrong_reads, self.checks_all = 0, False
-        self.settle = lambda admitted: False  # told of who was admitted; whether it gave up blocks
+        self.settle = lambda admitted: False  # gets the admitted ones; True if it freed blocks
         self.jobs: dict[Sequence, Job] = {}
 
     def add(self, job: Job, token_ids: list[int], max_tokens: int) -> Sequence:
@@ -132,9 +133,9 @@ class Pool:
         return seq
 
     def begin(self, now: float) -> float | None:
-        """Plan a step; the seconds that it takes, None if there is nothing to do."""
+        """Plan a step. Return its duration in seconds, or None if there is nothing to do."""
         plan = self.scheduler.schedule()
-        while self.settle(plan.admitted) and not plan.rows:  # blocks were given up: is it enough?
+        while self.settle(plan.admitted) and not plan.rows:  # blocks were freed: are they enough?
             plan = self.scheduler.schedule()
         if not plan.rows:
             return None
@@ -144,13 +145,13 @@ class Pool:
         return seconds
 
     def end(self, before_update=lambda sampled: None) -> list[tuple[Sequence, int]]:
-        """What the step has yielded. `before_update` sees it while all blocks are still held."""
+        """The sampled tokens of the step. `before_update` gets them while all blocks are held."""
         plan, self.plan = self.plan, None
         admitted = set(plan.admitted)
-        # Whoever shares blocks that this very step fills begins behind who fills them.
+        # A sequence that shares blocks filled by this step starts after the one that fills them.
         for seq, start, n, _, _ in sorted(plan.rows, key=lambda row: row.start):
             digest = self.kv[self._slots(seq, start - 1, start)[0]] if start else 0
-            if self.checks_all or seq in admitted:  # later steps append to what was right
+            if self.checks_all or seq in admitted:  # later steps append to what was checked
                 digest += self._is_wrong(seq, start)
             slots = self._slots(seq, start, start + n)
             for slot, token in zip(slots, seq.token_ids[start : start + n], strict=True):
@@ -166,7 +167,7 @@ class Pool:
         return self.kv[self._slots(seq, last, last + 1)[0]] % VOCAB
 
     def _is_wrong(self, seq: Sequence, num_tokens: int) -> bool:
-        """Whether a slot that attention reads was computed for another prefix than the reader's."""
+        """Whether attention reads a slot that was computed for another prefix than the reader's."""
         digest = 0
         for slot, token in zip(self._slots(seq, 0, num_tokens), seq.token_ids, strict=False):
             digest = mix(digest, token)
@@ -176,13 +177,13 @@ class Pool:
         return False
 
     def _slots(self, seq: Sequence, start: int, end: int) -> list[int]:
-        """Where the tokens at these positions are."""
+        """The KV slots of the tokens at these positions."""
         size, blocks = self.manager.block_size, seq.block_table
         return [blocks[position // size] * size + position % size for position in range(start, end)]
 
 
 class OnePool:
-    """Some GPUs, each of which computes prompts and answers in mixed steps, in turns."""
+    """Some GPUs, which get the requests in turn and compute prompts and answers in mixed steps."""
 
     def __init__(self, pools: list[Pool]) -> None:
         self.pools = pools
@@ -201,25 +202,25 @@ class OnePool:
 @dataclass(eq=False)
 class Transfer:
     """K and V of a prompt's full blocks, from the pool that computed them to the one that needs
-    them. `source` and `target` are no requests: they hold blocks, so that nobody else gets them."""
+    them. `source` and `target` are not requests: they hold blocks, so that no request gets them."""
 
     job: Job
     source: Sequence
     blocks: list[int]  # of the source
     began: float  # the step that computed them
     target: Sequence | None = None
-    num_cached: int = 0  # blocks that the target has already
+    num_cached: int = 0  # blocks that the target pool already has
 
 
 class TwoPools:
     """A GPU for prompts, one for answers, and a link between them.
 
     The first token is sampled where the prompt was computed. The answer's sequence is held until
-    its K and V have come; then it is queued, and finds them as any request finds a cached prefix.
-    Until it is admitted, the blocks are kept for it.
-    With `layerwise`, a layer is sent as soon as it is computed: the link may begin with the step
-    that computes the prompt (its last one, if it has several), and only the last layer is sure to
-    come after it. Without `leases`, the source's blocks are free as soon as the prompt is computed.
+    its K and V have arrived; then it is queued, and finds them as any request finds a cached
+    prefix. Until it is admitted, the blocks are kept for it.
+    With `layerwise`, a layer is sent as soon as it is computed: a transfer may begin with the step
+    that computes the prompt (its last one, if it has several), and only the last layer must be sent
+    after it. Without `leases`, the source's blocks are free as soon as the prompt is computed.
     """
 
     def __init__(
@@ -232,10 +233,10 @@ class TwoPools:
     ) -> None:
         self.pools = pools
         self.rate, self.latency, self.layerwise, self.leases = rate, latency, layerwise, leases
-        self.pending: deque[Transfer] = deque()  # that wait for blocks of the decoding pool
+        self.pending: deque[Transfer] = deque()  # wait for blocks of the decode pool
         self.held: dict[Job, Sequence] = {}
-        self.under_way = 0
-        self.kept: dict[Sequence, Transfer] = {}  # arrived, and their sequence is not admitted yet
+        self.in_flight = 0
+        self.kept: dict[Sequence, Transfer] = {}  # arrived; their sequence is not admitted yet
         pools[1].settle = self._settle
         self.link_free, self.num_bytes = 0.0, 0
 
@@ -252,7 +253,7 @@ class TwoPools:
         self.start_transfers(run)
 
     def _keep(self, pool: Pool, sampled: list[tuple[Sequence, int]]) -> None:
-        """Prompts are computed: hold their blocks, and the sequences that will need them."""
+        """Prompts have been computed: keep their blocks, and hold the sequences of the answers."""
         for seq, token in sampled:
             job = pool.jobs[seq]
             if job.num_output == 1:
@@ -265,36 +266,37 @@ class TwoPools:
             blocks = [block for (block,) in hits]  # layers are one group here
             self.pending.append(Transfer(job, source, blocks, pool.began))
             answer = self.pools[1].add(job, known, job.num_output - 1)
-            self.pools[1].scheduler.hold(answer, KV_ON_ITS_WAY)
+            self.pools[1].scheduler.hold(answer, KV_IN_TRANSFER)
             self.held[job] = answer
 
     def start_transfers(self, run: "Run") -> None:
-        """From the head of the line, as long as there are blocks to receive in."""
+        """Start transfers from the head of the line, while there are blocks to receive them."""
         pool = self.pools[1]
         size = pool.manager.block_size
         while self.pending:
             transfer = self.pending[0]
             target = sequence([*transfer.job.prompt, 0], 1, transfer.job.number)
             needed = pool.manager.blocks_needed(len(target.token_ids))
-            if needed + self._promised() > pool.manager.num_free_blocks:
-                return  # nobody overtakes the head
+            if needed + self._reserved() > pool.manager.num_free_blocks:
+                return  # no transfer overtakes the head
             hits = pool.manager.lookup(target)
             pool.manager.allocate(target, len(transfer.blocks) * size, hits)
             self.pending.popleft()
-            self.under_way += 1
+            self.in_flight += 1
             transfer.target, transfer.num_cached = target, len(hits)
             run.at(self._arrival(transfer, run.now), partial(self._arrived, transfer))
 
-    def _promised(self) -> int:
-        """Blocks that those who come first will still need: one behind what is kept for them, or
-        all, if nothing is."""
+    def _reserved(self) -> int:
+        """Blocks that requests before the head will still need: one more for those whose blocks are
+        kept, and all for the others."""
         scheduler, needed = self.pools[1].scheduler, self.pools[1].manager.blocks_needed
         others = [seq for seq in scheduler.waiting if seq not in self.kept]
-        return self.under_way + len(self.kept) + sum(needed(seq.num_tokens) for seq in others)
+        return self.in_flight + len(self.kept) + sum(needed(seq.num_tokens) for seq in others)
 
     def _settle(self, admitted: list[Sequence]) -> bool:
-        """Who was admitted shares its blocks now. And if somebody was preempted, what is kept is
-        given up: it stays cached as long as nobody needs the blocks, and can be computed again."""
+        """Free what was kept for admitted sequences, which now share these blocks. After a
+        preemption, free all that is kept: it stays cached until the blocks are needed, and can be
+        computed again. Return whether this freed blocks after a preemption."""
         manager, scheduler = self.pools[1].manager, self.pools[1].scheduler
         gone = [self.kept.pop(seq) for seq in admitted if seq in self.kept]
         give_up = any(seq not in self.kept for seq in scheduler.waiting)
@@ -306,7 +308,7 @@ class TwoPools:
         return give_up and bool(gone)
 
     def _arrival(self, transfer: Transfer, now: float) -> float:
-        """When the last byte is there. One transfer at a time."""
+        """The time at which the last byte arrives. Transfers use the link one at a time."""
         num_blocks = len(transfer.blocks) - transfer.num_cached
         num_bytes = num_blocks * self.pools[1].manager.block_size * KV_BYTES
         seconds = num_bytes / self.rate
@@ -329,16 +331,16 @@ class TwoPools:
         prefill.manager.free(transfer.source)
         seq = self.held.pop(transfer.job)
         self.kept[seq] = transfer
-        self.under_way -= 1
-        decode.scheduler.release([seq], KV_ON_ITS_WAY)
+        self.in_flight -= 1
+        decode.scheduler.release([seq], KV_IN_TRANSFER)
         transfer.job.log["released"] = run.now
-        run.wake(0)  # whose blocks are free again
+        run.wake(0)  # its blocks are free again
         run.wake(1)
         self.start_transfers(run)
 
 
 class Run:
-    """Plays requests to the end: a clock, and what happens next."""
+    """Runs requests to the end, with a clock and a queue of events."""
 
     def __init__(self, setup: OnePool | TwoPools, jobs: list[Job]) -> None:
         self.setup, self.jobs, self.now = setup, jobs, 0.0
@@ -354,7 +356,7 @@ class Run:
         heapq.heappush(self._events, (time, next(self._order), happen))
 
     def wake(self, index: int) -> None:
-        """Let a pool begin a step, if none is under way and there is one to begin."""
+        """Let a pool begin a step, if none is in flight and there is work."""
         pool = self.setup.pools[index]
         if pool.plan is None and (seconds := pool.begin(self.now)) is not None:
             self.at(self.now + seconds, partial(self._ended, index))
@@ -375,14 +377,14 @@ def sequence(token_ids: list[int], max_tokens: int, arrival: int) -> Sequence:
 
 
 def mix(digest: int, token: int) -> int:
-    """Stands for K and V: depends on the token and on all before it."""
+    """Represents K and V: depends on the token and on all tokens before it."""
     return (digest * 6364136223846793005 + token + 1442695040888963407) % 2**64
 
 
 def make_jobs(
     rate: float, prompts: tuple[int, int], outputs: tuple[int, int], count: int = 40
 ) -> list[Job]:
-    """Random arrivals, so many a second on average; no prompt begins as another one does."""
+    """Random arrivals, `rate` per second on average; no two prompts have a common prefix."""
     rng, now, jobs = random.Random(1), 0.0, []
     for number in range(count):
         now += rng.expovariate(rate)
@@ -391,7 +393,7 @@ def make_jobs(
     return jobs
 
 
-# ---------------------------------------------------------------- what comes out
+# ---------------------------------------------------------------- results
 
 TRAFFIC = {
     "long prompts": ((1000, 4000), (20, 80)),
@@ -401,7 +403,7 @@ SETUPS = ("one pool, chunks of 2,048", "one pool, chunks of 256", "two pools")
 
 
 def make_setup(name: str, rate: float = LINKS["400 Gb/s"], **options: bool) -> OnePool | TwoPools:
-    """Two GPUs."""
+    """A setup of two GPUs."""
     if name == "two pools":
         return TwoPools([Pool(8192, 8192), Pool(8192, 2048)], rate, **options)
     budget = 2048 if "2,048" in name else 256
@@ -424,12 +426,12 @@ def gaps(jobs: list[Job]) -> list[float]:
 
 
 def first_gaps(jobs: list[Job]) -> list[float]:
-    """Between first and second token: with two pools, K and V travel in it."""
+    """Times between first and second token, in which two pools send K and V."""
     return sorted(job.times[1] - job.times[0] for job in jobs if len(job.times) > 1)
 
 
 def percentile(values: list[float], percent: float) -> float:
-    """Of sorted values, the nearest rank."""
+    """A percentile of sorted values, by the nearest rank."""
     return values[max(0, -(-len(values) * percent // 100).__trunc__() - 1)]
 
 
@@ -447,7 +449,7 @@ def load_table(traffic: str, rates: list[float]) -> str:
 
 
 def link_table(traffic: str, rate: float) -> str:
-    """Table: the gap in which K and V travel, by link, sent behind the prompt or layer by layer."""
+    """Table: the gap in which K and V are sent, by link, after the prompt or layer by layer."""
     rows = []
     for link in LINKS:
         cells = []
@@ -459,18 +461,18 @@ def link_table(traffic: str, rate: float) -> str:
 
 
 def busy(traffic: str, rate: float) -> float:
-    """The share of the time in which the GPU for prompts computed."""
+    """The fraction of the time in which the GPU for prompts computes."""
     done = run("two pools", traffic, rate)
     return done.setup.pools[0].busy / done.now
 
 
 def needed_rate(rate: float, mean_tokens: int) -> float:
-    """Bytes a second that the link must carry."""
+    """Bytes per second that the link must carry."""
     return rate * mean_tokens * KV_BYTES
 
 
 def life_table(number: int = 30) -> str:
-    """Table: what happened to one request of two pools, in ms since it came."""
+    """Table: the events of one request with two pools, in ms since its arrival."""
     job = run("two pools", "long prompts", 4, "100 Gb/s").jobs[number]
     moments = {"first token": job.times[0], **job.log, "second token": job.times[1]}
     moments |= {f"last token, of {len(job.tokens)}": job.times[-1]}
@@ -478,11 +480,11 @@ def life_table(number: int = 30) -> str:
     where = {"first token": "prefill", "transfer begins": "link", "transfer ends": "link"}
     for what, time in sorted(moments.items(), key=lambda each: each[1]):
         rows.append((what, where.get(what, "decode"), f"{(time - job.arrival) * 1e3:.1f}"))
-    return table(("what", "where", "ms"), rows)
+    return table(("event", "where", "ms"), rows)
 
 
 def without_leases(leases: bool) -> str:
-    """Of so many requests, how many get other tokens than from one pool. The prefill pool is small
+    """How many requests get other tokens than from one pool, of how many. The prefill pool is small
     and the link slow, so freed blocks are soon taken for another prompt."""
     jobs = make_jobs(12, *TRAFFIC["long prompts"], count=40)
     Run(TwoPools([Pool(600, 8192), Pool(8192, 2048)], LINKS["10 Gb/s"], leases=leases), jobs)

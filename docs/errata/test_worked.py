@@ -1,4 +1,4 @@
-"""The numbers of what is often told wrong, by hand; and whether what pages point at is there."""
+"""The numbers of the page on common errors, by hand; and whether its references exist."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The numbers on the page of what is often told wrong, computed from what the examples give."""
+"""The numbers of the page on common errors, computed from the data of the examples."""
 
 from fractions import Fraction
 
@@ -13,12 +13,12 @@ def accepted_drafts(rate: float, drafts: int) -> float:
 
 
 def tokens_per_round(rate: float, drafts: int) -> float:
-    """Those, and one token more: the correction, or the one behind the last draft."""
+    """The accepted drafts and one more token: the correction, or the one after the last draft."""
     return 1 + accepted_drafts(rate, drafts)
 
 
 def speculative_speedup(rate: float, drafts: int, draft_cost: float) -> float:
-    """Tokens per round over its time, in steps of the target: one, and the drafts' share."""
+    """Tokens per round over its time, in steps of the target: one, plus the cost of the drafts."""
     return tokens_per_round(rate, drafts) / (1 + drafts * draft_cost)
 
 
@@ -35,9 +35,9 @@ def after_rejection(target: list[float], draft: list[float], *, residual: bool) 
 
 
 def kept_by_top_p(probabilities: list[str], p: str, *, drop_above: bool) -> int:
-    """How many of the ordered probabilities stay, in exact arithmetic.
+    """How many of the ordered probabilities are kept, in exact arithmetic.
 
-    Until their sum reaches p; or, with `drop_above`, all whose predecessors sum to no more than p.
+    Those until their sum reaches p; with `drop_above`, those whose predecessors sum to at most p.
     """
     exact, border = [Fraction(text) for text in probabilities], Fraction(p)
     before = [sum(exact[:i], Fraction(0)) for i in range(len(exact))]
@@ -45,13 +45,13 @@ def kept_by_top_p(probabilities: list[str], p: str, *, drop_above: bool) -> int:
 
 
 def batch_gain(weights_gb: float, kv_gb: float, sequences: int) -> float:
-    """Tokens a second beside one sequence, if a step takes as long as reading takes."""
+    """Tokens a second relative to one sequence, if a step takes as long as reading memory."""
     alone = weights_gb + kv_gb
     return sequences * alone / (weights_gb + sequences * kv_gb)
 
 
 def shortest_with_waste(percent: float, block_size: int) -> float:
-    """Tokens at which the expected empty end of the last block is so many per cent."""
+    """Tokens at which the expected empty end of the last block is this percentage."""
     empty = (block_size - 1) / 2
     return empty * (100 - percent) / percent
 
@@ -76,7 +76,7 @@ def quantise(x: float, scale: float, zero_point: int) -> int:
 
 
 def subtracted_first(x: float, scale: float, zero_point: int) -> int:
-    """The same with the zero point taken from x, as if it were a value."""
+    """The same with the zero point subtracted from x, as if it were a value."""
     return round((x - zero_point) / scale)
 
 

@@ -1,4 +1,4 @@
-"""A still picture of the playground, for those who read its page as plain Markdown."""
+"""A picture of a run of the playground, for readers of its page as plain Markdown."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,5 @@
-// Draws the runs of runs.js, which the engine's own scheduler made. Nothing is decided here: a step
-// shows what its record says, and runs.py explains that record's fields.
+// Draws the runs of runs.js, which are recorded from the engine's own scheduler. Nothing is decided
+// here: each step is drawn from its record, whose fields are described in runs.py.
 
 "use strict";
 
@@ -12,7 +12,7 @@
     budget: "token budget of a step",
     slots: "slots (max_num_seqs)",
     pool: "pool, in KV slots",
-    block_size: "tokens to a block",
+    block_size: "block size, in tokens",
     threshold: "long_prefill_token_threshold",
     policy: "policy",
     prefix_caching: "prefix cache",
@@ -27,7 +27,7 @@
     to_last: "mean steps from arrival to the end",
   };
   const NAMES = "ABCDEF";
-  const PAUSE = 700; // milliseconds between two steps that play
+  const PAUSE = 700; // milliseconds between two steps while playing
 
   const setting = { ...RUNS.defaults };
   let before = null; // the setting before the last change
@@ -49,14 +49,14 @@
     return [...field.matchAll(pattern)].map((match) => match.slice(1));
   }
 
-  // Each step with its fields, and with what has changed up to it added together.
+  // Each step with its fields, and with the state that results from all changes up to it.
   function read(text) {
     const blocks = new Map();
     for (let number = 1; number <= setting.pool / setting.block_size; number++) {
       blocks.set(number, { owners: "", cached: false });
     }
     let running = [];
-    const again = new Set(); // those who were preempted once
+    const again = new Set(); // requests that were preempted at least once
     return text.split(" ").map((step) => {
       const fields = step.split(";");
       const rows = pairs(fields[0], /([A-F])([dpbt])(\d+)/g);
@@ -99,9 +99,9 @@
   }
 
   function whyWaiting(why) {
-    if (why === "p") return "a step that preempts admits nobody";
-    if (why === "b") return "the budget is spent";
-    if (why === "s") return "all slots are taken";
+    if (why === "p") return "no request is admitted in a step with a preemption";
+    if (why === "b") return "the budget is used up";
+    if (why === "s") return "all slots are in use";
     const [needed, free] = why.slice(1).split("/");
     return `it needs ${needed} blocks for all its tokens, and ${free} are free`;
   }
@@ -111,9 +111,9 @@
     for (const { victim, cause } of step.preempted) {
       said.push(
         victim === cause
-          ? `${victim} is preempted: it needs a block, none is free, and it is the last in line.`
+          ? `${victim} is preempted: it needs a block, none is free, and it is the last of the running requests.`
           : `${victim} is preempted: ${cause} needs a block, none is free, ` +
-              `and ${victim} is the last in line.`,
+              `and ${victim} is the last of the running requests.`,
       );
     }
     for (const { name, hits } of step.admitted) {
@@ -129,14 +129,14 @@
       if (kind === "t") said.push(`${what}, cut by the threshold of ${setting.threshold}.`);
     }
     const idle = step.running.filter((name) => !step.rows.some((row) => row.name === name));
-    if (idle.length) said.push(`${verb(idle, "gets", "get")} nothing: the budget is spent.`);
+    if (idle.length) said.push(`${verb(idle, "gets", "get")} nothing: the budget is used up.`);
     if (step.waiting.length) {
       const [head, ...others] = step.waiting;
       const behind = others.length ? ` ${verb(others, "waits", "wait")} behind it.` : "";
       said.push(`${head} waits: ${whyWaiting(step.why)}.${behind}`);
     }
     if (step.ended.length) said.push(`${verb(step.ended, "ends", "end")} with this step.`);
-    return said.join(" ") || "Nobody is there.";
+    return said.join(" ") || "There are no requests.";
   }
 
   function wordsOf(value) {
@@ -164,7 +164,7 @@
     root.classList.add("pg");
     root.tabIndex = 0;
     root.setAttribute("role", "group");
-    root.setAttribute("aria-label", "The playground: left and right arrow go through the steps");
+    root.setAttribute("aria-label", "The playground: the left and right arrow keys go through the steps");
     parts.options = element("div", "pg-options");
     for (const [name, values] of Object.entries(RUNS.options)) {
       parts.options.append(choice(name, values));
@@ -173,7 +173,7 @@
     parts.first = button("|◀", "first step", () => go(0));
     parts.back = button("◀", "one step back", () => go(now - 1));
     parts.play = button("play", "play the steps", toggle);
-    parts.next = button("▶", "one step on", () => go(now + 1));
+    parts.next = button("▶", "one step forward", () => go(now + 1));
     parts.slider = element("input", "pg-slider");
     Object.assign(parts.slider, { type: "range", min: 1 });
     parts.slider.setAttribute("aria-label", "step");
@@ -207,7 +207,7 @@
     return made;
   }
 
-  // A list for many or long values, else buttons of which one is pressed.
+  // A list for many or long values, otherwise buttons of which one is pressed.
   function choice(name, values) {
     const field = element("div", "pg-choice");
     field.setAttribute("role", "group");
@@ -237,7 +237,7 @@
     const box = element("div", "pg-legend");
     const kinds = [
       ["pg-wait", "", "waits"],
-      ["pg-chunk", "16", "computes so many tokens"],
+      ["pg-chunk", "16", "computes this many tokens"],
       ["pg-chunk pg-again", "16", "computes them again"],
       ["pg-decode", "1", "decodes"],
       ["pg-idle", "", "runs, but gets nothing"],
@@ -327,7 +327,7 @@
     const label = element("p", "pg-caption");
     const known = setting.prefix_caching ? `, ${cached} of them cached` : "";
     const marks = setting.prefix_caching
-      ? " A star: published; a dashed block: cached, used by nobody, and lost when it is given out."
+      ? " A star: cached; a dashed block: cached but not in use, and evicted when it is allocated."
       : "";
     label.textContent =
       `The pool: ${step.blocks.length} blocks of ${setting.block_size} tokens, ` +
@@ -436,8 +436,8 @@
     parts.words.setAttribute("aria-live", "polite");
   }
 
-  // What the page's own buttons ask for: `data-set="requests=two long prompts&budget=32"`. The
-  // options that it does not name are as at the beginning.
+  // The setting of a button on the page: `data-set="requests=two long prompts&budget=32"`. Options
+  // that it does not name have their defaults.
   function asked(text) {
     const wanted = { ...RUNS.defaults };
     for (const [name, value] of new URLSearchParams(text)) {

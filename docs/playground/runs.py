@@ -1,23 +1,23 @@
-"""Runs the engine's own `Scheduler` over a product of settings, for the playground.
+"""Runs the engine's own `Scheduler` with all combinations of some settings, for the playground.
 
     python docs/playground/runs.py
 
 writes `runs.js`, which the page loads. There is no model: sampled tokens are made up, which
-changes nothing, since the scheduler never looks at what a token says. `playground.js` only draws
-what stands here; it decides nothing.
+changes nothing, since the scheduler never looks at their values. `playground.js` only draws these
+runs; it decides nothing.
 
-A run is a text, its steps separated by spaces and a step's seven fields by semicolons. Requests are
-called A to F. All is as it stands while the step runs:
+A run is a string, with its steps separated by spaces and the seven fields of a step by semicolons.
+Requests are called A to F. The fields describe the state while the step runs:
 
     0  rows: request, kind, tokens. Kinds: d decodes, p computes all that is left, b was cut by the
        budget, t by the threshold. `Ad1Cb15`
-    1  who waits, in order: `DE`
-    2  who was admitted, and how many tokens of it the prefix cache had: `C16`
-    3  who was preempted, and for whom: `CA`
-    4  who ends with this step: `B`
-    5  why the first who waits was not admitted: p for a preemption in this step, b for budget,
-       s for slots, k5/2 for five blocks of which two were free
-    6  blocks that changed: number, owners or -, and * if the prefix cache knows it: `3A*7-`.
+    1  waiting requests, in order: `DE`
+    2  admitted requests, each with its number of tokens found in the prefix cache: `C16`
+    3  preempted requests, each followed by the one that needed a block: `CA`
+    4  requests that end with this step: `B`
+    5  why the first waiting request was not admitted: p for a preemption in this step, b for
+       budget, s for slots, k5/2 for five blocks of which two were free
+    6  blocks that changed: number, owners or -, and * if the block is in the prefix cache: `3A*7-`.
        Before the first step all are free
 """
 
@@ -42,8 +42,8 @@ class Request(NamedTuple):
     prompt: int  # tokens
     output: int
     arrival: int = 1  # the first step that it may run in
-    priority: int = 1  # a lower one goes first
-    shared: int = 0  # tokens of the prompt that others begin with, too
+    priority: int = 1  # a lower value goes first
+    shared: int = 0  # length of the prefix that is shared with other prompts
 
 
 _MIXED = (
@@ -67,7 +67,7 @@ REQUESTS: dict[str, tuple[Request, ...]] = {
     ),
 }
 
-# What can be set, in the order of the index. The pool is told in KV slots: so many tokens fit.
+# The options, in the order of the index. The size of the pool is in KV slots, that is, in tokens.
 OPTIONS: dict[str, tuple] = {
     "requests": tuple(REQUESTS),
     "budget": (16, 32, 64),
@@ -82,9 +82,8 @@ DEFAULTS = {
     **{"requests": "six at once", "budget": 32, "slots": 4, "pool": 128, "block_size": 16},
     **{"threshold": 0, "policy": "fcfs", "prefix_caching": False},
 }
-# Of a run: steps, tokens of the largest one, preemptions, tokens computed, tokens found in the
-# prefix cache, and the means over requests of the steps from arrival to the first token, and to
-# the last.
+# Totals of a run: steps, tokens of the largest step, preemptions, tokens computed, tokens found in
+# the prefix cache, and the mean numbers of steps from arrival to the first and to the last token.
 TOTALS = ("steps", "largest", "preemptions", "computed", "found", "to_first", "to_last")
 
 
@@ -94,7 +93,7 @@ class Run(NamedTuple):
 
 
 class Watched(Scheduler):
-    """The engine's scheduler, and notes of why it did what it did. It decides nothing else."""
+    """The engine's scheduler, which also records reasons. Its decisions are unchanged."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)
@@ -120,7 +119,7 @@ class Watched(Scheduler):
 
 
 def run(setting: dict) -> Run:
-    """All requests of a setting, from the first step to the last."""
+    """Run all requests of a setting, from the first step to the last."""
     scheduler = _scheduler(setting)
     sequences = _sequences(REQUESTS[setting["requests"]])
     due = list(sequences)
@@ -154,13 +153,13 @@ def run(setting: dict) -> Run:
 
 
 def settings() -> Iterator[dict]:
-    """The product of all options; the last one changes fastest."""
+    """All combinations of the options; the last option changes fastest."""
     for values in product(*OPTIONS.values()):
         yield dict(zip(OPTIONS, values, strict=True))
 
 
 def runs_js() -> str:
-    """What the page loads. Equal runs, of which there are many, are kept once."""
+    """The file that the page loads. Equal runs, of which there are many, are stored once."""
     number: dict[str, int] = {}
     totals, index = [], []
     for setting in settings():
@@ -193,7 +192,7 @@ def _scheduler(setting: dict) -> Watched:
 
 
 def _sequences(requests: tuple[Request, ...]) -> dict[Sequence, Request]:
-    """No two prompts share a token but for what they are told to share."""
+    """Sequences of the requests. Prompts have no token in common except their shared prefix."""
     found = {}
     for i, (name, request) in enumerate(zip(NAMES, requests, strict=False)):
         prompt = [99] * request.shared + [i] * (request.prompt - request.shared)
@@ -204,7 +203,7 @@ def _sequences(requests: tuple[Request, ...]) -> dict[Sequence, Request]:
 
 
 def _decisions(scheduler: Watched, plan: Plan) -> list[str]:
-    """The fields of a step, but for those who end and the blocks."""
+    """The fields of a step, except for the ended requests and the blocks."""
     return [
         "".join(f"{row.seq.request_id}{scheduler.kinds[row.seq]}{row.n}" for row in plan.rows),
         _names(scheduler.waiting),
@@ -217,7 +216,7 @@ def _decisions(scheduler: Watched, plan: Plan) -> list[str]:
 
 
 def _admitted(scheduler: Watched, plan: Plan) -> list[tuple[Sequence, int]]:
-    """With the tokens that the prefix cache had: where its first row starts."""
+    """Admitted sequences with their tokens in the prefix cache: where their first row starts."""
     start = {row.seq: row.start for row in plan.rows}
     return [(seq, start[seq]) for seq in plan.admitted]
 
@@ -239,7 +238,7 @@ def _why(scheduler: Watched, plan: Plan) -> str:
 
 
 def _blocks(scheduler: Watched) -> dict[int, str]:
-    """Of each block: its owners, and whether the prefix cache knows it."""
+    """The owners of each block, and a * if it is in the prefix cache."""
     manager = scheduler.block_manager
     owners = dict.fromkeys(range(1, manager.num_blocks + 1), "")
     for seq in sorted(scheduler.running, key=lambda seq: seq.arrival):
@@ -251,7 +250,7 @@ def _blocks(scheduler: Watched) -> dict[int, str]:
 
 
 def _token(seq: Sequence) -> int:
-    """What is sampled: another token in each sequence, which ends nothing."""
+    """The sampled token: different for each sequence, and never a stop token."""
     return 200 + seq.arrival
 
 

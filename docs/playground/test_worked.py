@@ -1,4 +1,4 @@
-"""The playground shows runs of the engine's scheduler, and its page tells them right."""
+"""The playground shows runs of the engine's scheduler, and its page describes them correctly."""
 
 import json
 import random
@@ -19,7 +19,7 @@ SAMPLE = random.Random(0).sample(SETTINGS, 120)
 
 @pytest.fixture(scope="module")
 def written() -> dict:
-    """What the page loads."""
+    """The data that the page loads."""
     text = runs.RUNS_FILE.read_text(encoding="utf-8")
     comment, data = text.split("\n", 1)
     assert comment.startswith("//") and data.startswith("const RUNS = ") and data.endswith(";\n")
@@ -27,7 +27,7 @@ def written() -> dict:
 
 
 def place_of(setting: dict) -> int:
-    """As `numberOfRun` of playground.js counts it."""
+    """The index of a setting, computed as in `numberOfRun` of playground.js."""
     place = 0
     for name, values in runs.OPTIONS.items():
         place = place * len(values) + values.index(setting[name])
@@ -85,7 +85,7 @@ def test_a_run_by_hand() -> None:
 
 
 def test_playground_js_reads_this_format() -> None:
-    """Its patterns match what is written, wholly; its labels have a name for every option."""
+    """Its patterns match all that is written; it has a label for every option."""
     script = (FOLDER / "playground.js").read_text(encoding="utf-8")
     patterns = re.findall(r"pairs\(fields\[(\d)\], /(.+?)/g\)", script)
     assert [int(field) for field, _ in patterns] == [0, 2, 3, 6]
@@ -130,5 +130,5 @@ def test_the_still_picture_shows_the_default_run() -> None:
     assert drawn == (FOLDER / "example.svg").read_text(encoding="utf-8")
     steps = runs.run(runs.DEFAULTS).steps
     cells = sum(len(re.findall(r"[A-F][dpbt]\d+", step.split(";")[0])) for step in steps)
-    # Besides those of cells there is the rectangle of the card.
+    # One more rectangle is the background.
     assert drawn.count("<rect") == cells + 1

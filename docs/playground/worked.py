@@ -1,4 +1,4 @@
-"""What the playground's page says of its runs, from the scheduler that makes them."""
+"""The numbers on the playground's page, from the runs of the scheduler."""
 
 import re
 from functools import cache
@@ -20,12 +20,12 @@ def num_blocks(pool: int, block_size: int) -> int:
 
 
 def total(name: str, **changes: int | str | bool) -> float:
-    """One of `runs.TOTALS`, of the defaults with some changes."""
+    """One of `runs.TOTALS`, for the defaults with some changes."""
     return _run(**changes).totals[runs.TOTALS.index(name)]
 
 
 def first_token(request: str, **changes: int | str | bool) -> int:
-    """The step that yields the first token of a request."""
+    """The step that computes the first token of a request."""
     for number, step in enumerate(_run(**changes).steps, 1):
         if re.search(rf"{request}[pd]\d", step.split(";")[0]):
             return number
@@ -33,7 +33,7 @@ def first_token(request: str, **changes: int | str | bool) -> int:
 
 
 def victims(**changes: int | str | bool) -> str:
-    """Who is preempted for whom, in order."""
+    """The preempted requests, each with the one that needed a block, in order."""
     pairs = [_pairs(step.split(";")[3]) for step in _run(**changes).steps]
     return "; ".join(f"{victim}, for {cause}" for found in pairs for victim, cause in found)
 

@@ -17,7 +17,7 @@ def parameters_7b() -> dict[str, int]:
 
 
 def share_7b(part: str) -> float:
-    """Of all parameters, in per cent."""
+    """Share of a part in all parameters, in per cent."""
     counts = parameters_7b()
     return 100 * counts[part] / sum(counts.values())
 
@@ -37,7 +37,7 @@ def kv_bytes_per_token(layers: int, kv_heads: int, head_dim: int, dtype_bytes: i
 def tokens_that_fit(
     gpu_gb: float, share: float, weight_bytes: float, other_gb: float, kv_bytes: int
 ) -> int:
-    """Tokens of KV in what a share of a GPU (10^9 bytes) leaves beside weights and activations."""
+    """Tokens of KV that fit into a share of a GPU (10^9 bytes) beside weights and activations."""
     left = gpu_gb * 1e9 * share - weight_bytes - other_gb * 1e9
     return max(0, int(left // kv_bytes))
 
@@ -71,17 +71,17 @@ def paged_waste(tokens: int, block_size: int) -> float:
 
 
 def expected_waste(block_size: int) -> float:
-    """Unused slots per sequence on average, if lengths end anywhere in a block alike."""
+    """Unused slots per sequence on average, if lengths end uniformly within a block."""
     return (block_size - 1) / 2
 
 
 def reusable(tokens: int, block_size: int) -> int:
-    """Tokens of a wholly cached prompt that are not computed: full blocks, never the last token."""
+    """Tokens of a fully cached prompt that are not computed: full blocks, never the last token."""
     return (tokens - 1) // block_size * block_size
 
 
 def block_size_table(tokens: int, context: int) -> str:
-    """What a block size costs, for a cached prompt of `tokens` and a table of `context` tokens."""
+    """Costs of block sizes, for a cached prompt of `tokens` and a table of `context` tokens."""
     lines = ["| block size | empty slots a sequence | reused | entries in a table |"]
     lines.append("|---|---|---|---|")
     for size in (1, 16, 256):
@@ -101,7 +101,7 @@ def larger_weight(difference: float) -> float:
 
 
 def saved_by_grouping(heads: int, kv_heads: int) -> float:
-    """Share of the KV cache, in per cent."""
+    """Saved share of the KV cache, in per cent."""
     return 100 * (1 - kv_heads / heads)
 
 

@@ -1,14 +1,14 @@
-"""The same requests through your engine and through nanoserve: tokens, steps, time, length.
+"""Run the same requests on your engine and on nanoserve; compare tokens, steps, time and length.
 
     python docs/your-engine/compare.py
 
-`--solution` takes our engine in place of yours, `--requests` and `--seed` make other requests. The
-exit status is 0 if all greedy tokens and all steps are equal.
+`--solution` uses the solution in place of your engine, `--requests` and `--seed` make other
+requests. The exit status is 0 if all greedy outputs and all steps are equal.
 """
 
 import os
 
-# The model is tiny: more threads than one wait for each other. Before torch is loaded.
+# The model is tiny: more than one thread only makes it slower. Set before torch is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-# A pool in which not all fit, so that some are preempted; prompts of several chunks.
+# A pool that is too small for all requests, so that some are preempted; prompts of several chunks.
 CONFIG = {"num_blocks": 36, "block_size": 4, "max_num_seqs": 6, "budget": 24, "threshold": 16}
 QUESTIONS = ["What is a KV cache?", "What is preemption?", "What is a block table?", "23 + 45 ="]
 CHECKPOINT = Path(find_spec("nanoserve").origin).parent / "checkpoint" / "tiny_qwen3" / "model"
@@ -37,7 +37,7 @@ class Request(NamedTuple):
 
 
 class Step(NamedTuple):
-    """Request -> (tokens that it had computed, tokens of this step); and who lost its blocks."""
+    """Request -> (tokens computed before, tokens of this step); and the preempted requests."""
 
     rows: dict[int, tuple[int, int]]
     preempted: list[int]
@@ -52,7 +52,7 @@ class Run(NamedTuple):
 
 
 def workload(num_requests: int = 50, seed: int = 0, sampled: bool = False) -> list[Request]:
-    """Questions, and numbers behind one of three common beginnings, some with a stop string."""
+    """Questions, and numbers after one of three common prefixes, some with a stop string."""
     rng = random.Random(seed)
     beginnings = [[rng.randrange(300, 2000) for _ in range(n)] for n in (9, 16, 26)]
     requests, arrival = [], 0
@@ -61,7 +61,7 @@ def workload(num_requests: int = 50, seed: int = 0, sampled: bool = False) -> li
         prompt: str | list[int] = rng.choice(beginnings) + [
             rng.randrange(300, 2000) for _ in range(rng.randint(1, 14))
         ]
-        prompt.append(_A)  # an output goes on where its prompt ends, here behind a whole character
+        prompt.append(_A)  # so that the prompt ends with a complete character
         if rng.random() < 0.4:
             question = rng.choice(QUESTIONS)
             prompt = f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
@@ -110,7 +110,7 @@ def by_nanoserve(requests: list[Request]) -> Run:
     options = {"num_kv_blocks": CONFIG["num_blocks"], "block_size": CONFIG["block_size"]}
     options |= {"max_num_batched_tokens": CONFIG["budget"], "max_num_seqs": CONFIG["max_num_seqs"]}
     options |= {"long_prefill_token_threshold": CONFIG["threshold"], "num_threads": 1}
-    # All that the pool holds, as in your engine; the model was made for more.
+    # All that the pool holds, as in your engine; the model supports more.
     options |= {"max_model_len": CONFIG["num_blocks"] * CONFIG["block_size"]}
     options |= {"dtype": "float32", "attention_backend": "torch", "device": "cpu"}
     outputs: dict[str, Any] = {}
@@ -130,7 +130,7 @@ def by_nanoserve(requests: list[Request]) -> Run:
                 params = SamplingParams(**{"temperature": 0, "max_tokens": max_tokens} | sampling)
                 llm.engine.add_request(str(num_added), prompt, params)
                 num_added += 1
-            steps.append(Step({}, []))  # what `observe` is told of, if anything runs
+            steps.append(Step({}, []))  # `observe` replaces it, if anything runs
             outputs |= {output.request_id: output for output in llm.engine.step()}
         seconds = time.perf_counter() - start
     ends = [outputs[str(i)].outputs[0] for i in range(len(requests))]
@@ -141,7 +141,7 @@ def by_nanoserve(requests: list[Request]) -> Run:
 
 
 def first_difference(yours: list[Any], theirs: list[Any]) -> int | None:
-    """The first place at which two lists are not equal."""
+    """The first index at which two lists differ."""
     for i in range(max(len(yours), len(theirs))):
         if yours[i : i + 1] != theirs[i : i + 1]:
             return i
@@ -149,7 +149,7 @@ def first_difference(yours: list[Any], theirs: list[Any]) -> int | None:
 
 
 def report(what: str, yours: list[Any], theirs: list[Any]) -> bool:
-    """Say how many are equal, and show the first that is not."""
+    """Print how many are equal, and the first that is not."""
     num_equal = sum(a == b for a, b in zip(yours, theirs, strict=False))
     print(f"{what}: {num_equal} of {len(theirs)} equal")
     i = first_difference(yours, theirs)
@@ -172,7 +172,7 @@ def lengths(file: ModuleType) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--solution", action="store_true", help="our engine, not yours")
+    parser.add_argument("--solution", action="store_true", help="use the solution, not your engine")
     parser.add_argument("--requests", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
@@ -185,12 +185,12 @@ def main() -> int:
     print(f"{len(requests)} requests, {len(theirs.steps)} steps, {preempted} preemptions")
     same = [
         report("greedy tokens", yours.tokens, theirs.tokens),
-        report("ends", yours.reasons, theirs.reasons),
+        report("finish reasons", yours.reasons, theirs.reasons),
         report("texts", yours.texts, theirs.texts),
         report("steps", yours.steps, theirs.steps),
     ]
     drawn = workload(args.requests, args.seed, sampled=True)
-    # Only if your noise is nanoserve's, which nothing asks for; else it says nothing.
+    # Equal only if your noise is that of nanoserve, which is optional.
     report("sampled tokens (optional)", by_yours(file, drawn).tokens, by_nanoserve(drawn).tokens)
     print(f"time: {yours.seconds:.2f} s and {theirs.seconds:.2f} s, ratio ", end="")
     print(f"{yours.seconds / theirs.seconds:.1f}")

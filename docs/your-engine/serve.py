@@ -1,13 +1,13 @@
-"""Ask the bundled model a question, through your engine.
+"""Ask the bundled model a question, with your engine.
 
     python docs/your-engine/serve.py "What is a KV cache?"
 
-`--solution` takes ours instead.
+`--solution` uses the solution instead.
 """
 
 import os
 
-# The model is tiny: more threads than one wait for each other. Before torch is loaded.
+# The model is tiny: more than one thread only makes it slower. Set before torch is loaded.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import argparse
@@ -22,7 +22,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-tokens", type=int, default=200)
-    parser.add_argument("--solution", action="store_true", help="our engine, not yours")
+    parser.add_argument("--solution", action="store_true", help="use the solution, not your engine")
     args = parser.parse_args()
     file = import_module("solution" if args.solution else "your_engine")
     engine = file.Engine(CHECKPOINT, file.Config())

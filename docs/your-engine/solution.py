@@ -26,7 +26,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     frequencies = 1 / theta ** (torch.arange(0, x.shape[-1], 2).float() / x.shape[-1])
-    angles = (positions[:, None] * frequencies)[:, None]  # [n, 1, size / 2]: all heads alike
+    angles = (positions[:, None] * frequencies)[:, None]  # [n, 1, size / 2]: the same for all heads
     (first, second), cos, sin = x.chunk(2, dim=-1), angles.cos(), angles.sin()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
@@ -107,7 +107,7 @@ class Pool:
     def __init__(self, model: Model, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         heads, dim = model.config["num_key_value_heads"], model.config["head_dim"]
-        # Block 0 belongs to nobody.
+        # Block 0 is not used.
         self.kv = torch.zeros(len(model.layers), 2, num_blocks + 1, block_size, heads, dim)
 
     def slots(self, table: list[int], positions: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def blocks_needed(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
-# -- Given: what the stages from here on pass to each other --------------------------------------
+# -- Given: the data structures of the following stages ------------------------------------------
 
 
 @dataclass
@@ -135,7 +135,7 @@ class Config:
     block_size: int = 16
     max_num_seqs: int = 16
     budget: int = 256  # tokens of a step
-    threshold: int = 0  # tokens of a step for one sequence; 0 is none
+    threshold: int = 0  # most tokens of a step for one sequence; 0 is no limit
 
 
 @dataclass(eq=False)
@@ -152,18 +152,18 @@ class Sequence:
     num_computed: int = 0  # tokens whose K and V are in the pool
     block_table: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list, repr=False)  # of its full blocks
-    num_published: int = 0  # full blocks that the prefix cache has been told of
-    # Stage 9: asked behind each token that joins, whether its text has come to a stop string.
+    num_cached: int = 0  # full blocks that are in the prefix cache
+    # Stage 9: called after each appended token; whether the text contains a stop string.
     is_stopped: Callable[["Sequence"], bool] = lambda seq: False
     finish_reason: str | None = None
-    text: str = ""  # as much as has been shown
+    text: str = ""  # the part that has been returned
 
 
 class Row(NamedTuple):
     seq: Sequence
     start: int  # tokens that are computed already
     n: int  # tokens of this step
-    catches_up: bool  # then it gets a token
+    catches_up: bool  # whether it computes the last known token, so that one is sampled
 
 
 @dataclass
@@ -178,7 +178,7 @@ class Plan:
         self.budget -= n
 
 
-# -- Stage 4: who owns which block, and the prefix cache -----------------------------------------
+# -- Stage 4: the block manager and the prefix cache ---------------------------------------------
 
 
 def chain_hash(parent: bytes, token_ids: list[int]) -> bytes:
@@ -190,7 +190,7 @@ class BlockManager:
         self.block_size = block_size
         self.ref_counts = [0] * (num_blocks + 1)
         self.free_queue = OrderedDict.fromkeys(range(1, num_blocks + 1))
-        self.blocks_of: dict[bytes, list[int]] = {}  # the published blocks: one, and its copies
+        self.blocks_of: dict[bytes, list[int]] = {}  # the cached blocks: one, and its copies
         self.hash_of: dict[int, bytes] = {}
 
     def lookup(self, seq: Sequence) -> list[int]:
@@ -206,19 +206,19 @@ class BlockManager:
             del self.free_queue[block]
         new = [self.free_queue.popitem(last=False)[0] for _ in range(num_new)]
         for block in new:
-            self._forget(block)  # it will hold something else
+            self._evict(block)  # it will hold other content
         for block in [*hits, *new]:
             self.ref_counts[block] += 1
             seq.block_table.append(block)
-        seq.num_published += len(hits)
+        seq.num_cached += len(hits)
         return True
 
-    def publish(self, seq: Sequence, num_tokens: int) -> None:
+    def cache(self, seq: Sequence, num_tokens: int) -> None:
         hashes = self._hashes(seq, num_tokens // self.block_size)
-        for i in range(seq.num_published, len(hashes)):
+        for i in range(seq.num_cached, len(hashes)):
             self.blocks_of.setdefault(hashes[i], []).append(seq.block_table[i])
             self.hash_of[seq.block_table[i]] = hashes[i]
-        seq.num_published = max(seq.num_published, len(hashes))
+        seq.num_cached = max(seq.num_cached, len(hashes))
 
     def free(self, seq: Sequence) -> None:
         while seq.block_table:
@@ -227,11 +227,11 @@ class BlockManager:
             if self.ref_counts[block] == 0:
                 self.free_queue[block] = None
                 if self.blocks_of.get(self.hash_of.get(block)) != [block]:
-                    self._forget(block)  # if it is a copy
+                    self._evict(block)  # if it is a copy
                     self.free_queue.move_to_end(block, last=False)
-        seq.num_published = 0
+        seq.num_cached = 0
 
-    def _forget(self, block: int) -> None:
+    def _evict(self, block: int) -> None:
         if block in self.hash_of:
             block_hash = self.hash_of.pop(block)
             self.blocks_of[block_hash].remove(block)
@@ -265,7 +265,7 @@ class Scheduler:
             if n and seq in self.running and self.make_room(seq, n, plan):
                 plan.add(seq, n)
         for seq, start, n, _ in plan.rows:
-            self.blocks.publish(seq, start + n)
+            self.blocks.cache(seq, start + n)
         if not plan.preempted:
             self._admit(plan)
         plan.rows.sort(key=lambda row: row.n > 1)
@@ -276,11 +276,11 @@ class Scheduler:
             seq = self.waiting[0]
             hits = self.blocks.lookup(seq)
             if not self.blocks.allocate(seq, len(seq.token_ids), hits):
-                break  # nobody overtakes the head
+                break  # no sequence overtakes the head
             self.running.append(self.waiting.popleft())
             seq.num_computed = len(hits) * self.config.block_size
             plan.add(seq, self.share(seq, plan.budget))
-            self.blocks.publish(seq, seq.num_computed + plan.rows[-1].n)
+            self.blocks.cache(seq, seq.num_computed + plan.rows[-1].n)
 
     def update(self, plan: Plan, token_ids: list[int]) -> None:
         sampled = [row.seq for row in plan.rows if row.catches_up]
@@ -352,7 +352,7 @@ def kept(logits: Tensor, top_k: int, top_p: float) -> Tensor:
     probs = logits.masked_fill(logits < kth, -torch.inf).softmax(-1)
     ordered = probs.sort(descending=True).values
     last = (ordered.cumsum(0) < top_p).sum().clamp(max=len(logits) - 1)
-    border = ordered[last] if top_p < 1 else 0.0  # of a sum of 1, rounding could cut some
+    border = ordered[last] if top_p < 1 else 0.0  # at 1, rounding could exclude some
     return (logits >= kth) & (probs >= border)
 
 
@@ -431,7 +431,7 @@ class Engine:
         return any(stop in self._text(seq) for stop in seq.stop)
 
     def _show(self, seq: Sequence) -> str:
-        # As long as more comes, half a character may be the end.
+        # As long as more tokens come, the end may be half a character.
         shown = self._text(seq) if seq.finish_reason else self._text(seq).rstrip("\ufffd")
         visible, _ = until_stop(shown, seq.stop, bool(seq.finish_reason))
         piece, seq.text = visible[len(seq.text) :], visible

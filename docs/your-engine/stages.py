@@ -1,4 +1,4 @@
-"""What the tests of all stages use: a model, and the engine's scheduler as a judge."""
+"""Shared by the tests of all stages: a model, and nanoserve's scheduler as the reference."""
 
 import re
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from . import your_engine
 from .compare import CHECKPOINT
 
 QUESTION = "<|im_start|>user\nWhat is a KV cache?<|im_end|>\n<|im_start|>assistant\n"
-Arrival = tuple[int, list[int], int]  # the step before which it comes, its prompt, its max_tokens
+Arrival = tuple[int, list[int], int]  # the step before which it arrives, prompt, max_tokens
 
 
 def stage(number: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A test of this stage: one that fails for want of an earlier stage says so."""
+    """Mark a test of this stage. If it fails because an earlier stage is missing, it says so."""
 
     def decorate(test: Callable[..., None]) -> Callable[..., None]:
         @wraps(test)
@@ -30,8 +30,8 @@ def stage(number: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
             except NotImplementedError as error:
                 missing = re.fullmatch(r"stage (\d+)", str(error))
                 if missing and int(missing[1]) < number:
-                    told = f"finish stage {missing[1]} first: stage {number} stands on it"
-                    raise NotImplementedError(told) from error
+                    message = f"finish stage {missing[1]} first: stage {number} needs it"
+                    raise NotImplementedError(message) from error
                 raise
 
         return wrapped
@@ -46,12 +46,12 @@ def model() -> your_engine.Model:
 
 @cache
 def naive_tokens(prompt: tuple[int, ...], num_new: int) -> list[int]:
-    """What stage 1 generates."""
+    """The tokens that stage 1 generates."""
     return your_engine.generate(model(), list(prompt), num_new)
 
 
 def naive_logits(token_ids: list[int]) -> torch.Tensor:
-    """Of the last token, by a pass over all of them."""
+    """Logits of the last token, by a forward pass over all tokens."""
     positions = torch.arange(len(token_ids))
     hidden = model().forward(
         torch.tensor(token_ids), positions, lambda layer, q, k, v: your_engine.attention(q, k, v)
@@ -60,14 +60,14 @@ def naive_logits(token_ids: list[int]) -> torch.Tensor:
 
 
 def token_of(request: int, length: int) -> int:
-    """What a sequence "samples" where no model runs: few kinds, so that prefixes meet."""
+    """The token that a sequence "samples" without a model: few kinds, so that prefixes recur."""
     return (request * 7 + length * 3) % 11
 
 
 def check_plans(options: dict[str, int], arrivals: list[Arrival], max_len: int = 60) -> int:
-    """Plan step by step beside the engine's scheduler; how many were preempted. Token 4 is EOS.
+    """Compare your plans with nanoserve's, step by step; return the number of preemptions.
 
-    A failure names the case as a call, which replays it in a test of your own.
+    Token 4 is EOS. A failure names the case as a call, which repeats it in a test of your own.
     """
     case = f"check_plans({options}, {arrivals}, {max_len})"
     yours = your_engine.Scheduler(your_engine.Config(**options))
@@ -93,15 +93,15 @@ def check_plans(options: dict[str, int], arrivals: list[Arrival], max_len: int =
             yours.add(seq)
             ours.add(other)
         plan, expected = yours.schedule(), ours.schedule()
-        # pytest shows no values here: this is no test module, so the messages must.
+        # This is not a test module, so pytest shows no values: the messages must.
         found = [numbers[seq] for seq in plan.preempted]
         right = [numbers[seq] for seq in expected.preempted]
-        said = f"step {num_steps}, preempted requests: yours {found}, right {right}; {case}"
-        assert found == right, said
+        where = f"step {num_steps}, preempted requests: yours {found}, right {right}; {case}"
+        assert found == right, where
         found = [(numbers[row.seq], row.start, row.n) for row in plan.rows]
         right = [(numbers[row.seq], row.start, row.n) for row in expected.rows]
-        said = f"step {num_steps}, rows (request, start, n): yours {found}, right {right}; {case}"
-        assert found == right, said
+        where = f"step {num_steps}, rows (request, start, n): yours {found}, right {right}; {case}"
+        assert found == right, where
         ours.commit(expected)
         tokens = [token_of(numbers[s.seq], len(s.seq.token_ids)) for s in expected.sampled]
         yours.update(plan, tokens)

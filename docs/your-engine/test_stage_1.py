@@ -57,8 +57,8 @@ def test_logits_are_those_of_transformers() -> None:
         with torch.inference_mode():
             expected = theirs(torch.tensor([prompt])).logits[0, -1]
         differences.append(float((naive_logits(prompt) - expected).abs().max()))
-    # All of them: which prompts are right says where to look (hint 3).
-    case = [f"{each:.5f} behind {p}" for p, each in zip(PROMPTS, differences, strict=True)]
+    # Show all of them: which prompts are right shows where to look (hint 3).
+    case = [f"{each:.5f} after {p}" for p, each in zip(PROMPTS, differences, strict=True)]
     assert max(differences) < 1e-3, "logits differ by up to " + ", ".join(case)
 
 

@@ -1,4 +1,4 @@
-"""Stage 10: your engine beside nanoserve, token by token and step by step."""
+"""Stage 10: your engine compared with nanoserve, token by token and step by step."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from .stages import stage
 
 
 def num_hits(run: Run) -> int:
-    """Requests that found some of their prompt in the prefix cache when they first ran."""
+    """Number of requests that found a prefix in the cache when they were first admitted."""
     starts: dict[int, int] = {}
     for step in run.steps:
         for request, (start, _) in step.rows.items():
@@ -23,12 +23,12 @@ def test_tokens_and_steps_are_nanoserves(seed: int) -> None:
     yours = by_yours(your_engine, requests)
     theirs = by_nanoserve(requests)
     preempted = sum(len(step.preempted) for step in theirs.steps)
-    assert preempted > 3 and num_hits(theirs) > 10, f"workload(50, {seed}) asks little"
+    assert preempted > 3 and num_hits(theirs) > 10, f"workload(50, {seed}) preempts too little"
     for name in ("steps", "tokens", "reasons", "texts"):
         found, expected = getattr(yours, name), getattr(theirs, name)
         i = first_difference(found, expected)
         assert i is None, (
-            f"{name}[{i}] of workload(50, {seed}), replay it with compare.py --seed {seed}: "
+            f"{name}[{i}] of workload(50, {seed}), repeat it with compare.py --seed {seed}: "
             f"yours {found[i : i + 1]}, nanoserve {expected[i : i + 1]}, "
             f"{'' if name == 'steps' else requests[i : i + 1]}"
         )

@@ -1,4 +1,4 @@
-"""Stage 2: the same tokens with a cache, and no work done twice."""
+"""Stage 2: the same tokens with a cache, and each computed once."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ from .your_engine import Cache, attention, generate
 
 
 @stage(2)
-def test_what_comes_in_pieces_is_attended_as_a_whole() -> None:
+def test_chunks_are_attended_as_a_whole() -> None:
     q, k, v = torch.randn(3, 7, 2, 4, generator=torch.Generator().manual_seed(0))
     cache, pieces = Cache(), [slice(0, 4), slice(4, 5), slice(5, 7)]
-    for layer in (0, 1):  # layers do not see each other's keys
+    for layer in (0, 1):  # layers do not share keys
         found = torch.cat([cache.attend(layer, q[at], k[at], v[at]) for at in pieces])
         case = f"layer {layer}: 7 tokens in pieces of 4, 1 and 2"
         assert torch.allclose(found, attention(q, k, v), atol=1e-5), case

@@ -1,4 +1,4 @@
-"""Stage 3: a sequence whose K and V lie scattered over a pool."""
+"""Stage 3: a sequence whose K and V are scattered over a pool."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def test_the_slots_of_the_chapter() -> None:
 def test_what_is_stored_is_gathered(block_size: int) -> None:
     pool, generator = Pool(model(), 12, block_size), torch.Generator().manual_seed(0)
     heads, dim = model().config["num_key_value_heads"], model().config["head_dim"]
-    # Two sequences and two layers, written in turns.
+    # Two sequences and two layers, written alternately.
     tables = {"a": [9, 2, 7, 1, 12], "b": [4, 11, 3, 10, 5]}
     contents = {
         (layer, name): torch.randn(2, 5, heads, dim, generator=generator)
@@ -50,7 +50,7 @@ def test_what_is_stored_is_gathered(block_size: int) -> None:
 @pytest.mark.parametrize("block_size", [1, 4, 16])
 @stage(3)
 def test_the_model_runs_on_a_pool(block_size: int) -> None:
-    """A prompt in two chunks, then token by token; what stage 7 does for many sequences at once."""
+    """A prompt in two chunks, then token by token; stage 7 does it for many sequences at once."""
     prompt, num_new = [*range(300, 318)], 6
     pool, table = Pool(model(), 30, block_size), [*range(30, 0, -1)]
     tokens, computed = list(prompt), 0
@@ -67,5 +67,5 @@ def test_the_model_runs_on_a_pool(block_size: int) -> None:
         computed = end
         if computed == len(tokens):
             tokens.append(int(model().logits(hidden[-1]).argmax()))
-    case = f"the {num_new} tokens behind {prompt}, blocks of {block_size}, table {table}"
+    case = f"the {num_new} tokens after {prompt}, blocks of {block_size}, table {table}"
     assert tokens[len(prompt) :] == naive_tokens(tuple(prompt), num_new), case

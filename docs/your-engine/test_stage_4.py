@@ -1,4 +1,4 @@
-"""Stage 4: a block manager that gives out the very blocks that nanoserve's gives out."""
+"""Stage 4: a block manager that allocates exactly the blocks that nanoserve's allocates."""
 
 import random
 
@@ -13,7 +13,7 @@ from .your_engine import BlockManager, Sequence, chain_hash
 
 
 @stage(4)
-def test_a_hash_depends_on_all_that_came_before() -> None:
+def test_a_hash_depends_on_all_tokens_before() -> None:
     first, other = chain_hash(b"", [1, 2]), chain_hash(b"", [1, 3])
     assert first == chain_hash(b"", [1, 2]), 'chain_hash(b"", [1, 2]), twice'
     assert first != other, 'chain_hash(b"", [1, 2]) and chain_hash(b"", [1, 3])'
@@ -25,7 +25,7 @@ def started(blocks: BlockManager, token_ids: list[int]) -> Sequence:
     """A sequence whose prompt has been computed."""
     seq = Sequence(list(token_ids))
     assert blocks.allocate(seq, len(token_ids), blocks.lookup(seq)), f"no room for {token_ids}"
-    blocks.publish(seq, len(token_ids))
+    blocks.cache(seq, len(token_ids))
     return seq
 
 
@@ -46,7 +46,7 @@ def test_a_hit_never_covers_the_last_token() -> None:
 
 
 @stage(4)
-def test_equal_tokens_behind_others_are_another_block() -> None:
+def test_equal_tokens_after_another_prefix_are_another_block() -> None:
     blocks = BlockManager(num_blocks=8, block_size=2)
     started(blocks, [1, 1, 7, 7, 9])
     assert blocks.lookup(Sequence([2, 2, 7, 7, 9])) == [], "after [1, 1, 7, 7, 9] was computed"
@@ -63,7 +63,7 @@ def test_a_chain_loses_its_end_first() -> None:
 
 @stage(4)
 def test_a_copy_is_found_when_the_first_is_gone() -> None:
-    """The last block of two equal prompts is computed by both, for its last token's sake."""
+    """The last block of two equal prompts is computed by both, because of its last token."""
     blocks = BlockManager(num_blocks=5, block_size=2)
     a, b = started(blocks, [1, 2, 3, 4]), started(blocks, [1, 2, 3, 4])
     case = "[1, 2, 3, 4] was computed twice"
@@ -71,7 +71,7 @@ def test_a_copy_is_found_when_the_first_is_gone() -> None:
     assert blocks.lookup(Sequence([1, 2, 3, 4, 5])) == [1, 2], case
     blocks.free(a)
     assert blocks.lookup(Sequence([1, 2, 3, 4, 5])) == [1, 3], f"{case}, and the first was freed"
-    assert started(blocks, [9]).block_table == [2], f"{case}; block 2 is a copy: it goes first"
+    assert started(blocks, [9]).block_table == [2], f"{case}; block 2 is a copy: it is taken first"
 
 
 @stage(4)
@@ -86,24 +86,24 @@ def test_what_does_not_fit_changes_nothing() -> None:
 
 
 @stage(4)
-def test_a_sequence_comes_back_after_it_was_freed() -> None:
-    """As a preempted one does: what it publishes then counts from its first block again."""
+def test_a_freed_sequence_is_allocated_again() -> None:
+    """As after a preemption: caching then starts at its first block again."""
     blocks = BlockManager(num_blocks=4, block_size=2)
     seq = started(blocks, [1, 2, 3, 4, 5])
     blocks.free(seq)
     case = "[1, 2, 3, 4, 5] was computed and freed"
-    assert (seq.block_table, seq.num_published) == ([], 0), case
+    assert (seq.block_table, seq.num_cached) == ([], 0), case
     blocks.free(started(blocks, [50, 51, 52, 53, 54, 55, 56, 57]))  # takes all four blocks
     hits = blocks.lookup(seq)
     assert hits == [], f"{case}; then eight others took all four blocks"
     assert blocks.allocate(seq, 5, hits), f"{case}, and again: three blocks out of four"
-    blocks.publish(seq, 5)
+    blocks.cache(seq, 5)
     found = blocks.lookup(Sequence([1, 2, 3, 4, 5]))
-    assert found == seq.block_table[:2], f"{case}; others took its blocks, and it came back"
+    assert found == seq.block_table[:2], f"{case}; and allocated again after others"
 
 
 class Pair:
-    """A sequence of yours and one of the engine's, with the same tokens."""
+    """A sequence of your engine and one of nanoserve, with the same tokens."""
 
     def __init__(self, token_ids: list[int]) -> None:
         self.yours = Sequence(list(token_ids))
@@ -113,10 +113,10 @@ class Pair:
 
 @pytest.mark.parametrize("seed", range(40))
 @stage(4)
-def test_it_gives_out_the_blocks_that_the_engine_gives_out(seed: int) -> None:
+def test_it_allocates_the_blocks_that_the_engine_allocates(seed: int) -> None:
     """Few kinds of tokens, so that wrong hits look right, and small pools, so that they run out.
 
-    Some sequences that were freed come back, as preempted ones do.
+    Some freed sequences are allocated again, as preempted ones are.
     """
     rng = random.Random(seed)
     vocab, block_size, num_blocks = rng.randint(1, 3), rng.randint(1, 4), rng.randint(3, 12)
@@ -155,9 +155,9 @@ def test_it_gives_out_the_blocks_that_the_engine_gives_out(seed: int) -> None:
         if not fits:
             continue
         pair.computed = max(pair.computed, rng.randint(pair.computed, wanted))
-        calls.append(f"blocks.publish({pair.name}, {pair.computed})")
+        calls.append(f"blocks.cache({pair.name}, {pair.computed})")
         ours.cache(pair.ours, pair.computed)
-        yours.publish(pair.yours, pair.computed)
+        yours.cache(pair.yours, pair.computed)
         if pair not in running:
             running.append(pair)
         if pair.computed == len(pair.ours.token_ids):

@@ -1,4 +1,4 @@
-"""Stage 5: who runs, and how many tokens of each; in a pool that is large enough."""
+"""Stage 5: the scheduler, in a pool that is large enough."""
 
 import random
 
@@ -34,7 +34,7 @@ def test_a_prompt_and_a_decode_share_a_step() -> None:
 
 @stage(5)
 def test_the_budget_cuts_a_prompt() -> None:
-    """No word about chunks is needed."""
+    """Chunks need no code of their own."""
     scheduler = Scheduler(Config(**LARGE, max_num_seqs=2, budget=8))
     seq, steps = Sequence(list(range(20)), max_len=22), []
     scheduler.add(seq)
@@ -46,8 +46,8 @@ def test_the_budget_cuts_a_prompt() -> None:
 
 
 @stage(5)
-def test_a_block_is_published_when_a_step_fills_it() -> None:
-    """And not when it is allocated: a twin would read K and V that nobody has computed."""
+def test_a_block_is_cached_when_a_step_fills_it() -> None:
+    """Not when it is allocated: an equal prompt would read K and V that are not computed."""
     scheduler = Scheduler(Config(**LARGE, max_num_seqs=2, budget=8))
     seq, twin = Sequence(list(range(20)), max_len=22), Sequence(list(range(20)))
     scheduler.add(seq)
@@ -70,7 +70,7 @@ def test_rows_of_one_token_come_first() -> None:
 
 
 @stage(5)
-def test_the_eos_token_does_not_join() -> None:
+def test_the_eos_token_is_not_appended() -> None:
     scheduler = Scheduler(Config(**LARGE))
     seq = Sequence([1, 2, 3], max_len=4, eos=frozenset([7]))
     scheduler.add(seq)
@@ -80,7 +80,7 @@ def test_the_eos_token_does_not_join() -> None:
 
 
 @stage(5)
-def test_to_finish_is_possible_anywhere_and_twice() -> None:
+def test_finish_works_in_any_state_and_twice() -> None:
     scheduler = Scheduler(Config(**LARGE, max_num_seqs=1))
     runs, waits = Sequence([1, 2, 3]), Sequence([4, 5])
     scheduler.add(runs)
@@ -99,8 +99,8 @@ def test_to_finish_is_possible_anywhere_and_twice() -> None:
 
 
 @stage(5)
-def test_a_sequence_that_is_stopped_keeps_the_token() -> None:
-    """It is asked behind each token that joins, and before the length."""
+def test_a_sequence_with_a_stop_string_keeps_the_token() -> None:
+    """`is_stopped` is called after each appended token, before the length is checked."""
     scheduler = Scheduler(Config(**LARGE, max_num_seqs=2))
     seq = Sequence([1, 2], max_len=4, is_stopped=lambda seq: seq.token_ids[-1] == 9)
     scheduler.add(seq)
@@ -112,7 +112,7 @@ def test_a_sequence_that_is_stopped_keeps_the_token() -> None:
 
 
 @stage(5)
-def test_who_has_ended_only_gets_another_reason() -> None:
+def test_a_finished_sequence_only_gets_another_reason() -> None:
     """Such as one that is aborted in the step in which it has ended by its length."""
     scheduler = Scheduler(Config(**LARGE, max_num_seqs=2))
     ends, stays = Sequence([1, 2, 3], max_len=4), Sequence([4, 5])

@@ -1,4 +1,4 @@
-"""Stage 6: long prompts in chunks, and who gives way when the pool is empty."""
+"""Stage 6: long prompts in chunks, and preemption when the pool is empty."""
 
 import random
 from collections.abc import Iterable
@@ -10,7 +10,7 @@ from .your_engine import Config, Plan, Scheduler, Sequence
 
 
 def named(found: Iterable[Sequence], **names: Sequence) -> list[str]:
-    """Short enough for a message."""
+    """Names of the found sequences, for messages."""
     by_sequence = {seq: name for name, seq in names.items()}
     return [by_sequence[seq] for seq in found]
 
@@ -37,7 +37,7 @@ def test_the_threshold_leaves_tokens_for_others() -> None:
 
 
 @stage(6)
-def test_the_last_to_arrive_gives_way() -> None:
+def test_the_last_to_arrive_is_preempted() -> None:
     scheduler = Scheduler(Config(num_blocks=3, block_size=4, budget=64))
     a, b = Sequence([1] * 4), Sequence([2] * 8)
     scheduler.add(a)
@@ -53,7 +53,7 @@ def test_the_last_to_arrive_gives_way() -> None:
 
 
 @stage(6)
-def test_it_may_be_the_one_that_needs_the_block() -> None:
+def test_the_victim_may_be_the_sequence_that_needs_the_block() -> None:
     scheduler = Scheduler(Config(num_blocks=2, block_size=4, budget=64))
     a, b = Sequence([1] * 2), Sequence([2] * 4)
     scheduler.add(a)
@@ -66,13 +66,13 @@ def test_it_may_be_the_one_that_needs_the_block() -> None:
 
 
 @stage(6)
-def test_it_comes_back_with_what_is_still_cached() -> None:
+def test_it_is_admitted_again_with_cached_blocks() -> None:
     scheduler = Scheduler(Config(num_blocks=4, block_size=4, budget=64))
     a, b = Sequence([1] * 4, max_len=6), Sequence([2] * 12)
     scheduler.add(a)
     scheduler.add(b)
     scheduler.update(scheduler.schedule(), [9, 9])
-    scheduler.update(scheduler.schedule(), [9])  # b has given way, and a has ended
+    scheduler.update(scheduler.schedule(), [9])  # b was preempted, and a has ended
     rows = scheduler.schedule().rows
     case = "a has 4 and b 12 tokens of prompt, in four blocks of 4; a took one of b's and ended"
     assert named((row.seq for row in rows), a=a, b=b) == ["b"], case
@@ -103,7 +103,7 @@ def test_it_plans_what_the_engine_plans(seed: int) -> None:
 
 @stage(6)
 def test_the_random_cases_preempt() -> None:
-    """Or the test above would say little."""
+    """Without preemptions, the test above would say little."""
     options = {"num_blocks": 12, "block_size": 2, "max_num_seqs": 5, "budget": 20}
     arrivals = [(i, [i % 3] * 6, 10) for i in range(8)]
     found = check_plans(options, arrivals, max_len=20)

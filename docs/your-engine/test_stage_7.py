@@ -1,4 +1,4 @@
-"""Stage 7: several sequences in one pass, each at its own place."""
+"""Stage 7: several sequences in one forward pass, each at its own positions."""
 
 import random
 
@@ -10,7 +10,7 @@ from .your_engine import Batch, Pool, Row, Sequence, run
 
 
 def differs(found: torch.Tensor, token_ids: list[int]) -> float:
-    """From the logits behind these tokens alone, by a pass over all of them."""
+    """Difference from the logits after these tokens, computed alone in one forward pass."""
     return float((found - naive_logits(token_ids)).abs().max())
 
 
@@ -19,7 +19,7 @@ def row(seq: Sequence, n: int) -> Row:
 
 
 @stage(7)
-def test_a_batch_that_one_can_do_by_hand() -> None:
+def test_a_batch_computed_by_hand() -> None:
     decodes = Sequence([3, 4, 5], num_computed=2, block_table=[2])
     ends = Sequence(list(range(10)), num_computed=7, block_table=[1, 6, 9])
     begins = Sequence([50, 51, 52], block_table=[4])
@@ -34,7 +34,7 @@ def test_a_batch_that_one_can_do_by_hand() -> None:
 
 
 @stage(7)
-def test_a_step_in_which_nobody_catches_up_has_no_logits() -> None:
+def test_a_step_in_which_no_row_catches_up_has_no_logits() -> None:
     seq = Sequence([1, 2, 3, 4], block_table=[1])
     found = run(model(), Pool(model(), 2, 4), [row(seq, 2)])
     assert found.shape == (0, model().config["vocab_size"]), "two of four tokens"
@@ -43,7 +43,7 @@ def test_a_step_in_which_nobody_catches_up_has_no_logits() -> None:
 @pytest.mark.parametrize("sharer_first", [False, True])
 @stage(7)
 def test_a_block_may_be_filled_and_read_in_one_step(sharer_first: bool) -> None:
-    """One row has hits that another one computes now, be it in front of that or behind it."""
+    """One row has hits that another row computes in this step, before or after it."""
     begins = Sequence([*range(300, 333)], block_table=[9, 2, 7, 1, 12, 4, 11, 3, 10])
     shares = Sequence([*range(300, 332), 7], num_computed=32)
     shares.block_table = [*begins.block_table[:8], 5]
@@ -56,8 +56,8 @@ def test_a_block_may_be_filled_and_read_in_one_step(sharer_first: bool) -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 @stage(7)
-def test_neighbours_do_not_see_each_other(seed: int) -> None:
-    """Random prompts in random chunks, side by side: each gets the logits that it gets alone."""
+def test_sequences_do_not_affect_each_other(seed: int) -> None:
+    """Random prompts in random chunks: each gets the same logits as alone."""
     rng = random.Random(seed)
     block_size = rng.choice([1, 3, 4])
     pool, free = Pool(model(), 60, block_size), rng.sample(range(1, 61), 60)
@@ -77,5 +77,5 @@ def test_neighbours_do_not_see_each_other(seed: int) -> None:
         for seq, _, n, _ in rows:
             seq.num_computed += n
     assert torch.equal(pool.gather(0, [0], 1)[0], torch.zeros_like(pool.gather(0, [0], 1)[0])), (
-        "block 0 is nobody's"
+        "block 0 is not used"
     )

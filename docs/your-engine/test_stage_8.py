@@ -1,4 +1,4 @@
-"""Stage 8: one token out of many."""
+"""Stage 8: sampling one token."""
 
 import math
 
@@ -19,14 +19,14 @@ SEVEN = torch.tensor([0.40, 0.25, 0.15, 0.10, 0.05, 0.03, 0.02]).log()
 )
 @stage(8)
 def test_how_many_are_kept(top_k: int, top_p: float, num_kept: int) -> None:
-    order = torch.randperm(7, generator=torch.Generator().manual_seed(3))  # a rank is no token id
+    order = torch.randperm(7, generator=torch.Generator().manual_seed(3))  # ranks are not ids
     mask = kept(SEVEN[order], top_k, top_p)
     found = sorted(order[mask].tolist())
     assert found == list(range(num_kept)), f"kept({SEVEN[order].tolist()}, {top_k}, {top_p})"
 
 
 @stage(8)
-def test_equal_logits_share_their_fate() -> None:
+def test_equal_logits_are_treated_alike() -> None:
     logits = torch.tensor([1.0, 3.0, 1.0, 2.0, 1.0, 0.0])
     found = kept(logits, 3, 1.0).tolist()
     assert found == [True, True, True, True, True, False], f"kept({logits}, 3, 1.0)"
@@ -43,7 +43,7 @@ def test_what_is_kept_is_what_the_engine_keeps() -> None:
         apply_filters(row, torch.tensor([top_k]), torch.tensor([top_p]), torch.tensor([0.0]))
         if not torch.equal(kept(logits, top_k, top_p), row[0].isfinite()):
             unequal.append(f"kept(torch.tensor({logits.tolist()}), {top_k}, {top_p})")
-    assert len(unequal) <= 2, unequal[0]  # sums of other precision may differ by a token
+    assert len(unequal) <= 2, unequal[0]  # sums in another precision may differ by a token
 
 
 @stage(8)
@@ -57,7 +57,7 @@ def test_noise_is_exponential_and_a_pure_function() -> None:
     rows = torch.stack([log_noise(*each, 4_000) for each in arguments])
     for each, row in zip(arguments, rows, strict=True):
         again = log_noise(*each, 4_000)
-        assert torch.equal(again, row), f"log_noise{(*each, 4_000)} is another one the second time"
+        assert torch.equal(again, row), f"log_noise{(*each, 4_000)} differs the second time"
     related = torch.corrcoef(rows) - torch.eye(len(rows))
     assert related.abs().max() < 0.08, f"log_noise of (seed, position) {arguments}: {related}"
 
@@ -97,8 +97,8 @@ def test_draws_have_the_probabilities_of_the_chapter(
 
 @pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
 @stage(8)
-def test_the_noise_is_that_of_the_new_tokens_position(temperature: float) -> None:
-    """Behind n tokens that is position n, which makes a preempted sequence draw the same again."""
+def test_the_noise_is_that_of_the_position_of_the_new_token(temperature: float) -> None:
+    """After n tokens that is position n, so that a preempted sequence draws the same again."""
     logits = torch.randn(300, generator=torch.Generator().manual_seed(0))
     for seed in range(8):
         seq = Sequence([7] * (seed + 3), temperature=temperature, seed=seed)

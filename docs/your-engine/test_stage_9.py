@@ -1,4 +1,4 @@
-"""Stage 9: an engine that serves."""
+"""Stage 9: the complete engine."""
 
 import random
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ ANSWER = "The KV cache keeps the keys and values of all earlier tokens in every 
 
 @cache
 def engine() -> Engine:
-    """One for all tests: each must leave it as empty as it was."""
+    """One engine for all tests: each must leave it empty."""
     return Engine(CHECKPOINT, Config(num_blocks=40, block_size=4, max_num_seqs=3, budget=32))
 
 
@@ -30,7 +30,7 @@ def what_a_failed_test_left_is_aborted() -> Iterator[None]:
 
 
 def texts_of(*sequences: Sequence) -> list[str]:
-    """Step until these have ended; their pieces, joined."""
+    """Step until these have ended; return their pieces, joined."""
     texts = dict.fromkeys(sequences, "")
     for _ in range(500):
         if all(seq.finish_reason for seq in sequences):
@@ -41,7 +41,7 @@ def texts_of(*sequences: Sequence) -> list[str]:
 
 
 def until_eos(seq: Sequence, tokens: list[int]) -> list[int]:
-    """What of `tokens` joins `seq`."""
+    """The part of `tokens` that is appended to `seq`."""
     return list(takewhile(lambda token: token not in seq.eos, tokens))
 
 
@@ -82,32 +82,32 @@ def test_the_end_of_a_message_ends_the_answer() -> None:
     seq = engine().add(QUESTION, max_tokens=110)
     (text,) = texts_of(seq)
     assert seq.finish_reason == "stop", f"{QUESTION!r} with room for 110 tokens gave {text!r}"
-    assert seq.token_ids[-1] not in seq.eos, f"EOS has joined {seq.token_ids}"
+    assert seq.token_ids[-1] not in seq.eos, f"EOS is in {seq.token_ids}"
     assert text.endswith("."), f"an answer is a sentence: {text!r}"
 
 
 @stage(9)
 def test_requests_that_share_steps_get_what_they_get_alone() -> None:
-    """More than may run at once, and more than fit: some wait and some are preempted."""
+    """More than may run at once and than fit into the pool: some wait, some are preempted."""
     rng = random.Random(0)
     prompts = [[300 + i, *range(400, 400 + rng.randint(1, 40))] for i in range(8)]
     sequences = [engine().add(prompt, max_tokens=20) for prompt in prompts]
     texts_of(*sequences)
     for prompt, seq in zip(prompts, sequences, strict=True):
         expected = until_eos(seq, naive_tokens(tuple(prompt), 20))
-        case = f"the tokens behind {prompt}, one of {prompts}"
+        case = f"the tokens after {prompt}, one of {prompts}"
         assert seq.token_ids[len(prompt) :] == expected, case
 
 
 @stage(9)
 def test_a_prompt_may_begin_with_blocks_of_the_same_step() -> None:
-    """The second one's row, of one token, comes first, and reads what the first one computes."""
+    """The row of the second one, one token, comes first, and reads what the first computes."""
     long, short = [*range(600, 620)], [*range(600, 616), 7]
     sequences = [engine().add(prompt, max_tokens=6) for prompt in (long, short)]
     texts_of(*sequences)
     for prompt, seq in zip((long, short), sequences, strict=True):
         expected = until_eos(seq, naive_tokens(tuple(prompt), 6))
-        case = f"the tokens behind {prompt}; {long} and {short} came together"
+        case = f"the tokens after {prompt}; {long} and {short} arrived together"
         assert seq.token_ids[len(prompt) :] == expected, case
 
 
@@ -124,7 +124,7 @@ def test_a_stop_string_ends_the_text_before_it(stop: str) -> None:
 
 @stage(9)
 def test_a_stop_string_on_the_last_token_is_the_reason() -> None:
-    """The token that ends it by its length completes the stop string, too."""
+    """The token that reaches the maximum length also completes the stop string."""
     first = engine().add(QUESTION, stop=("keys",))
     texts_of(first)
     num_tokens = len(first.token_ids) - first.num_prompt
@@ -136,7 +136,7 @@ def test_a_stop_string_on_the_last_token_is_the_reason() -> None:
 
 
 @stage(9)
-def test_characters_are_never_shown_in_halves() -> None:
+def test_characters_are_never_returned_in_halves() -> None:
     """The answer has Chinese in it, whose characters are several tokens each."""
     pieces = list(engine().chat("什么是KV缓存？"))
     case = f"chat('什么是KV缓存？') gave {pieces}"
@@ -145,8 +145,8 @@ def test_characters_are_never_shown_in_halves() -> None:
 
 
 @stage(9)
-def test_half_a_character_is_shown_when_nothing_follows() -> None:
-    """Nothing is held back for ever: the pieces are the text of all tokens."""
+def test_half_a_character_is_returned_at_the_end() -> None:
+    """Nothing is held back at the end: the pieces are the text of all tokens."""
     tokenizer = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
     prompt = QUESTION.replace("What is a KV cache?", "什么是KV缓存？")
     num_halves = 0
@@ -156,11 +156,11 @@ def test_half_a_character_is_shown_when_nothing_follows() -> None:
         right = tokenizer.decode(seq.token_ids[seq.num_prompt :])
         assert text == right, f"the text of add({prompt!r}, max_tokens={num_tokens})"
         num_halves += text.endswith("\ufffd")
-    assert num_halves, f"18 to 25 tokens behind {prompt!r}: one of these ends is half a character"
+    assert num_halves, f"18 to 25 tokens after {prompt!r}: one of these ends is half a character"
 
 
 @stage(9)
-def test_who_stops_listening_to_chat_aborts() -> None:
+def test_closing_the_generator_of_chat_aborts() -> None:
     pieces = engine().chat("What is a KV cache?")
     next(pieces)
     pieces.close()
@@ -184,7 +184,7 @@ def test_an_aborted_request_leaves_nothing() -> None:
 
 @pytest.mark.parametrize("length", [0, 160, 500])
 @stage(9)
-def test_a_prompt_that_cannot_run_is_refused(length: int) -> None:
+def test_a_prompt_that_cannot_run_is_rejected(length: int) -> None:
     with pytest.raises(ValueError):
         engine().add([1] * length)
     assert not engine().scheduler.waiting, f"a prompt of {length} tokens, where 160 fit in all"
@@ -192,9 +192,9 @@ def test_a_prompt_that_cannot_run_is_refused(length: int) -> None:
 
 @stage(9)
 def test_a_request_ends_where_the_pool_does() -> None:
-    """Else it lacks a block that nobody can give it, and preempts itself for ever."""
+    """Otherwise it needs a block that can never be free, and preempts itself forever."""
     seq, num_steps = engine().add([5] * 150, max_tokens=100), 0
-    seq.eos = frozenset()  # whatever the model says
+    seq.eos = frozenset()  # so that only the length ends it
     while not seq.finish_reason and num_steps < 50:
         engine().step()
         num_steps += 1
@@ -204,7 +204,7 @@ def test_a_request_ends_where_the_pool_does() -> None:
 
 
 @stage(9)
-def test_a_seeded_request_gets_the_same_tokens_in_any_company() -> None:
+def test_a_seeded_request_gets_the_same_tokens_in_any_batch() -> None:
     sampling = {"temperature": 1.5, "seed": 11, "top_k": 50}
     alone = engine().add(QUESTION, max_tokens=15, **sampling)
     texts_of(alone)

@@ -1,4 +1,4 @@
-"""The page's numbers: counted again, and what the comparison says of nanoserve itself."""
+"""The numbers of the page, counted independently, and against a run of nanoserve."""
 
 import re
 from pathlib import Path

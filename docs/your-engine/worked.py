@@ -1,4 +1,4 @@
-"""The numbers of the page: how long our engine is, how long it takes, what the comparison asks."""
+"""The numbers of the page: length of the solution, time of the stages, size of the comparison."""
 
 from collections.abc import Iterator
 from functools import cache
@@ -25,8 +25,8 @@ STAGES = (
     Stage(1, ("02-transformer",), "the model, and naive generation", 90, 2, "2, 3 and 7"),
     Stage(2, ("03-kv-cache",), "a KV cache for one sequence", 20, 1, "3"),
     Stage(3, ("04-paging",), "a pool of blocks", 30, 1, "7"),
-    Stage(4, ("05-block-manager",), "who owns which block; prefix cache", 60, 3, "5"),
-    Stage(5, ("06-scheduler",), "who runs, and how many tokens of each", 60, 2, "6 and 9"),
+    Stage(4, ("05-block-manager",), "block manager and prefix cache", 60, 3, "5"),
+    Stage(5, ("06-scheduler",), "scheduler: sequences and tokens of a step", 60, 2, "6 and 9"),
     Stage(6, ("07-preemption",), "chunks and preemption", 45, 3, "9"),
     Stage(7, ("08-packed-batch",), "a step as one packed batch", 30, 2, "9"),
     Stage(8, ("11-sampling",), "temperature, top-k, top-p, seeds", 45, 2, "9"),
@@ -36,12 +36,12 @@ STAGES = (
 
 
 def lines() -> int:
-    """Lines of code of our solution."""
+    """Lines of code of the solution."""
     return lines_of_code(FOLDER / "solution.py")
 
 
 def given() -> int:
-    """Of which so many are given: the imports, and what stages pass to each other."""
+    """The given lines of these: the imports, and the shared data structures."""
     text = (FOLDER / "solution.py").read_text(encoding="utf-8")
     parts = text.split("\n# -- ")
     with TemporaryDirectory() as folder:
@@ -84,13 +84,13 @@ def facts_of(number: int) -> str:
 
 
 def hours() -> str:
-    """All stages together."""
+    """The time of all stages together."""
     return f"{round(sum(stage.minutes for stage in STAGES) / 60)} hours"
 
 
 @cache
 def _comparison() -> tuple[int, int, int, int]:
-    """Requests, steps, preemptions, requests with a prefix hit: of our engine in `compare.py`."""
+    """Requests, steps, preemptions, requests with a hit, for the solution in `compare.py`."""
     compare, solution = (facts.load(FOLDER / name) for name in ("compare.py", "solution.py"))
     requests = compare.workload()
     run: Any = compare.by_yours(solution, requests)
@@ -103,20 +103,20 @@ def _comparison() -> tuple[int, int, int, int]:
 
 
 def requests() -> int:
-    """How many the comparison makes."""
+    """Number of requests of the comparison."""
     return _comparison()[0]
 
 
 def steps() -> int:
-    """In how many steps they are answered."""
+    """Number of steps in which they are answered."""
     return _comparison()[1]
 
 
 def preemptions() -> int:
-    """How often a sequence gives way in them."""
+    """Number of preemptions in these steps."""
     return _comparison()[2]
 
 
 def hits() -> int:
-    """How many of the requests find the beginning of their prompt in the prefix cache."""
+    """Number of requests that find a prefix of their prompt in the cache."""
     return _comparison()[3]

@@ -1,12 +1,12 @@
-"""Your own engine. Each stage fills in some of it; at the end it serves `tiny-qwen3`.
+"""Your own engine. Each stage completes a part of it; at the end it serves `tiny-qwen3`.
 
-What a stage asks for stands in the docstrings, and hints on the course's page "Your own engine".
-Test a stage with `pytest -x docs/your-engine/test_stage_1.py`, and so on. Put code in the place of
-`raise`, and add whatever functions and attributes you like: tests use only what is here. What is
-marked as given stays as it is.
+The docstrings specify each stage; the course's page "Your own engine" has hints. Test a stage with
+`pytest -x docs/your-engine/test_stage_1.py`, and so on. Replace the `raise` lines with code, and
+add functions and attributes as you like: tests use only what is here. Do not change code that is
+marked as given.
 
 Shapes: n is the number of tokens of a step, over all its sequences. All numbers are float32. There
-is no batch dimension anywhere.
+is no batch dimension.
 """
 
 import json
@@ -30,8 +30,8 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 def rotate(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     """Rotary position embedding of [n, num_heads, head_dim]; `positions` are integers [n].
 
-    Of each head, dimensions i and i + head_dim / 2 are a point of a plane. Turn it by the angle
-    positions[token] x theta^(-2i / head_dim).
+    In each head, dimensions i and i + head_dim / 2 are the coordinates of a point. Rotate it by the
+    angle positions[token] x theta^(-2i / head_dim).
     """
     raise NotImplementedError("stage 1")
 
@@ -58,7 +58,7 @@ class Model:
     def __init__(self, folder: Path) -> None:
         """Load the weights, in float32 (`safetensors.torch.load_file` gives a dictionary).
 
-        `self.config` is the dictionary of `config.json`. Print the names and shapes of the tensors
+        `self.config` is the content of `config.json`. Print the names and shapes of the tensors
         first: apart from the embedding and the last norm they are the same for each layer.
         """
         raise NotImplementedError("stage 1")
@@ -67,15 +67,15 @@ class Model:
     def forward(
         self, token_ids: Tensor, positions: Tensor, attend: Callable[..., Tensor]
     ) -> Tensor:
-        """Hidden states [n, hidden_size], behind the last norm; both inputs are integers [n].
+        """Hidden states [n, hidden_size], after the last norm; both inputs are integers [n].
 
-        A layer: x = input_layernorm(hidden); q, k, v = projections of x, cut into heads; q_norm and
-        k_norm over each head of q and k, which are then rotated (`rope_parameters` of the config
-        has theta); hidden += o_proj(attend(layer, q, k, v)). Then, with x =
+        A layer: x = input_layernorm(hidden); q, k, v = projections of x, split into heads; q_norm
+        and k_norm over each head of q and k, which are then rotated (`rope_parameters` of the
+        config has theta); hidden += o_proj(attend(layer, q, k, v)). Then, with x =
         post_attention_layernorm(hidden): hidden += down_proj(silu(gate_proj(x)) * up_proj(x)).
 
-        `attend(layer, q, k, v)` gives what the queries have gathered, [n, num_heads, head_dim]. Who
-        calls `forward` says how: that is the one thing which changes from stage to stage.
+        `attend(layer, q, k, v)` returns the output of the attention, [n, num_heads, head_dim]. The
+        caller of `forward` provides it: only this changes from stage to stage.
         """
         raise NotImplementedError("stage 1")
 
@@ -87,8 +87,8 @@ class Model:
 def generate(model: Model, prompt: list[int], num_new: int, cache: Any = None) -> list[int]:
     """The `num_new` most likely tokens, one after the other; `prompt` stays as it is.
 
-    Stage 1: without a cache, each token costs a pass over all tokens before it.
-    Stage 2: with a `Cache`, the first pass takes the whole prompt and each further one a single
+    Stage 1: without a cache, each token needs a forward pass over all tokens before it.
+    Stage 2: with a `Cache`, the first pass computes the whole prompt and each further one a single
     token, at its position.
     """
     raise NotImplementedError("stage 1")
@@ -104,7 +104,7 @@ class Cache:
         raise NotImplementedError("stage 2")
 
     def attend(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Put k and v of the new tokens behind those of `layer`, then attend over all of them."""
+        """Append k and v of the new tokens to those of `layer`, then attend over all of them."""
         raise NotImplementedError("stage 2")
 
 
@@ -112,12 +112,12 @@ class Cache:
 
 
 def blocks_needed(num_tokens: int, block_size: int) -> int:
-    """How many blocks hold so many tokens; the last one may be partly empty."""
+    """Number of blocks for `num_tokens` tokens; the last one may be partly empty."""
     raise NotImplementedError("stage 3")
 
 
 class Pool:
-    """K and V of every layer, of all sequences: blocks 1 to num_blocks, and block 0 is nobody's."""
+    """K and V of every layer, of all sequences: blocks 1 to num_blocks; block 0 is not used."""
 
     def __init__(self, model: Model, num_blocks: int, block_size: int) -> None:
         """`model.config` has the number of layers, `num_key_value_heads` and `head_dim`."""
@@ -126,7 +126,7 @@ class Pool:
     def slots(self, table: list[int], positions: Tensor) -> Tensor:
         """The slot of each position, block x block_size + offset: integers [n] -> integers [n].
 
-        `table` lists the blocks of a sequence in order.
+        `table` has the blocks of a sequence in order.
         """
         raise NotImplementedError("stage 3")
 
@@ -139,7 +139,7 @@ class Pool:
         raise NotImplementedError("stage 3")
 
 
-# -- Given: what the stages from here on pass to each other --------------------------------------
+# -- Given: the data structures of the following stages ------------------------------------------
 
 
 @dataclass
@@ -148,7 +148,7 @@ class Config:
     block_size: int = 16
     max_num_seqs: int = 16
     budget: int = 256  # tokens of a step
-    threshold: int = 0  # tokens of a step for one sequence; 0 is none
+    threshold: int = 0  # most tokens of a step for one sequence; 0 is no limit
 
 
 @dataclass(eq=False)
@@ -165,18 +165,18 @@ class Sequence:
     num_computed: int = 0  # tokens whose K and V are in the pool
     block_table: list[int] = field(default_factory=list)
     hashes: list[bytes] = field(default_factory=list, repr=False)  # of its full blocks
-    num_published: int = 0  # full blocks that the prefix cache has been told of
-    # Stage 9: asked behind each token that joins, whether its text has come to a stop string.
+    num_cached: int = 0  # full blocks that are in the prefix cache
+    # Stage 9: called after each appended token; whether the text contains a stop string.
     is_stopped: Callable[["Sequence"], bool] = lambda seq: False
     finish_reason: str | None = None
-    text: str = ""  # as much as has been shown
+    text: str = ""  # the part that has been returned
 
 
 class Row(NamedTuple):
     seq: Sequence
     start: int  # tokens that are computed already
     n: int  # tokens of this step
-    catches_up: bool  # then it gets a token
+    catches_up: bool  # whether it computes the last known token, so that one is sampled
 
 
 @dataclass
@@ -191,13 +191,13 @@ class Plan:
         self.budget -= n
 
 
-# -- Stage 4: who owns which block, and the prefix cache (chapter 5) -----------------------------
+# -- Stage 4: the block manager and the prefix cache (chapter 5) ---------------------------------
 
 
 def chain_hash(parent: bytes, token_ids: list[int]) -> bytes:
     """Hash of a block's tokens *and* of all before them, of which `parent` is the hash.
 
-    Use one of `hashlib` that nobody can make collide. The parent of a first block is b"".
+    Use a collision-resistant one from `hashlib`. The parent of a first block is b"".
     """
     raise NotImplementedError("stage 4")
 
@@ -205,44 +205,44 @@ def chain_hash(parent: bytes, token_ids: list[int]) -> bytes:
 class BlockManager:
     """Blocks 1 to num_blocks, all free at first, and a free queue in that order.
 
-    A full block is *published* under its chain hash when it is computed. A block that is freed
-    keeps its content and its hash until it is needed for something else.
+    A full block is *cached* under its chain hash when it is computed. A block that is freed keeps
+    its content and its hash until it is taken for other content.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         raise NotImplementedError("stage 4")
 
     def lookup(self, seq: Sequence) -> list[int]:
-        """The published blocks that hold the longest known beginning of `seq`.
+        """The cached blocks of the longest prefix of `seq`.
 
-        Never the last token: it must be computed. Changes nothing but `seq.hashes`.
+        Never the last token: it must be computed. Changes only `seq.hashes`.
         """
         raise NotImplementedError("stage 4")
 
     def allocate(self, seq: Sequence, num_tokens: int, hits: Collection[int] = ()) -> bool:
-        """Room in `seq.block_table` for `num_tokens` tokens; False, and no change, if none is.
+        """Extend `seq.block_table` for `num_tokens` tokens; False, and no change, if impossible.
 
-        `hits`, from `lookup`, come first in a table that is empty yet, and count as published. New
+        `hits`, from `lookup`, come first in a table that is still empty, and count as cached. New
         blocks come from the front of the free queue, and lose their hash when they are taken. A
-        table that has room already stays as it is.
+        table with enough blocks stays as it is.
         """
         raise NotImplementedError("stage 4")
 
-    def publish(self, seq: Sequence, num_tokens: int) -> None:
-        """Publish the blocks that the first `num_tokens` tokens fill, as far as not done before.
+    def cache(self, seq: Sequence, num_tokens: int) -> None:
+        """Cache the blocks that the first `num_tokens` tokens fill, unless they are cached already.
 
-        If another block stands under the same hash, both do, and `lookup` finds the older one.
+        If another block has the same hash, both are cached, and `lookup` finds the older one.
         """
         raise NotImplementedError("stage 4")
 
     def free(self, seq: Sequence) -> None:
-        """Give back all blocks of `seq`, the last one first.
+        """Free all blocks of `seq`, the last one first.
 
-        Its table is empty then and `num_published` is 0: if it comes back, it begins anew.
+        Afterwards its table is empty and `num_cached` is 0, so that it can be admitted again.
 
-        A block is free when it stands in no table. If it is the only one under its hash, it goes
-        to the end of the free queue. Else it goes to the front: a copy loses its hash at once, for
-        nothing is lost with it.
+        A block is free when it is in no table. If it is the only one with its hash, it goes to the
+        end of the free queue. Otherwise it is a copy: it loses its hash at once, since nothing is
+        lost with it, and goes to the front.
         """
         raise NotImplementedError("stage 4")
 
@@ -265,49 +265,50 @@ class Scheduler:
         raise NotImplementedError("stage 5")
 
     def schedule(self) -> Plan:
-        """The next step.
+        """Plan the next step.
 
         1. Each running sequence, in order, gets its `share`, if that is not 0 and `make_room`
-           says yes.
-        2. The blocks that these rows fill are published.
-        3. If nobody was preempted, waiting sequences are admitted from the head, while one may run
-           and there are tokens. Each looks up its prefix, allocates blocks for *all* its tokens, or
-           else nobody behind it is admitted either; its computed tokens are those of the hits; it
-           gets its share, and what that fills is published at once.
+           returns True.
+        2. The blocks that these rows fill are cached.
+        3. If no sequence was preempted, waiting sequences are admitted from the head, while fewer
+           than `max_num_seqs` run and there is budget. For each, look up its prefix and allocate
+           blocks for *all* its tokens; if that fails, no sequence behind it is admitted either. The
+           tokens of the hits are computed. It gets its share, and the blocks which that fills are
+           cached at once.
         4. Rows of one token come first; apart from that, the order stays.
         """
         raise NotImplementedError("stage 5")
 
     def update(self, plan: Plan, token_ids: list[int]) -> None:
-        """The step has run, and the rows that catch up have got a token each, in their order.
+        """Process the results of a step: one token for each row that catches up, in their order.
 
-        Count what is computed. A token of `seq.eos` ends a sequence ("stop") and does not join; any
-        other joins, and ends it if `seq.is_stopped(seq)` ("stop") or if that makes `max_len` tokens
-        ("length"; "stop" if it is both).
+        Update `num_computed`. A token of `seq.eos` ends a sequence ("stop") and is not appended;
+        any other is appended, and ends the sequence if `seq.is_stopped(seq)` ("stop") or if it has
+        `max_len` tokens then ("length"; "stop" if both hold).
         """
         raise NotImplementedError("stage 5")
 
     def finish(self, seq: Sequence, reason: str) -> None:
-        """End a sequence, wherever it is: out of its queue, its blocks free.
+        """End a waiting or running sequence: remove it from its queue and free its blocks.
 
-        If it has ended already, only the reason is replaced.
+        If it has ended already, only replace the reason.
         """
         raise NotImplementedError("stage 5")
 
     def share(self, seq: Sequence, budget: int) -> int:
-        """The tokens that `seq` gets: those that it lacks, but no more than are left of `budget`.
+        """The tokens that `seq` gets: all that are not computed yet, but at most `budget`.
 
-        Stage 6: and no more than the configuration's threshold, if that is not 0.
+        Stage 6: and at most the configuration's threshold, if that is not 0.
         """
         raise NotImplementedError("stage 5")
 
     def make_room(self, seq: Sequence, n: int, plan: Plan) -> bool:
-        """Blocks for `n` more tokens of a running sequence.
+        """Allocate blocks for `n` more tokens of a running sequence.
 
-        Stage 5: this will do, in a pool that is large enough.
-        Stage 6: while there are too few, the last of `running` gives way: blocks and computed
-        tokens are lost, it goes back to the head of `waiting`, and `plan.preempted` names it. False
-        if that was `seq` itself.
+        Stage 5: the given code is enough, in a pool that is large enough.
+        Stage 6: while there are too few blocks, preempt the last of `running`: its blocks and
+        computed tokens are lost, it goes back to the head of `waiting`, and is added to
+        `plan.preempted`. False if that was `seq` itself.
         """
         if self.blocks.allocate(seq, seq.num_computed + n):
             return True
@@ -321,10 +322,10 @@ class Batch:
     """The tokens of all rows, one row after the other, without padding.
 
     input_ids     [n]  the new tokens of each row
-    positions     [n]  where each stands in its sequence
-    slot_mapping  [n]  where its K and V go
-    cu_seqlens    a list: where each row's tokens begin, and where the last one's end
-    output_rows   a list: the places whose logits are wanted, the last token of rows that catch up
+    positions     [n]  the position of each in its sequence
+    slot_mapping  [n]  the slot for its K and V
+    cu_seqlens    a list: where each row's tokens begin, and where the last row's end
+    output_rows   a list: the indices of tokens with logits, the last one of rows that catch up
     """
 
     def __init__(self, rows: list[Row], pool: Pool) -> None:
@@ -344,11 +345,11 @@ def run(model: Model, pool: Pool, rows: list[Row]) -> Tensor:
 
 
 def kept(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Which tokens may be drawn, bool [vocab_size]: the temperature has been applied.
+    """Which tokens may be sampled, bool [vocab_size]: the temperature has been applied.
 
-    First the `top_k` most likely (0 is off); of what is left, the smallest set of most likely ones
-    whose probability reaches `top_p` (1 is off). The token that crosses the border stays, and equal
-    logits share their fate.
+    First the `top_k` most likely (0 is off); of these, the smallest set of most likely ones whose
+    probability reaches `top_p` (1 is off). The token that crosses the threshold is kept, and equal
+    logits are treated alike.
     """
     raise NotImplementedError("stage 8")
 
@@ -356,19 +357,19 @@ def kept(logits: Tensor, top_k: int, top_p: float) -> Tensor:
 def log_noise(seed: int, position: int, vocab_size: int) -> Tensor:
     """log E for every token, E from Exp(1): a pure function of its arguments, without any state.
 
-    `seed` is below 2^64. How you make it is up to you. With that of
+    `seed` is below 2^64. The method is up to you. With that of
     `nanoserve/sampling/gumbel_noise.py` (and 0 as the completion) stage 10 finds equal tokens for
-    sampled requests too; nothing asks for that.
+    sampled requests too; this is optional.
     """
     raise NotImplementedError("stage 8")
 
 
 def draw(logits: Tensor, seq: Sequence) -> int:
-    """The next token of `seq`, from its settings and logits [vocab_size], which stay as they are.
+    """The next token of `seq`, from its settings and logits [vocab_size], which are not changed.
 
-    At temperature 0 the most likely one. Else the largest of logits / temperature - noise among
-    those that are kept, with the noise of its seed and of the position of the new token, which
-    is len(seq.token_ids).
+    At temperature 0 the most likely one. Otherwise the one with the largest logits / temperature -
+    noise among those that are kept, with the noise of its seed and of the position of the new
+    token, which is len(seq.token_ids).
     """
     raise NotImplementedError("stage 8")
 
@@ -377,7 +378,7 @@ def draw(logits: Tensor, seq: Sequence) -> int:
 
 
 def until_stop(text: str, stops: tuple[str, ...], is_over: bool) -> tuple[str, str | None]:
-    """What may be shown of the text so far, and the stop string that ends it, if any.
+    """The part of the text that may be returned, and the stop string that ends it, if any.
 
     The text ends before the stop string that begins first. Unless it `is_over`, an end that may be
     the beginning of a stop string is held back.
@@ -386,9 +387,9 @@ def until_stop(text: str, stops: tuple[str, ...], is_over: bool) -> tuple[str, s
 
 
 class Engine:
-    """Takes requests at any time and advances all of them step by step.
+    """Accepts requests at any time and advances all of them step by step.
 
-    `scheduler` and `max_len` may be read: the longest sequence that the model was made for
+    `scheduler` and `max_len` may be read. `max_len` is the longest sequence that the model supports
     (`max_position_embeddings`) and the pool can hold.
     """
 
@@ -396,39 +397,39 @@ class Engine:
     max_len: int
 
     def __init__(self, folder: Path, config: Config) -> None:
-        """The folder has `tokenizer.json` too (`tokenizers.Tokenizer.from_file`), the chat template
-        in `tokenizer_config.json` (`jinja2.Template`), and the EOS tokens in
+        """The folder also has `tokenizer.json` (`tokenizers.Tokenizer.from_file`), the chat
+        template in `tokenizer_config.json` (`jinja2.Template`), and the EOS tokens in
         `generation_config.json`.
         """
         raise NotImplementedError("stage 9")
 
     def add(self, prompt: str | list[int], max_tokens: int = 100, **sampling: Any) -> Sequence:
-        """Queue a request. `sampling` are fields of `Sequence`, such as temperature and stop; its
-        `num_prompt`, `max_len` (prompt and `max_tokens`, within the engine's) and `eos` you know.
+        """Queue a request. `sampling` are fields of `Sequence`, such as temperature and stop; set
+        `num_prompt`, `max_len` (prompt and `max_tokens`, at most the engine's) and `eos` yourself.
 
-        ValueError, and nothing is queued, for a prompt of no tokens, or of so many that not even
-        one more fits.
+        ValueError, and nothing is queued, for an empty prompt, or one so long that not even one
+        more token fits.
         """
         raise NotImplementedError("stage 9")
 
     def step(self) -> dict[Sequence, str]:
-        """One step: what is new in the text of each sequence that got a token.
+        """Run one step. Return the new text of each sequence that got a token.
 
-        {} if there was nothing to do. The pieces of a sequence together are its text: no piece has
-        half a character or what may become a stop string, unless it is the last. A stop string ends
-        it ("stop"), even if it has just ended by its length.
+        {} if there was nothing to do. The pieces of a sequence together are its text: no piece ends
+        with half a character or with what may become a stop string, unless it is the last. A stop
+        string ends a sequence ("stop"), even if it has just reached its maximum length.
         """
         raise NotImplementedError("stage 9")
 
     def abort(self, seq: Sequence) -> None:
-        """End a sequence ("abort"), unless it has ended: its blocks are free then."""
+        """End a sequence ("abort") and free its blocks, unless it has ended already."""
         raise NotImplementedError("stage 9")
 
     def chat(self, question: str, max_tokens: int = 100, **sampling: Any) -> Iterator[str]:
         """The answer to `question`, as a user's message in the chat template, piece by piece.
 
-        The template wants `messages=[{"role": ..., "content": ...}]`, with the role "user", and
-        `add_generation_prompt=True`. If the caller stops listening (which closes this generator),
-        the request is aborted.
+        The template needs `messages=[{"role": ..., "content": ...}]`, with the role "user", and
+        `add_generation_prompt=True`. If the caller closes this generator before its end, the
+        request is aborted.
         """
         raise NotImplementedError("stage 9")

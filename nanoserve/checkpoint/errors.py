@@ -18,7 +18,7 @@ from nanoserve.utils.checks import shown
 
 logger = logging.getLogger(__name__)
 
-_MAX_LENGTH = 250  # characters in a list of names
+_MAX_LIST = 250  # characters in a list of names
 # A wrapper of a model prefixes the names of all tensors with its own attribute.
 _WRAPPERS = {
     "module.": "saved from DistributedDataParallel",
@@ -130,15 +130,15 @@ def _tell_no_config(path: Path) -> str:
 
 
 def some(names: list[str]) -> str:
-    """Join the first names, up to `_MAX_LENGTH` characters, and add the number of the rest.
+    """Join the first names, up to `_MAX_LIST` characters, and add the number of the rest.
 
     A model with many experts has tens of thousands of names, and a damaged file may have long ones.
     """
     listed: list[str] = []
     for name in names:
-        if listed and sum(map(len, listed)) + len(name) > _MAX_LENGTH:
+        if listed and sum(map(len, listed)) + len(name) > _MAX_LIST:
             break
-        listed.append(f"{name:.{_MAX_LENGTH}}")
+        listed.append(f"{name:.{_MAX_LIST}}")
     rest = len(names) - len(listed)
     return ", ".join(listed) + (f" and {rest} more" if rest else "")
 
@@ -161,7 +161,7 @@ _ON_THE_HUB = re.compile(
     re.IGNORECASE,
 )
 _LLAMA_CPP = re.compile(r"(?P<name>[\w.-]+/[\w.-]+):(?P<kind>[\w.-]+)")
-_MAX_LENGTH = 300  # characters of a name that are examined
+_MAX_EXAMINED = 300  # characters of a name that are examined
 
 
 def tell_no_name(name: str | Path) -> str:
@@ -171,17 +171,17 @@ def tell_no_name(name: str | Path) -> str:
     if os.path.isfile(os.path.expanduser(text)):
         return _tell_file(text)
     if _ADDRESS.match(text):
-        return f"{shown(text)} is an address, not a model: {_of_address(text[:_MAX_LENGTH])}"
+        return f"{shown(text)} is an address, not a model: {_of_address(text[:_MAX_EXAMINED])}"
     if text == "":
         return f"{problem}, {_FORM}: it is empty"
     is_file = text.endswith(".gguf") and text.count("/") < 2
     if is_file or text.startswith(("./", "../", "/", "~")):
         path = os.path.abspath(os.path.expanduser(text))
         return (
-            f"{problem}: {path[:_MAX_LENGTH]} does not exist; "
+            f"{problem}: {path[:_MAX_EXAMINED]} does not exist; "
             f"for a model on the hub, give 'organisation/model'"
         )
-    advice = _suggest(name, text[:_MAX_LENGTH])
+    advice = _suggest(name, text[:_MAX_EXAMINED])
     return f"{problem}, {_FORM}{advice and f': {advice}'}"
 
 

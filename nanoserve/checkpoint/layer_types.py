@@ -34,7 +34,7 @@ def _sliding_windows(file: ConfigFile) -> tuple[int | None, ...]:
     known = ("full_attention", "sliding_attention")
     require(
         isinstance(types, list) and all(name in known for name in types),
-        f"layer_types={shown(types)} must be a list of {known}",
+        f"layer_types={shown(types)} must be a list of {known}: other types are not implemented",
     )
     require(
         len(types) == num_layers and (window is not None or "sliding_attention" not in types),

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
 from nanoserve.checkpoint.errors import describe_mismatches
-from nanoserve.checkpoint.weight_files import SINGLE_FILE, check_tied, open_weights, shard_files
+from nanoserve.checkpoint.weight_files import SINGLE_FILE, open_weights, shard_files
 
 # Bytes of a value. Any other type is a quantised format, whose values need decoding.
 _STORED_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -281,3 +281,19 @@ def _weight_files(path: Path) -> list[Path]:
     if single.is_file():
         return [single]
     return shard_files(path)
+
+
+def check_tied(tied: Mapping[str, str], files: Mapping[str, Path]) -> None:
+    """Raise `ValueError` if a stored tensor differs from the one to which it is tied.
+
+    `tied` maps a tensor's name to that of its twin; `files` maps each stored tensor to its file.
+    """
+    for name, twin in tied.items():
+        if name not in files:
+            continue
+        with open_weights(files[name]) as tensors, open_weights(files[twin]) as twins:
+            if not torch.equal(tensors.get_tensor(name), twins.get_tensor(twin)):
+                raise ValueError(
+                    f"tie_word_embeddings is true, but {name} differs from {twin}; if that is "
+                    f"intended, set tie_word_embeddings to false in config.json"
+                )

@@ -22,8 +22,9 @@ _ALWAYS = {
 def config_with_overrides(
     files: ConfigFiles, config: EngineConfig, supported: Collection[str]
 ) -> ModelConfig:
-    """Return `ModelConfig.from_files` with `hf_overrides`, `generation_config` and
-    `override_generation_config` of `config`.
+    """Return `ModelConfig.from_files` with the overrides of `config`.
+
+    They are `hf_overrides`, `generation_config` and `override_generation_config`.
 
     Raises `ValueError` for an entry that the architecture does not read, for a name that is not a
     sampling parameter, and whenever `ModelConfig.from_files` does.

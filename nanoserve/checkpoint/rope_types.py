@@ -65,8 +65,10 @@ _SMALLEST = 2.0**-126
 
 
 def check_parameters(config: Any) -> None:
-    """Raise `ValueError` for a type that is not implemented, and for parameters that are missing,
-    unknown to the type, or contradict each other."""
+    """Raise `ValueError` for an unsupported type, and for parameters that do not fit it.
+
+    Such parameters are missing, unknown to the type, or contradict each other.
+    """
     require(
         config.rope_type in list(PARAMETERS),
         f"rope_type={shown(config.rope_type)} is not implemented; implemented are "

@@ -1,10 +1,8 @@
-"""safetensors files of a checkpoint: one file or shards with an index, and tensors stored twice."""
+"""safetensors files of a checkpoint: one file, or shards with an index."""
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 
-import torch
 from safetensors import SafetensorError, safe_open
 
 from nanoserve.checkpoint.config_json import read_json, tell_damage
@@ -28,22 +26,6 @@ class open_weights:
 
     def __exit__(self, *exc: object) -> None:
         self._file.__exit__(*exc)
-
-
-def check_tied(tied: Mapping[str, str], files: Mapping[str, Path]) -> None:
-    """Raise `ValueError` if a stored tensor differs from the one to which it is tied.
-
-    `tied` maps a tensor's name to that of its twin; `files` maps each stored tensor to its file.
-    """
-    for name, twin in tied.items():
-        if name not in files:
-            continue
-        with open_weights(files[name]) as tensors, open_weights(files[twin]) as twins:
-            if not torch.equal(tensors.get_tensor(name), twins.get_tensor(twin)):
-                raise ValueError(
-                    f"tie_word_embeddings is true, but {name} differs from {twin}; if that is "
-                    f"intended, set tie_word_embeddings to false in config.json"
-                )
 
 
 INDEX = f"{SINGLE_FILE}.index.json"

@@ -45,8 +45,10 @@ class Parser(ArgumentParser):
         return parsed, [*strange, *unknown]
 
     def _without_strange(self, arguments: list[str]) -> tuple[list[str], list[str]]:
-        """Split off unknown single-dash flags: argparse would take `-t`, a flag of llama.cpp, for
-        the beginning of `-tp`."""
+        """Split off unknown single-dash flags.
+
+        argparse would take `-t`, a flag of llama.cpp, for the beginning of `-tp`.
+        """
         known, strange, ours = [], [], self._option_string_actions
         if self._subparsers is not None:  # subcommands have flags of their own
             return arguments, strange

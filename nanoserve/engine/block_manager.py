@@ -34,8 +34,9 @@ class BlockManager:
     """Block allocator with reference counts, and a prefix cache over the full blocks.
 
     A freed block keeps its content and stays in the prefix cache until it is allocated again, so
-    the free queue *is* the prefix cache's eviction order: least recently used first. Each operation
-    is O(1) per block, plus hashing each token once.
+    the free queue *is* the prefix cache's eviction order: least recently used first, after the
+    blocks at its front that no lookup needs (see `_give_back`). Each operation is O(1) per block,
+    plus hashing each token once.
 
     `windows` are the sliding windows of the layer groups, None for full attention.
     `max_step_tokens` is the maximum number of tokens in a step; it bounds the blocks that a group
@@ -241,6 +242,11 @@ class BlockManager:
                 self._give_back(table.release_first(), is_useful=index < num_prompt_blocks)
 
     def _give_back(self, block: int, is_useful: bool = True) -> None:
+        """Drop one reference; a block without any joins the free queue, from which it is evicted.
+
+        It joins at the back, or at the front if no lookup needs its content: it is not cached,
+        another block of its group has the same prefix, or `is_useful` is False.
+        """
         self._ref_counts[block] -= 1
         if self._ref_counts[block]:
             return
@@ -251,6 +257,7 @@ class BlockManager:
             self._free.move_to_end(block, last=False)  # its content is not needed: reuse it first
 
     def _take(self) -> int:
+        """Allocate the block at the front of the free queue; if it is cached, it is evicted."""
         block, _ = self._free.popitem(last=False)
         self.prefix_cache.remove(block)
         self._ref_counts[block] = 1

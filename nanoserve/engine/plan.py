@@ -16,7 +16,7 @@ DraftFilter = Callable[[list[int]], list[int]]
 
 
 class Row(NamedTuple):
-    """One sequence in one step, by positions in its tokens:
+    """One sequence in one step, by positions in its tokens.
 
         0 ...... start ...................... start + n
         | cached | computed in this step ...... |

@@ -32,10 +32,10 @@ SIBLING = "its sibling computes their prompt"  # reason for which a sequence is 
 class Scheduler:
     """Continuous batching (Yu et al. 2022, Orca) with chunked prefill and preemption by recompute.
 
-    `waiting` is sorted by `order`, `running` is in order of admission. Under FCFS all priorities
-    count as equal, so running sequences arrived before all waiting ones (except sequences that were
-    held). Hence a preempted sequence returns to the head of `waiting`, and the victim is the last
-    sequence of `running`. `held` sequences are in neither queue, so they block no other sequence.
+    `waiting` is sorted by `order`, `running` is in order of admission. The sequence that is
+    preempted is the running one with the largest `order`. Under FCFS that is the last one that
+    arrived, so it returns to the head of `waiting` (except for sequences that were held). `held`
+    sequences are in neither queue, so they block no other sequence.
     """
 
     def __init__(
@@ -289,7 +289,10 @@ class Scheduler:
         return True
 
     def _admit_waiting(self, plan: Plan) -> None:
-        """Admit from the head of `waiting` while tokens, slots and blocks last."""
+        """Admit from the head of `waiting` while tokens, slots and blocks last.
+
+        `schedule` does not call it in a step that has preempted a sequence.
+        """
         index = 0
         while index < len(self.waiting) and plan.budget > 0:
             if len(self.running) >= self.max_num_seqs:

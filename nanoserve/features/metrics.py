@@ -291,7 +291,9 @@ class Histogram:
         self._sum += float(array.sum())
 
     def read(self) -> tuple[list[tuple[str, float]], float]:
-        """Return the cumulative buckets with their upper bounds, and the sum of all values, in
-        prometheus-client's format."""
+        """Return the cumulative buckets with their upper bounds, and the sum of all values.
+
+        The format is that of prometheus-client.
+        """
         names = [*map(str, map(float, self._bounds)), "+Inf"]
         return list(zip(names, accumulate(self._counts.tolist()), strict=True)), self._sum

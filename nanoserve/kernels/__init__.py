@@ -1,1 +1,1 @@
-"""GPU kernels in Triton, each with the Python function that launches it."""
+"""Kernels: functions of tensors that import nothing of nanoserve; `triton/` for GPUs, `cpu/`."""

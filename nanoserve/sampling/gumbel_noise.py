@@ -1,9 +1,13 @@
-"""Counter-based random numbers: no generator, no state, the same on every machine.
+"""Counter-based random numbers: no generator, no state, the same bits on every machine.
 
-A random number depends only on (seed, position, completion, token id), so a seeded request gives
-the same tokens whatever else is in its batch, however it is chunked, and after a preemption. The
-idea is from Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; the mixer is a
-32-bit multiply-xorshift finaliser, because 64-bit integer products are five times as slow on a CPU.
+A random number depends only on the seed of a request, the position of the new token in prompt and
+output, the index of the completion, and the token id. So the noise does not depend on the rest of
+the batch, on chunks or on preemption. `kernels/cpu/choose_tokens.py` and
+`kernels/triton/choose_tokens.py` compute the same bits where they use them; their logarithms may
+differ in the last bit. The token is argmax(logit / temperature - log E), E from Exp(1): Gumbel
+noise, as an exponential race. The idea is from Salmon et al. 2011, "Parallel random numbers: as
+easy as 1, 2, 3"; the mixer is a 32-bit multiply-xorshift finaliser, because 64-bit integer products
+are five times as slow on a CPU.
 """
 
 import numpy as np

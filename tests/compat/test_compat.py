@@ -3,6 +3,8 @@
 import argparse
 import copy
 import logging
+import subprocess
+import sys
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -779,3 +781,17 @@ def test_text_that_the_model_has_no_rows_for_is_told_as_text(
 def test_arguments_have_help() -> None:
     parser = EngineArgs.add_cli_args(argparse.ArgumentParser())
     assert "--max-num-seqs" in parser.format_help() and "--model" in parser.format_help()
+
+
+def test_the_former_name_warns_and_is_the_same_module() -> None:
+    code = (
+        "import warnings; warnings.simplefilter('error'); import nanoserve.compat\n"
+        "try: from nanoserve.drop_in import LLM\n"
+        "except DeprecationWarning as warning: print(warning)\n"
+        "warnings.simplefilter('ignore'); import nanoserve.drop_in\n"
+        "from nanoserve.drop_in import SamplingParams as ours\n"
+        "print(nanoserve.compat.SamplingParams is ours)"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    warning, is_same = shown.stdout.splitlines()
+    assert "nanoserve.drop_in is now nanoserve.compat" in warning and is_same == "True"

@@ -37,7 +37,7 @@ def test_an_undone_stage_fails_and_says_what_to_do_first(
 ) -> None:
     messages = said(stage, by_size(True, False))
     assert messages and all("NotImplementedError" in message for message in messages), messages
-    allowed = [f"finish stage {n} first: stage {stage} stands on it" for n in range(1, stage)]
+    allowed = [f"finish stage {n} first: stage {stage} needs it" for n in range(1, stage)]
     allowed.append(f"stage {stage}")
     for message in messages:
         assert message.removeprefix("NotImplementedError: ") in allowed, message

@@ -87,7 +87,7 @@ def test_a_processor_of_the_engine_sees_all_rows_at_once(tmp_path) -> None:
         outputs = llm.generate([[1, 2], [3]], params, use_tqdm=False)
     assert all(token_id % 2 == 0 for o in outputs for token_id in o.outputs[0].token_ids)
     assert [sorted(step) for step in seen] == [[(1, i), (2, i)] for i in range(3)]
-    for wrong, told in ((["no"], "'no' must read"), ([5], "5 is neither"), (5, "callables")):
+    for wrong, told in ((["no"], "'no' must have"), ([5], "5 is neither"), (5, "callables")):
         with pytest.raises(ValueError, match=told):
             LLM(tmp_path, skip_tokenizer_init=True, logits_processors=wrong)
 

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from nanoserve.checkpoint.formats.fields import check_quantization_config, method_of
 from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
 from nanoserve.checkpoint.formats.registry import FORMATS
-from nanoserve.checkpoint.loader import expected_tensors, stored_tensors
-from nanoserve.checkpoint.weight_files import check_tied, open_weights
+from nanoserve.checkpoint.loader import check_tied, expected_tensors, stored_tensors
+from nanoserve.checkpoint.weight_files import open_weights
 
 
 class WeightSource(Protocol):

@@ -66,6 +66,11 @@ def _q5_1(blocks: ndarray) -> Parts:
 
 
 def _q4_k(blocks: ndarray) -> Parts:
+    """Decode Q4_K: 256 weights in 144 bytes, w = scale x nibble - minimum in groups of 32.
+
+    Bytes 0 to 3 are two float16 and 4 to 15 the integers of `_scales_and_minima`; then 128 bytes of
+    nibbles, of which 32 bytes hold two groups.
+    """
     scale, minimum = _scales_and_minima(blocks)
     return _centred(_nibbles(blocks[..., 16:], 32), scale, -minimum)
 
@@ -125,7 +130,7 @@ def _scales_and_minima(blocks: ndarray) -> tuple[ndarray, ndarray]:
 
     They are stored as two float16, and 12 bytes with 16 integers of 6 bits. Bytes 0 to 3 and 4 to 7
     hold the first four scales and minima, and, in their upper two bits, the high bits of the last
-    four. The low four bits of these are the nibbles of bytes 8 to 11.
+    four. The low four bits of these are the nibbles of bytes 8 to 11. Minima are subtracted.
     """
     scales, minima, rest = (blocks[..., start : start + 4] for start in (4, 8, 12))
     scales = np.concatenate([scales & 63, (rest & 15) | (scales >> 6 << 4)], axis=-1)

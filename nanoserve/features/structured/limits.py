@@ -17,7 +17,7 @@ from nanoserve.features.structured.schema_references import REFERENCES, keys_of
 from nanoserve.utils.checks import require
 
 # Levels of lists and objects, including those reached through references. llguidance takes about
-# 4 kB of stack per level, 4 MB in all; the compiling threads have 64 MiB (see `stacks.py`).
+# 4 kB of stack per level, 4 MB in all; the compiling threads have 64 MiB (see `start_thread`).
 MOST_LEVELS = 1000
 # xgrammar takes more than quadratic time: 0.1 s for 300 definitions, 17 s for 2,000.
 MOST_LEVELS_OF_XGRAMMAR = 300

@@ -34,6 +34,7 @@ ELEMENTS = {
 
 def address(x: Tensor) -> int:
     """Return a tensor's address, for `array_at`: 0.2 microseconds; numba's own conversion: 2.
+
     Raises `ValueError` for a tensor that is not contiguous or not on a CPU.
     """
     if not (x.is_contiguous() and x.is_cpu):

@@ -1,4 +1,4 @@
-"""Panels: the weight layout of the matrix products in `kernels_cpu`.
+"""Panels: the weight layout of the matrix products in this folder.
 
 A *panel* is 64 outputs: 4 vectors of 16. It holds, step by step, the weights of all its outputs for
 the next few inputs: [panels, steps, 64 outputs, depth]. The `depth` inputs of a step are adjacent

@@ -1,1 +1,1 @@
-"""Triton kernels for NVIDIA GPUs."""
+"""GPU kernels in Triton, each with the Python function that launches it."""

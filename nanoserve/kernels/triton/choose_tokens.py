@@ -2,7 +2,7 @@
 
 The method is the exponential race of `nanoserve/sampling/gumbel_noise.py`, argmax(logit /
 temperature - log E), with the noise computed where it is used: from the same hash of (seed,
-position, stream, token id), bit for bit, so a seeded request gives the same tokens with either. The
+position, completion, token id), bit for bit; only the last bit of a logarithm may differ. The
 logits are read once, and nothing of their size is written. A program processes a part of one row's
 vocabulary, since the few rows of a step alone would leave most of a GPU idle; a second kernel
 selects the best part. For rows with a top-k, top-p or min-p filter, the filter's border is an
@@ -28,21 +28,21 @@ _MULTIPLIER_2 = tl.constexpr(0x846CA68B)
 def pack_settings(
     temperature: float,
     seed: int,
-    stream: int,
+    completion: int,
     top_k: int = 0,
     top_p: float = 1.0,
     min_p: float = 0.0,
 ) -> np.ndarray:
     """Return a slot's row of `settings`, int32 [8].
 
-    Its words: bits of the temperature, seed in two halves, stream, top_k, bits of top_p and min_p,
-    and one unused word.
+    Its words: bits of the temperature, seed in two halves, completion, top_k, bits of top_p and
+    min_p, and one unused word.
 
     temperature 0 is greedy; the lower 64 bits of a seed are used. top_k <= 0, top_p = 1 and
     min_p = 0 are off.
     """
     words = np.zeros(SETTINGS_WORDS.value, dtype=np.uint32)
-    words[1:5] = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, stream, max(top_k, 0)
+    words[1:5] = seed & 0xFFFFFFFF, seed >> 32 & 0xFFFFFFFF, completion, max(top_k, 0)
     words[[0, 5, 6]] = np.array([temperature, top_p, min_p], dtype=np.float32).view(np.uint32)
     return words.view(np.int32)
 
@@ -189,7 +189,7 @@ def _best_part(best_scores, best_ids, token_ids, NUM_PARTS: tl.constexpr, BLOCK:
 
 @triton.jit
 def _row_key(slot_settings, position):
-    """Compute `row_keys` of noise.py for one row. Unsigned, so that shifts insert zeros."""
+    """Compute `row_keys` of gumbel_noise.py for one row. Unsigned, so that shifts insert zeros."""
     key = _mix(tl.load(slot_settings + 1).to(tl.uint32, bitcast=True) + _WEYL)
     key = _mix((key ^ tl.load(slot_settings + 2).to(tl.uint32, bitcast=True)) + _WEYL)
     key = _mix((key ^ position.to(tl.uint32, bitcast=True)) + _WEYL)

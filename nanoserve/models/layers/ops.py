@@ -50,7 +50,7 @@ class TorchOps:
 class FusedOps(TorchOps):
     """Operations with everything between the qkv projection and attention fused into one kernel."""
 
-    # `nanoserve.kernels.triton.store_kv.store_kv`, or the function of that name in `kernels_cpu`.
+    # `nanoserve.kernels.triton.store_kv.store_kv`, or the function of that name in `kernels/cpu`.
     store_kv: Callable[..., Tensor]
 
     def norm_rotate_store(

@@ -1,5 +1,6 @@
-"""Output file of a batch job: one line per answer, written at once, so that none is lost when a
-run is killed.
+"""Output file of a batch job: one line per answer.
+
+Each line is written at once, so that none is lost when a run is killed.
 
 A line is complete if it ends with a line break. An incomplete line of a killed run is truncated by
 the next run.

@@ -127,8 +127,10 @@ class ApiServer:
             add(path, endpoint, methods=["POST"], response_model=None)
 
     async def health(self) -> Response:
-        """Return 200 while requests are served; 503 if the engine has failed, one of its steps
-        hangs, or the server is stopping."""
+        """Return 200 while requests are served, else 503.
+
+        That is if the engine has failed, one of its steps hangs, or the server is stopping.
+        """
         is_well = self.llm.is_running and self.llm.stall is None and not self.is_draining
         return Response(status_code=200 if is_well else 503)
 

@@ -73,8 +73,10 @@ class LiveView:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Count a watcher while it reads `events`: the first starts the observation, the last
-        ends it."""
+        """Count a watcher while it reads `events`.
+
+        The first one starts the observation, the last one ends it.
+        """
         self.num_watchers += 1
         if self._follower is None or self._follower.done():
             self._follower = asyncio.create_task(self._follow())

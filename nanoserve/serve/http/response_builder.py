@@ -58,7 +58,10 @@ class Answer:
         return "".join(events).encode()
 
     def last_events(self) -> bytes:
-        """Return the events that end a stream: usage, if requested, and [DONE]."""
+        """Return the events after those of all choices: usage, if requested, and [DONE].
+
+        If the engine fails, `EventStream` sends an error instead.
+        """
         usage = ""
         if self._body.include_usage:
             usage = f'{self._head}], "usage": {json.dumps(self.usage())}}}\n\n'

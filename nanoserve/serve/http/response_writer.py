@@ -43,9 +43,10 @@ async def whole_response(answer: Answer, reader: OutputReader, receive: Receive)
 class EventStream(Response):
     """Stream of an output; tokens that a slow client has not read yet are sent together.
 
-    A client that disconnects is noticed at once, and its request is aborted. A client that stops
-    reading blocks its own stream but not the engine; the operating system closes its connection
-    after a timeout.
+    The last event of each choice has its finish reason; `Answer.last_events` follow them. A client
+    that disconnects is noticed at once, and the engine aborts its request between two steps. A
+    client that stops reading blocks its own stream but not the engine; the operating system closes
+    its connection after a timeout.
     """
 
     def __init__(self, answer: Answer, reader: OutputReader, heartbeat_interval: float) -> None:
@@ -68,7 +69,7 @@ class EventStream(Response):
                         body = self._answer.events(outputs)
                     if body:
                         await send({"type": "http.response.body", "body": body, "more_body": True})
-                end = self._answer.last_events()
+                end = self._answer.last_events()  # ignored if the client has disconnected
             except EngineDeadError as error:
                 end = ApiError.of(error).event()
             await send({"type": "http.response.body", "body": end})

@@ -1,5 +1,6 @@
-"""Prefix-aware router: prefers the replica that has cached the prefix of a request, unless its
-load is too high.
+"""Prefix-aware router: prefers the replica that has cached the prefix of a request.
+
+It does not if the load of that replica is too high.
 
 Replicas do not share a KV cache, so the choice of a replica determines how much of a prompt is
 computed again. Two simple rules fail in opposite ways: choosing the least loaded replica ignores
@@ -169,8 +170,10 @@ class PrefixRouter:
             self._discard(known, next(iter(known.blocks)))
 
     def update(self, replica: str, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
-        """Apply the blocks that `replica` has cached and evicted since the last call; no block may
-        be in both."""
+        """Apply the blocks that `replica` has cached and evicted since the last call.
+
+        No block may be in both.
+        """
         known = self._known_of(replica)
         if not known.is_exact:
             self._forget_all(known)

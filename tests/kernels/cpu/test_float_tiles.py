@@ -159,8 +159,8 @@ def test_numbas_cache_knows_the_files_that_instructions_come_from(
     while waiting:
         seen.add(name := waiting.pop())
         text = (folder / f"{name}.py").read_text()
-        modules = re.findall(r"^from nanoserve\.kernels_cpu\.(\w+) import", text, re.MULTILINE)
-        for names in re.findall(r"^from nanoserve\.kernels_cpu import (.+)$", text, re.MULTILINE):
+        modules = re.findall(r"^from nanoserve\.kernels\.cpu\.(\w+) import", text, re.MULTILINE)
+        for names in re.findall(r"^from nanoserve\.kernels\.cpu import (.+)$", text, re.MULTILINE):
             modules += names.split(", ")
         waiting |= {*modules} - seen - others
     assert seen - functions == {*sources}

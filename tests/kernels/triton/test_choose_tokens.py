@@ -52,7 +52,9 @@ def on_device(array: np.ndarray) -> torch.Tensor:
 def choose(logits: torch.Tensor, temperature: float, seed: int = 0, position: int = 0) -> list[int]:
     """Every row by the same settings, at positions from `position` on."""
     rows = np.arange(len(logits))
-    settings = torch.from_numpy(pack_settings(temperature, seed, stream=0)).view(1, 8).to(DEVICE)
+    settings = (
+        torch.from_numpy(pack_settings(temperature, seed, completion=0)).view(1, 8).to(DEVICE)
+    )
     return choose_tokens(logits, on_device(0 * rows), on_device(position + rows), settings).tolist()
 
 
@@ -175,7 +177,7 @@ def test_each_part_of_the_settings_changes_the_draws() -> None:
 
 @pytest.mark.parametrize("seed", [0, 2**32 - 1, 2**63, 2**64 - 1, 2**64 + 7])
 def test_packed_settings_unpack(seed: int) -> None:
-    packed = pack_settings(0.7, seed, stream=2**32 - 1, top_k=2**31 - 1, top_p=0.9, min_p=0.01)
+    packed = pack_settings(0.7, seed, completion=2**32 - 1, top_k=2**31 - 1, top_p=0.9, min_p=0.01)
     assert packed.dtype == np.int32
     temperature, low, high, stream, top_k, top_p, min_p, _ = packed.view(np.uint32)
     assert temperature.view(np.float32) == np.float32(0.7)

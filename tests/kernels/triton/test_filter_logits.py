@@ -42,7 +42,9 @@ def borders_of(logits: torch.Tensor, filters: list[Filter]) -> np.ndarray:
     """By the kernel; each row has its own slot, and they are not in the order of the rows."""
     slots = torch.arange(len(logits), dtype=torch.int32).flip(0).to(DEVICE)
     rows = [
-        pack_settings(f.temperature, seed=0, stream=0, top_k=f.top_k, top_p=f.top_p, min_p=f.min_p)
+        pack_settings(
+            f.temperature, seed=0, completion=0, top_k=f.top_k, top_p=f.top_p, min_p=f.min_p
+        )
         for f in reversed(filters)
     ]
     before = logits.clone()

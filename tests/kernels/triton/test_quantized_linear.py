@@ -531,7 +531,7 @@ def test_a_rows_large_input_leaves_the_others_their_bits() -> None:
 def test_int8_activations_want_int8_weights(scheme: Scheme) -> None:
     method = QuantizedLinearMethod(scheme, DEVICE, torch.float32, "int8")
     layer = ColumnParallelLinear(64, {"a": 5}, LayerContext(linear_method=method))
-    with pytest.raises(ValueError, match=r"quantization_activations='int8' .*(4 bits|e4m3)"):
+    with pytest.raises(ValueError, match=r"quantization_activations='int8' .*(4-bit|e4m3)"):
         filled(layer, method, torch.randn(5, 64, device=DEVICE))
 
 

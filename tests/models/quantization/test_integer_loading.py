@@ -123,8 +123,8 @@ def test_what_does_not_fit_is_refused_before_anything_is_read(
             shape = None if tensors[UP] is None else torch.ones(8, 95, dtype=torch.int32)
             tensors = {own: shape}
     change(tmp_path, tensors)
-    for reader in ("source.PlainSource", "formats.gptq.GPTQReader"):
-        target = f"nanoserve.models.quantization.{reader}.read"
+    for reader in ("formats.source.PlainSource", "formats.gptq.GPTQReader"):
+        target = f"nanoserve.checkpoint.{reader}.read"
         monkeypatch.setattr(target, lambda *args: pytest.fail("read"))
     with pytest.raises(ValueError, match=message):
         LLM(tmp_path, quantization=form, **OPTIONS)

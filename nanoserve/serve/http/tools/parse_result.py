@@ -46,8 +46,9 @@ class Text:
 
 
 def call_of(text: str, found: ObjectSoFar, needs_arguments: bool = False) -> ToolCall | None:
-    """Return the call that an object represents, once its name is complete and its arguments have
-    begun; None before that or if it is not a call.
+    """Return the call that an object represents, or None.
+
+    None: its name is not complete, its arguments have not begun, or it is not a call.
 
     needs_arguments: an object without arguments is not a call, but other JSON with a name.
     """

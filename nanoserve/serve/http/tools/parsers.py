@@ -10,8 +10,9 @@ from nanoserve.serve.http.tools.parse_result import ToolCall
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """Format of tool calls: before + call + separator + call ... + after, where a call is
-    begin % name + its arguments as JSON + end.
+    """Format of tool calls: before + call + separator + call ... + after.
+
+    A call is begin % name + its arguments as JSON + end.
 
     trigger: text that begins a call within free text; None if an output is either text or calls.
     special_tokens: special tokens of the format, which the output text must keep.
