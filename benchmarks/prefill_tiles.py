@@ -178,8 +178,8 @@ def measure(args: Namespace) -> None:
     made = {name: make(lens, args.device) for name, lens in cases.items()}
     compiled = [code == 0 for code in compilers.wait()]
     device = "cpu" if is_tiny else torch.cuda.get_device_name()
-    told = {"torch": torch.__version__, "fa3": why_not or "loaded", "compiled": compiled}
-    lines.say(device=device, **told, seconds=lines.seconds)
+    summary = {"torch": torch.__version__, "fa3": why_not or "loaded", "compiled": compiled}
+    lines.say(device=device, **summary, seconds=lines.seconds)
     runs: list[Run] = []
     for name, rows in made.items():
         flop = flop_of_chunks(cases[name], shape)

@@ -61,8 +61,8 @@ def texts(llm: LLM, num_positions: int) -> list[list[int]]:
     in_turns = chain.from_iterable(zip_longest(*evaluation_sets().values()))
     found: list[list[int]] = []
     for probe in filter(None, in_turns):
-        told = [*probe.messages, {"role": "assistant", "content": probe.expected}]
-        text = llm.engine.tokenizer.apply_chat_template(told, add_generation_prompt=False)
+        conversation = [*probe.messages, {"role": "assistant", "content": probe.expected}]
+        text = llm.engine.tokenizer.apply_chat_template(conversation, add_generation_prompt=False)
         found.append(llm.engine.tokenizer.encode(text, add_special_tokens=False))
         if sum(len(prompt) - 1 for prompt in found) >= num_positions:
             break
@@ -141,8 +141,8 @@ def measure(args: argparse.Namespace) -> None:
             next_ids = [token_id for prompt in prompts for token_id in prompt[1:]]
             reference = logits if reference is None else reference
             found = divergence(reference, logits, next_ids[: args.positions])
-            told = f"{found.kl_mean:.2e} | {found.kl_p99:.2e} | {found.same_choice:.2%}"
-            print(f"| {name} | {answers_of(llm, args.every)} | {told} |", flush=True)
+            cells = f"{found.kl_mean:.2e} | {found.kl_p99:.2e} | {found.same_choice:.2%}"
+            print(f"| {name} | {answers_of(llm, args.every)} | {cells} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -214,10 +214,10 @@ class Measurement:
             print(refused, flush=True)
             return refused
         print(self._row(name, self.reference, logits), flush=True)
-        told = "" if same_file is None else self._row(name, same_file, logits)
+        against_file = "" if same_file is None else self._row(name, same_file, logits)
         del logits
         gc.collect()
-        return told
+        return against_file
 
     def _row(self, name: str, reference: np.ndarray, logits: np.ndarray) -> str:
         found = divergence(reference, logits, self.next_ids)

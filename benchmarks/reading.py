@@ -1,4 +1,4 @@
-"""How much there is to read: the reading path of `docs/reading_path.toml`, file by file."""
+"""Count how much there is to read: the reading path of `docs/reading_path.toml`, file by file."""
 
 import ast
 import io

@@ -122,8 +122,8 @@ def show_choice() -> None:
     for num_tokens in (100, 1000, 10_000):
         for num_replicas in (2, 8, 32):
             hashing, choosing = choice_seconds(num_tokens, num_replicas)
-            told = f"{1e6 * hashing:8.1f} + {1e6 * choosing:.1f}"
-            print(f"{num_tokens:7} tokens {num_replicas:3} replicas {told}")
+            micros = f"{1e6 * hashing:8.1f} + {1e6 * choosing:.1f}"
+            print(f"{num_tokens:7} tokens {num_replicas:3} replicas {micros}")
 
 
 def show(servers: dict[str, list[dict[str, Any]]], starts: dict[str, list[float]]) -> None:

@@ -266,7 +266,7 @@ def _turn(
     prompt, output = history + scale.tokens(rng, 50, 400), scale.tokens(rng, 32, 128)
 
     def then(answered: float) -> Job | None:
-        at = answered + rng.expovariate(0.5)  # somebody reads, thinks and types
+        at = answered + rng.expovariate(0.5)  # the user reads, thinks and types
         if left == 1 or at >= end:
             return None
         return _turn(scale, rng, at, prompt + output, left - 1, end)

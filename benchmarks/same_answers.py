@@ -78,15 +78,15 @@ class Comparison:
 
     def compare(self, old: dict[str, Any], new: dict[str, Any]) -> None:
         rounds = self._configuration["rounds"]
-        for number, asked in enumerate(rounds):
+        for number, made in enumerate(rounds):
             sides = [run["rounds"][number : number + 1] for run in (old, new)]
             old_answers, new_answers = (side[0] if side else [] for side in sides)
-            where = f"{self._configuration['name']}, round {number} ({asked['kind']})"
-            if not len(old_answers) == len(new_answers) == len(asked["requests"]):
+            where = f"{self._configuration['name']}, round {number} ({made['kind']})"
+            if not len(old_answers) == len(new_answers) == len(made["requests"]):
                 found = [answers[:1] for answers in (old_answers, new_answers)]
                 self.differences.append(Difference(where, "the round did not end", *found))
                 continue
-            answered = zip(asked["requests"], old_answers, new_answers, strict=True)
+            answered = zip(made["requests"], old_answers, new_answers, strict=True)
             for index, (request, one, other) in enumerate(answered):
                 named = f"{where}, request {index}"
                 self.num_requests += 1
@@ -185,12 +185,12 @@ def run_tree(tree: Path, scenario: list[dict[str, Any]], limit: float) -> dict[s
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     num_deaths = 0
     with tempfile.TemporaryDirectory() as folder:
-        asked, answered, log = (Path(folder, name) for name in ("asked", "answered", "log"))
+        requested, answered, log = (Path(folder, name) for name in ("requested", "answered", "log"))
         while len(answers) < len(scenario) and num_deaths < MOST_DEATHS:
             waiting = [one for one in scenario if one["name"] not in answers]
-            asked.write_text(json.dumps(waiting))
+            requested.write_text(json.dumps(waiting))
             answered.write_text("")
-            command = [sys.executable, str(RUNNER), str(asked), str(answered), str(tree)]
+            command = [sys.executable, str(RUNNER), str(requested), str(answered), str(tree)]
             with log.open("w") as output:
                 process = subprocess.Popen(
                     command, env=environment, cwd=folder, stdout=output, stderr=output,
@@ -203,8 +203,8 @@ def run_tree(tree: Path, scenario: list[dict[str, Any]], limit: float) -> dict[s
             first = next((one["name"] for one in waiting if one["name"] not in answers), None)
             if first is not None:
                 num_deaths += 1
-                told = f"{fate}; its last lines: {log.read_text()[-600:]}"
-                answers[first] = {"rounds": [], "stats": {}, "seconds": 0.0, "died": told}
+                reason = f"{fate}; its last lines: {log.read_text()[-600:]}"
+                answers[first] = {"rounds": [], "stats": {}, "seconds": 0.0, "died": reason}
     return answers
 
 

@@ -175,8 +175,8 @@ def take_turns(llm: LLM, requests: list[dict[str, Any]]) -> list[dict[str, Any]]
     for request in requests:
         past = past if request["continues"] else []
         prompt = past + request["prompt"]
-        asked = request | {"prompt": prompt}
-        answers.append(attempt(lambda asked=asked: generate_one(llm, asked)))
+        continued = request | {"prompt": prompt}
+        answers.append(attempt(lambda continued=continued: generate_one(llm, continued)))
         completions = answers[-1].get("completions", {})
         past = prompt + (completions[0]["token_ids"] if 0 in completions else [])
     return answers

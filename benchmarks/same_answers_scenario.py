@@ -273,8 +273,8 @@ def _rounds(requests: Requests, kind: str, number: int) -> list[dict[str, Any]]:
         chosen.append({"beam_width": 3, "max_tokens": 8, "length_penalty": 0.2})
         chosen.append({"beam_width": 2, "max_tokens": 8, "early_stopping": True})
         prompts = requests.make(number)
-        asked = [p | {"params": chosen[i % len(chosen)]} for i, p in enumerate(prompts)]
-        return [{"kind": kind, "requests": asked}]
+        beams = [p | {"params": chosen[i % len(chosen)]} for i, p in enumerate(prompts)]
+        return [{"kind": kind, "requests": beams}]
     if kind == "salted":
         return [{"kind": "one_by_one", "requests": requests.salted(number)}]
     if kind == "prompt_logprobs":

@@ -39,9 +39,9 @@ def expected_texts(args: Namespace) -> list[tuple[list[int], str]]:
     )
     rng = random.Random(args.seed)
     prompts = [[rng.randrange(2048) for _ in range(rng.randint(4, 64))] for _ in range(NUM_PROMPTS)]
-    told = json.dumps([prompts, args.max_tokens, OPTIONS])
+    spec = json.dumps([prompts, args.max_tokens, OPTIONS])
     child = subprocess.run(
-        [sys.executable, "-c", program], input=told, capture_output=True, text=True
+        [sys.executable, "-c", program], input=spec, capture_output=True, text=True
     )
     if child.returncode:
         sys.exit(child.stderr)
@@ -99,13 +99,13 @@ class Load:
 
 def footprint(pids: list[int]) -> str:
     """Return memory, open files and threads of each process."""
-    told = []
+    found = []
     for pid in pids:
         status = Path(f"/proc/{pid}/status").read_text()
         rss = int(re.search(r"VmRSS:\s+(\d+)", status)[1]) // 1024
         threads = re.search(r"Threads:\s+(\d+)", status)[1]
-        told.append(f"{rss} MiB, {len(os.listdir(f'/proc/{pid}/fd'))} files, {threads} threads")
-    return "; ".join(told)
+        found.append(f"{rss} MiB, {len(os.listdir(f'/proc/{pid}/fd'))} files, {threads} threads")
+    return "; ".join(found)
 
 
 def left(port: int) -> dict[str, float]:
