@@ -51,7 +51,7 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny random Qwen3, the same one for every test that does not care which."""
-    from tiny_checkpoints import make_qwen3  # imports torch, which the brain's tests do without
+    from tiny_checkpoints import make_qwen3  # imports torch, which tests of the engine do without
 
     path = tmp_path_factory.mktemp("qwen3")
     make_qwen3(path)

@@ -135,7 +135,7 @@ def test_only_the_front_door_builds_the_parts() -> None:
 def test_what_a_checkpoint_says_is_read_without_torch(
     module: str, heavy_imports: dict[str, list[str]]
 ) -> None:
-    """The brain reads `ModelConfig`, and its room has the loader in it."""
+    """The engine reads `ModelConfig`, whose folder also holds the loader."""
     assert heavy_imports[f"nanoserve.checkpoint.{module}"] == []
 
 

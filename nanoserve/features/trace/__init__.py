@@ -11,9 +11,6 @@
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
-from nanoserve.features.trace.recorder import TraceRecorder
-from nanoserve.features.trace.whole_lines import WholeLines
-
 if TYPE_CHECKING:
     from nanoserve.engine.guard import GuardedEngine
 
@@ -24,6 +21,10 @@ def start_trace(engine: "GuardedEngine") -> ExitStack:
     An existing file is replaced. Raises `OSError` if the file cannot be written. If a later write
     fails, as on a full disk, the trace ends there with a warning, and the engine continues.
     """
+    # The site of the course reads traces where there is no engine.
+    from nanoserve.features.trace.recorder import TraceRecorder
+    from nanoserve.features.trace.whole_lines import WholeLines
+
     with ExitStack() as closing:  # closes the file if its header cannot be written
         file = closing.enter_context(WholeLines(engine.config.trace))
         recorder = TraceRecorder(engine, file)

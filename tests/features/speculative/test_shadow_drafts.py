@@ -1,4 +1,4 @@
-"""The brain with draft tokens under the shadow-KV oracle: what was rejected is never read."""
+"""The scheduler side with draft tokens under the shadow-KV oracle: what was rejected is never read."""
 
 import random
 from collections.abc import Mapping

@@ -1,7 +1,7 @@
 """Measure the cost of grammars and the gain of jump-forward tokens.
 
-    python benchmarks/guided.py                                   tiny-qwen3's shape, as Markdown
-    python benchmarks/guided.py --shape qwen3-0.6b-8l --rounds 3
+    python benchmarks/structured_output.py                                   tiny-qwen3's shape, as Markdown
+    python benchmarks/structured_output.py --shape qwen3-0.6b-8l --rounds 3
 
 The model computes everything as usual, but its output is scripted, as in `speculation.py`: JSON
 documents that a schema allows, with a space after each comma and colon. So the model need not be

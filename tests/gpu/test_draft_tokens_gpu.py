@@ -1,6 +1,6 @@
 """Speculation on an NVIDIA GPU: the tokens of an engine without it, in float32.
 
-pytest -m gpu tests/gpu/test_guessing_gpu.py
+pytest -m gpu tests/gpu/test_draft_tokens_gpu.py
 """
 
 import random

@@ -1,6 +1,6 @@
-"""benchmarks/brain.py, handover.py and overlap.py: real decode steps, without a model."""
+"""benchmarks/scheduling_cost.py, handover.py and overlap.py: real decode steps, without a model."""
 
-import brain
+import scheduling_cost
 import handover
 import numpy as np
 import overlap
@@ -9,7 +9,7 @@ import pytest
 from nanoserve.engine.batch import Batch
 
 
-def test_the_brain_is_timed_over_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_scheduler_side_is_timed_over_decode_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = []
     pack = Batch.pack
 
@@ -18,7 +18,7 @@ def test_the_brain_is_timed_over_decode_steps(monkeypatch: pytest.MonkeyPatch) -
         packed.append(batch.header)
 
     monkeypatch.setattr(Batch, "pack", watch)
-    times = brain.measure(3, 20)
+    times = scheduling_cost.measure(3, 20)
     decodes = [header for header in packed if header.num_decode_rows == header.num_tokens == 3]
     assert len(times) == len(decodes) == len(packed) - 1  # before them, the prompts
     assert all(min(parts) > 0 for parts in times)
@@ -45,7 +45,7 @@ def test_a_worker_gets_a_step_either_way() -> None:
 @pytest.mark.size("full")
 @pytest.mark.parametrize("ahead", [False, True])
 def test_a_step_takes_as_long_as_its_device(ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """This device is far slower than the brain, whatever else the machine does."""
+    """This device is far slower than the scheduler side, whatever else the machine does."""
     monkeypatch.setattr(overlap, "_STEPS", 15)
     step = overlap.median_step(2, seconds=0.02, ahead=ahead)
     assert 0.019 < step < 0.2

@@ -1,6 +1,6 @@
 """Measure the scheduler side of a decode step: schedule, pack and update, without a model.
 
-    python benchmarks/brain.py
+    python benchmarks/scheduling_cost.py
 
 Medians over steps in which every sequence decodes one token. The model is not run; its tokens are
 made up. The last column divides by the number of sequences: flat means O(sequences in the step).
