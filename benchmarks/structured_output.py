@@ -1,6 +1,6 @@
 """Measure the cost of grammars and the gain of jump-forward tokens.
 
-    python benchmarks/structured_output.py                                   tiny-qwen3's shape, as Markdown
+    python benchmarks/structured_output.py                # the shape of tiny-qwen3, as Markdown
     python benchmarks/structured_output.py --shape qwen3-0.6b-8l --rounds 3
 
 The model computes everything as usual, but its output is scripted, as in `speculation.py`: JSON

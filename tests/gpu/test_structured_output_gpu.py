@@ -1,6 +1,6 @@
 """Grammars on an NVIDIA GPU: masks in the sampling kernel, and the tokens of a CPU, in float32.
 
-pytest -m gpu tests/gpu/test_structured_output_gpu.py        (engines need the extra nanoserve[guided])
+pytest -m gpu tests/gpu/test_structured_output_gpu.py   (engines need the extra nanoserve[guided])
 """
 
 from typing import Any

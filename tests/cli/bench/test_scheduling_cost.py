@@ -1,10 +1,10 @@
 """benchmarks/scheduling_cost.py, handover.py and overlap.py: real decode steps, without a model."""
 
-import scheduling_cost
 import handover
 import numpy as np
 import overlap
 import pytest
+import scheduling_cost
 
 from nanoserve.engine.batch import Batch
 

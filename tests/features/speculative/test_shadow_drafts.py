@@ -1,4 +1,4 @@
-"""The scheduler side with draft tokens under the shadow-KV oracle: what was rejected is never read."""
+"""Scheduler side with draft tokens under the shadow-KV oracle: no rejected token is ever read."""
 
 import random
 from collections.abc import Mapping
