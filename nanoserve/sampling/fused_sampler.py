@@ -103,7 +103,8 @@ class FusedSampler(Sampler):
         masked = [row for row, mask in enumerate(rows.masks) if mask is not None]
         if not masked:
             return None, None
-        words, failed = fill_masks([rows.masks[row] for row in masked], self._vocab_size)
+        masks = [mask for mask in rows.masks if mask is not None]
+        words, failed = fill_masks(masks, self._vocab_size)
         for number, error in failed.items():
             rows.fail(masked[number], error)
         for number in np.flatnonzero(are_empty(words, self._vocab_size)).tolist():

@@ -119,7 +119,7 @@ def chat_prompts(
     check_bool("allow_special_tokens", allow_special_tokens)
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError(f"messages={shown(messages)} must be a list of messages, at least one")
-    conversations = [messages] if isinstance(messages[0], Mapping) else messages
+    conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
     for conversation in conversations:
         if not isinstance(conversation, (list, tuple)):
             raise ValueError(f"a conversation is a list of messages, not {shown(conversation)}")

@@ -24,7 +24,9 @@ class Tokenizer(Protocol):
     """Tokenizer of a checkpoint; see `nanoserve.text.tokenizer.Tokenizer`."""
 
     backend: TokenizerBackend
-    eos_token_id: int | None
+
+    @property
+    def eos_token_id(self) -> int | None: ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 

@@ -270,11 +270,12 @@ def make_programs(
     parts = cuda, buffers, computation
     # If sampling is in a graph too, filling in pending tokens would be the only launch left.
     fills_in_pending = config.capture_sampling and config.async_scheduling
-    rows: list[RowsProgram] = [DecodeProgram(*parts, sizes, fills_in_pending)]
+    rows: list[RowsProgram] = [DecodeProgram(*parts, sizes, bool(fills_in_pending))]
     drafts = config.speculative_config
     if drafts is not None and not drafts.enforce_eager:
         rows.append(DraftProgram(*parts, sizes, drafts.num_speculative_tokens + 1))
     if not config.capture_sampling:
-        return rows
-    sampling = [SamplingProgram(*parts, program, config.async_scheduling) for program in rows]
+        return [*rows]
+    keeps = bool(config.async_scheduling)
+    sampling = [SamplingProgram(*parts, program, keeps) for program in rows]
     return [*sampling, *rows]

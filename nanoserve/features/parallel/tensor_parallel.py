@@ -74,17 +74,18 @@ class TensorParallelExecutor:
         self._uncollected: set[Batch] = set()  # batches whose steps were launched
         self._is_amid_collectives = False  # of a step that was announced to other ranks
         self._timeout = config.distributed_timeout_seconds
-        workers_class = Workers
+        workers_class: Any = Workers
         if config.distributed_executor_backend == "ray":
-            from nanoserve.features.parallel.ray_workers import RayWorkers as workers_class
+            from nanoserve.features.parallel.ray_workers import RayWorkers
 
+            workers_class = RayWorkers
             self._stack.callback(workers_class.leave)
         try:
             num_threads = self._share_processor(size, device)
             memory = anonymous_file()
             self._stack.callback(os.close, memory)
             groups = self._groups
-            self._stack.callback(lambda: [group.close() for group in groups])
+            self._stack.callback(_call_each, groups, Group.close)
             host = LOOPBACK if workers_class is Workers else workers_class.own_address()
             store = serve_store(size, host)
             options = options_of_workers(config)
@@ -98,7 +99,7 @@ class TensorParallelExecutor:
             self._workers.wait_for("ready", _START_TIMEOUT)
             meet = partial(join_ranks, config, model_config, 0, store, device, groups, host)
             parallel = self._workers.watch(meet)
-            self._workers.call_on_failure(lambda: [group.abort() for group in groups])
+            self._workers.call_on_failure(partial(_call_each, groups, Group.abort))
             self.runner = make_runner(parallel)
             self._stack.callback(self.runner.close)
             num_bytes = self._num_batches * self.runner.layout.num_bytes
@@ -240,6 +241,11 @@ def _restore_threads() -> None:
     _THREADS.pop()
     if not _THREADS:
         torch.set_num_threads(first)
+
+
+def _call_each(groups: list[Group], method: Callable[[Group], None]) -> None:
+    for group in groups:
+        method(group)
 
 
 def _close(stack: contextlib.ExitStack) -> None:

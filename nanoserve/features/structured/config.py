@@ -9,9 +9,11 @@ from nanoserve.utils.checks import check_bool, check_choice, check_names, requir
 from nanoserve.utils.registry import Registry
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from nanoserve.features.structured.grammar import Backend
 
-GRAMMAR_BACKENDS: "Registry[type[Backend]]" = Registry(
+GRAMMAR_BACKENDS: "Registry[Callable[[Any, int], Backend]]" = Registry(
     "grammar backend",
     {
         "guidance": "nanoserve.features.structured.guidance:Guidance",
@@ -53,7 +55,7 @@ class StructuredOutputsConfig:
     @classmethod
     def of(cls, options: "Mapping[str, Any] | StructuredOutputsConfig") -> Any:
         """Return the options that were given to `EngineConfig`, as `StructuredOutputsConfig`."""
-        if isinstance(options, cls):
+        if isinstance(options, StructuredOutputsConfig):
             return options
         check_names("structured_outputs_config", options, cls, "{'backend': 'xgrammar'}")
         return cls(**options)

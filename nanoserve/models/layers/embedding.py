@@ -36,7 +36,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def share(self, look_up: Callable[[Tensor], Tensor]) -> None:
         """Drop the weight, and use `look_up`, int [n] -> [n, hidden], of a tied LM head."""
-        self._look_up, self.weight = look_up, None
+        self._look_up, self.weight = look_up, None  # type: ignore[assignment]  # not used again
         look_up(torch.zeros(1, dtype=torch.int32))  # compiles now, not in the first step
 
     def _rows(self, indices: Tensor) -> Tensor:
@@ -69,11 +69,11 @@ class ParallelLMHead(VocabParallelEmbedding):
         num_bytes = self.weight.nbytes
         self.method.process_after_loading(self)
         form = getattr(self, "form", None)
-        if num_bytes >= SHARED_FROM and getattr(form, "keeps_rows", False):
+        if form is not None and num_bytes >= SHARED_FROM and getattr(form, "keeps_rows", False):
             for embedding in self._embedding:
                 embedding.share(form.rows)
 
-    def forward(self, hidden: Tensor) -> Tensor | None:
+    def forward(self, hidden: Tensor) -> Tensor | None:  # type: ignore[override]  # a head
         logits = self.tp.gather(self.method.apply(self, hidden))
         return None if logits is None else logits[:, : self.shape[0]]
 

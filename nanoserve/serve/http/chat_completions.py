@@ -69,6 +69,7 @@ class ChatAnswer(Answer):
 
     id_prefix, whole_object = "chatcmpl", "chat.completion"
     chunk_object = "chat.completion.chunk"
+    _body: ChatBody
 
     def __init__(self, body: ChatBody, *args: Any) -> None:
         super().__init__(body, *args)
@@ -90,7 +91,9 @@ class ChatAnswer(Answer):
     def whole(self, outputs: dict[str, RequestOutput]) -> dict[str, Any]:
         (output,) = outputs.values()
         prompt = output.prompt_logprobs
-        extra = {} if prompt is None else {"prompt_logprobs": logprobs.of_prompt(prompt)}
+        extra: dict[str, Any] = {}
+        if prompt is not None:
+            extra["prompt_logprobs"] = logprobs.of_prompt(prompt)
         if self._body.return_token_ids:
             extra["prompt_token_ids"] = output.prompt_token_ids
         return super().whole(outputs) | extra

@@ -42,6 +42,7 @@ class CompletionAnswer(Answer):
     """Response of /v1/completions: `n` continuations of each prompt."""
 
     id_prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+    _body: CompletionBody
 
     def __init__(self, body: CompletionBody, *args: Any) -> None:
         super().__init__(body, *args)
@@ -77,7 +78,7 @@ class CompletionAnswer(Answer):
         choice |= {"finish_reason": completion.finish_reason}
         choice |= {"stop_reason": completion.stop_reason}
         if self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = logprobs.of_prompt(output.prompt_logprobs)
+            choice["prompt_logprobs"] = logprobs.of_prompt(output.prompt_logprobs or [])
         return choice | self._token_ids(completion, output.prompt_token_ids)
 
     def _token_ids(
