@@ -18,8 +18,7 @@ from nanoserve.engine.bad_words import BadWords
 from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import Sequence
 from nanoserve.engine.text_limit import TextLimit, prompt_too_long
-from nanoserve.outputs import RequestMetrics
-from nanoserve.outputs import Logprob
+from nanoserve.outputs import Logprob, RequestMetrics
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.utils.checks import is_int
 

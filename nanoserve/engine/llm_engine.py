@@ -248,6 +248,7 @@ class LLMEngine:
         """Drop requests whose last output is among `outputs`, and notify the listeners."""
         for output in self.output_processor.forget(outputs):
             if self.listeners:
+                # mypy cannot infer the type of a lambda that has a default.
                 self.listeners.notify(lambda listener, last=output: listener.on_finish(last))  # type: ignore[misc]
 
     # ------------------------------------------------------------------ states

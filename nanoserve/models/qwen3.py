@@ -66,7 +66,7 @@ class Qwen3Attention(nn.Module):
             q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
             # 3) Every query and key head is normalised over its head_dim.
             q_norm, k_norm = self.norms
-            if q_norm is not None and k_norm is not None:
+            if q_norm is not None:
                 q, k = q_norm(q), k_norm(k)
             # 4) Each is rotated by its position, so that q k depends on the distance between the
             # two.
@@ -143,7 +143,6 @@ class Qwen3Model(nn.Module):
         return [rotary] * config.num_hidden_layers
 
     def embed(self, input_ids: Tensor) -> Tensor:
-        assert self.embed_tokens is not None
         return self.embed_tokens(input_ids)
 
     def forward(
@@ -161,7 +160,6 @@ class Qwen3Model(nn.Module):
             hidden, residual = layer(hidden, residual, kv_cache, group)
         if not self.pp.is_last:  # the next stage uses the sum like an embedding
             return self.pp.send(residual + hidden)
-        assert self.norm is not None
         return self.norm.add(hidden, residual)[0]
 
 
@@ -190,7 +188,7 @@ class Qwen3ForCausalLM(nn.Module):
         self.tied_tensors: dict[str, str] = {}
         if config.tie_word_embeddings:
             self.tied_tensors = {"lm_head.weight": "model.embed_tokens.weight"}
-            if self.lm_head is not None and self.model.embed_tokens is not None:
+            if self.lm_head is not None:
                 self.lm_head.tie(self.model.embed_tokens)
 
     def forward(

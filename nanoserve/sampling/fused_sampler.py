@@ -111,5 +111,5 @@ class FusedSampler(Sampler):
             rows.fail(masked[number], error_of_none())
         mask_rows = np.full(len(rows.slots), -1, dtype=np.int32)
         mask_rows[masked] = np.arange(len(masked))
-        masks, of_rows = to_device(self._on_device.device, words, mask_rows)
-        return masks, of_rows
+        all_words, of_rows = to_device(self._on_device.device, words, mask_rows)
+        return all_words, of_rows

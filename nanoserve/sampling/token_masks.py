@@ -114,9 +114,9 @@ def replace_illegal(
     while waiting:
         illegal: dict[int, int] = {}  # by slot, its first row whose token is not allowed
         for slot in waiting:
-            row = _first_illegal(token_ids, rows, rows_of_slot[slot], replaced)
-            if row is not None:
-                illegal[slot] = row
+            first = _first_illegal(token_ids, rows, rows_of_slot[slot], replaced)
+            if first is not None:
+                illegal[slot] = first
         again = np.array(list(illegal.values()), dtype=np.int64)
         if not len(again):
             break

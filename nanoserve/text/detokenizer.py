@@ -23,7 +23,8 @@ _MOST_STOPS_KEPT = 16  # lists of stop strings; the largest takes some megabytes
 class Tokenizer(Protocol):
     """Tokenizer of a checkpoint; see `nanoserve.text.tokenizer.Tokenizer`."""
 
-    backend: TokenizerBackend
+    @property
+    def backend(self) -> TokenizerBackend: ...
 
     @property
     def eos_token_id(self) -> int | None: ...

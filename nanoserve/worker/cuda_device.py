@@ -24,6 +24,7 @@ from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.executor import Executor
 from nanoserve.models.layers.context import ParallelContext
 from nanoserve.sampling.fused_sampler import FusedSampler
+from nanoserve.sampling.sampler import Sampler
 from nanoserve.worker.backend_checks import check_graphs
 from nanoserve.worker.compile_kernels import compile_kernels
 from nanoserve.worker.cpu_device import Computation, Forward, StepOutput
@@ -64,7 +65,7 @@ class CudaDevice:
     `ValueError` for graphs that are configured and cannot be captured.
     """
 
-    sampler_class = FusedSampler
+    sampler_class: type[Sampler] = FusedSampler
 
     def __init__(
         self,

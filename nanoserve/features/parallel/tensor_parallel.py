@@ -38,7 +38,7 @@ from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.layers.tensor_parallel import TensorParallel
 from nanoserve.models.registry import MODELS, model_class
 from nanoserve.worker.heads import HEADS
-from nanoserve.worker.model_runner import Handle, ModelRunner
+from nanoserve.worker.model_runner import ModelRunner
 
 _START_TIMEOUT = 120.0  # seconds: importing torch on a busy machine
 _LOAD_TIMEOUT = 3600.0  # seconds: reading the weights, compiling and capturing
@@ -133,7 +133,7 @@ class TensorParallelExecutor:
                 raise error
         return batch
 
-    def forward(self, batch: Batch, inputs: ForwardInputs) -> Handle:
+    def forward(self, batch: Batch, inputs: ForwardInputs) -> Any:  # a pipeline has another
         self._workers.check()
         with self._recovery():
             # This may raise, so it comes before any other rank starts.
@@ -145,11 +145,11 @@ class TensorParallelExecutor:
             self._is_amid_collectives = False
             return handle
 
-    def sample(self, handle: Handle, inputs: SampleInputs) -> None:
+    def sample(self, handle: Any, inputs: SampleInputs) -> None:
         with self._recovery():
             self.runner.sample(handle, inputs)
 
-    def collect(self, handle: Handle) -> StepResult:
+    def collect(self, handle: Any) -> StepResult:
         with self._recovery():
             result = self.runner.collect(handle)
             # On a GPU the wait for a step ends without an error if its collectives are aborted, and
@@ -158,7 +158,7 @@ class TensorParallelExecutor:
         self._uncollected.discard(handle.batch)
         return result
 
-    def cancel(self, handles: list[Handle]) -> None:
+    def cancel(self, handles: list[Any]) -> None:
         """Discard steps: `next_batch` waits until the other ranks have read these batches."""
 
     def close(self) -> None:

@@ -9,11 +9,9 @@ from nanoserve.utils.checks import check_bool, check_choice, check_names, requir
 from nanoserve.utils.registry import Registry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from nanoserve.features.structured.grammar import Backend
 
-GRAMMAR_BACKENDS: "Registry[Callable[[Any, int], Backend]]" = Registry(
+GRAMMAR_BACKENDS: "Registry[type[Backend]]" = Registry(
     "grammar backend",
     {
         "guidance": "nanoserve.features.structured.guidance:Guidance",

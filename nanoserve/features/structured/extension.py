@@ -195,7 +195,7 @@ class StructuredOutputs(Extension):
 
     def _may_jump(self, seq: Sequence) -> bool:
         """Return True if jump-forward tokens may follow the last token of `seq`."""
-        is_guided = self._jumps_forward and seq in self._guided
+        is_guided = bool(self._jumps_forward) and seq in self._guided
         return is_guided and may_draft(self._scheduler, seq)
 
 

@@ -25,6 +25,7 @@ def start_trace(engine: "GuardedEngine") -> ExitStack:
     fails, as on a full disk, the trace ends there with a warning, and the engine continues.
     """
     with ExitStack() as closing:  # closes the file if its header cannot be written
+        assert engine.config.trace is not None
         file = closing.enter_context(WholeLines(engine.config.trace))
         recorder = TraceRecorder(engine, file)
         engine.observers.append(recorder.observe)

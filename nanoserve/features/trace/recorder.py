@@ -223,7 +223,7 @@ class TraceRecorder:
         num_known = 0 if is_admitted else len(self._tables[seq])
         self._tables[seq] = table
         is_decode = n - len(drafts) == 1 and computed >= seq.num_prompt_tokens
-        written = {
+        written: dict[str, Any] = {
             "seq": seq.arrival,
             "kind": "decode" if is_decode else "prefill",
             "computed": computed,

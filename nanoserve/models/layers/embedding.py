@@ -69,9 +69,9 @@ class ParallelLMHead(VocabParallelEmbedding):
         num_bytes = self.weight.nbytes
         self.method.process_after_loading(self)
         form = getattr(self, "form", None)
-        if form is not None and num_bytes >= SHARED_FROM and getattr(form, "keeps_rows", False):
+        if num_bytes >= SHARED_FROM and getattr(form, "keeps_rows", False):
             for embedding in self._embedding:
-                embedding.share(form.rows)
+                embedding.share(form.rows)  # type: ignore[union-attr]  # it is not None here
 
     def forward(self, hidden: Tensor) -> Tensor | None:  # type: ignore[override]  # a head
         logits = self.tp.gather(self.method.apply(self, hidden))

@@ -7,6 +7,7 @@ from typing import Any
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.request import Request
 from nanoserve.outputs import CompletionOutput, RequestOutput
+from nanoserve.serve.engine_process import EngineFront
 from nanoserve.serve.http import logprobs
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.protocol import CompletionBody
@@ -16,7 +17,7 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this endpoint
 
 
 def completion_requests(
-    body: CompletionBody, engine: GuardedEngine, new_id: Any
+    body: CompletionBody, engine: GuardedEngine | EngineFront, new_id: Any
 ) -> Iterator[Request]:
     """Yield a request for each prompt. It tokenises, so call it off the event loop.
 
@@ -33,6 +34,7 @@ def completion_requests(
     for prompt in body.prompts():
         if isinstance(prompt, str) and body.add_special_tokens is False:
             engine.input_processor.text_limit.check(prompt)
+            assert engine.tokenizer is not None  # `ApiServer` checks it
             prompt = engine.tokenizer.encode(prompt, add_special_tokens=False)
         process = engine.input_processor.process
         yield process(new_id(), body.prompt_of(prompt), params, body.priority or 0)

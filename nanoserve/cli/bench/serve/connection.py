@@ -106,6 +106,7 @@ class Server:
             self.path += "/v1"
         self.url = f"{parts.scheme}://{parts.netloc}{self.path}"
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        assert parts.hostname is not None
         self._name = self._host = parts.hostname
         self._port = parts.port or (443 if self._tls else 80)
         self._timeout = timeout
