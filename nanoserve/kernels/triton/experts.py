@@ -60,10 +60,10 @@ class ExpertCodes(nn.Module):
 
     def __iter__(self) -> Iterator[Callable[[Tensor], Tensor]]:
         for codes, scale in zip(self.codes, self.scale, strict=True):
-            yield partial(_product, codes, scale)
+            yield partial(_linear_of_codes, codes, scale)
 
 
-def _product(codes: Tensor, scale: Tensor, x: Tensor) -> Tensor:
+def _linear_of_codes(codes: Tensor, scale: Tensor, x: Tensor) -> Tensor:
     return F.linear(x, (codes * scale[:, None]).to(x.dtype))
 
 
