@@ -115,10 +115,12 @@ class LLM(LLMMethods):
             self._streams = Streams(self.engine)
         self._streams.check_others()
         if chat_options or (isinstance(prompt, list) and prompt and isinstance(prompt[0], dict)):
-            (prompt,) = prompts_of(self.engine, prompt, **chat_options)
+            # A prompt or a conversation: what it turns out not to be raises there.
+            (prompt,) = prompts_of(self.engine, prompt, **chat_options)  # type: ignore[arg-type]
         kind, request_id = RequestOutputKind.DELTA, next(self._request_ids)
         process = self.engine.input_processor.process
-        return self._streams.open(process(request_id, prompt, sampling_params, 0, kind))
+        request = process(request_id, prompt, sampling_params, 0, kind)  # type: ignore[arg-type]
+        return self._streams.open(request)
 
     def close(self) -> None:
         """Release weights and KV cache, and end the trace. Idempotent; leaving `with` calls it."""

@@ -34,7 +34,7 @@ def with_foreign_names(cls: type[T]) -> type[T]:
             given = without_foreign(given, fields)
         init(self, *args, **given)
 
-    cls.__init__ = __init__  # type: ignore[method-assign]
+    cls.__init__ = __init__  # type: ignore[method-assign,assignment]
     return cls
 
 

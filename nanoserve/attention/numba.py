@@ -29,7 +29,7 @@ class NumbaAttention(AttentionBackend):
     def __init__(self) -> None:
         _refuse_forks()
         num_threads = torch.get_num_threads()
-        set_num_threads(min(num_threads, config.NUMBA_NUM_THREADS))
+        set_num_threads(min(num_threads, config.NUMBA_NUM_THREADS))  # type: ignore[attr-defined]  # numba sets it
         # Starting numba's threads sets OpenMP's number, which is torch's too, to all cores.
         torch.set_num_threads(num_threads)
 

@@ -107,7 +107,7 @@ class ConfigFile:
         """Return the RoPE settings of all layers; theta defaults to the architecture's."""
         objects = (self.raw.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
         is_said = any(isinstance(one, dict) and "rope_theta" in one for one in objects)
-        raw = {"rope_theta": None if is_said else self.implied["rope_theta"]} | self.raw
+        raw = {"rope_theta": None if is_said else self.implied["rope_theta"], **self.raw}
         return RopeConfig.from_hf(raw, head_dim, max_positions)
 
 

@@ -25,10 +25,10 @@ def fetch_all_but_weights(name: str | Path, revision: str | None, config: Engine
     repository, file = name, ""
     if isinstance(name, str) and name.endswith(".gguf"):
         repository, _, file = name.rpartition("/")
-    if not _is_hub_name(repository):
+    if not isinstance(name, str) or not _is_hub_name(str(repository)):
         raise ValueError(tell_no_name(name))
     if file:
-        return _fetch_gguf(repository, file, revision, config.download_dir)
+        return _fetch_gguf(str(repository), file, revision, config.download_dir)
     patterns = ["*.json", "*.jinja"] + ["*.py"] * config.trust_remote_code
     return _snapshot(name, revision, patterns, config.download_dir)
 
@@ -66,8 +66,8 @@ def _fetch_gguf(name: str, file: str, revision: str | None, cache: str | Path | 
     return folder / file
 
 
-def _is_hub_name(name: str | Path) -> bool:
-    """Return True if `name` is a str of the form "organisation/model".
+def _is_hub_name(name: str) -> bool:
+    """Return True if `name` has the form "organisation/model".
 
     Names without an organisation are not looked up: no model that nanoserve runs has one, and a
     misspelt folder should not wait for a network.

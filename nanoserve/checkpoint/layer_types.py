@@ -73,8 +73,9 @@ def _ropes_by_type(
     local = {"rope_theta": file.get("rope_local_base_freq")}
     local |= _object(by_type, "sliding_attention")
     share = file.raw.get("partial_rotary_factor")
-    ropes = ({"rope_parameters": s, "partial_rotary_factor": share} for s in (full, local))
-    return tuple(RopeConfig.from_hf(rope, head_dim, max_positions) for rope in ropes)
+    ropes = [{"rope_parameters": s, "partial_rotary_factor": share} for s in (full, local)]
+    of_full, of_local = (RopeConfig.from_hf(rope, head_dim, max_positions) for rope in ropes)
+    return of_full, of_local
 
 
 def _object(parent: Mapping[str, Any], name: str) -> dict[str, Any]:

@@ -239,7 +239,8 @@ def _copies(
 
 def _pieces(copies: list[_Copy], piece_bytes: int) -> Iterator[list[_Copy]]:
     """Group neighbouring copies from one file into pieces of about `piece_bytes`."""
-    piece, num_bytes = [], 0
+    piece: list[_Copy] = []
+    num_bytes = 0
     for copy in copies:
         if piece and (num_bytes + copy.num_bytes > piece_bytes or copy.file != piece[0].file):
             yield piece

@@ -10,6 +10,7 @@ weight.
 from collections.abc import Callable, Iterator, Set
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +36,7 @@ def deferred_weight(shape: tuple[int, ...], bits: int) -> nn.Parameter:
     """Return a parameter without memory; its attribute `bits` is the future size of a weight."""
     data = torch.empty(shape, dtype=torch.int8, device="meta")
     parameter = nn.Parameter(data, requires_grad=False)
-    parameter.bits = bits
+    parameter.bits = bits  # type: ignore[attr-defined]
     return parameter
 
 
@@ -55,7 +56,8 @@ def load_deferred(
     else:
         source = PlainSource(path, model.tied_tensors)
     methods = (getattr(module, "method", None) for module in model.modules())
-    to_integers = next((m.to_integers for m in methods if hasattr(m, "to_integers")), None)
+    found = (getattr(method, "to_integers", None) for method in methods)
+    to_integers = next((function for function in found if function is not None), None)
     fill(model, source, to_integers, shows_progress, elsewhere)
 
 
@@ -81,7 +83,10 @@ def fill(
     """
     expected = expected_tensors(model)
     _check(expected, source, model, elsewhere)
-    pending = {_memory(parameter): _Pending(*both) for *both, parameter in _deferred(model)}
+    pending = {
+        _memory(parameter): _Pending(set_weight, num_rows)
+        for set_weight, num_rows, parameter in _deferred(model)
+    }
     size = sum(part.destination.numel() for parts in expected.values() for part in parts)
     bar = tqdm(
         desc="Loading weights",
@@ -93,6 +98,7 @@ def fill(
         disable=not shows_progress,
     )
     num_since = 0
+    weight: Any
     with bar:
         for name, parts in expected.items():
             parts = [part for part in parts if part.destination.numel()]
@@ -106,6 +112,7 @@ def fill(
                 num_since = num_values
             weight = source.read(name) if parts else None
             if any(part.destination.is_meta for part in parts):
+                assert to_integers is not None
                 weight = to_integers(weight, source.is_quantized(name))
             for part in parts:
                 own = _slice(weight, part)
@@ -166,7 +173,7 @@ class _Pending:
         self._found: list[tuple[int, Weight]] = []
 
     def add(self, destination: Tensor, rows: Weight) -> None:
-        self._found.append((destination.storage_offset(), rows))
+        self._found.append((int(destination.storage_offset()), rows))
         self._num_missing -= rows.shape[0]
         if self._num_missing == 0:
             found = [rows for _, rows in sorted(self._found, key=lambda each: each[0])]

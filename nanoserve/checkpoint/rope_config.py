@@ -59,7 +59,7 @@ class RopeConfig:
         """
         settings = _settings(raw)
         is_default = settings.get("rope_type", settings.get("type", "default")) == "default"
-        theta = settings.get("rope_theta", raw.get("rope_theta"))
+        theta: Any = settings.get("rope_theta", raw.get("rope_theta"))
         is_plain = settings.keys() <= {"rope_theta", "rope_type", "type"} and is_number(theta)
         if is_default and is_plain and raw.get("partial_rotary_factor") is None:
             return cls(theta=theta)
@@ -76,6 +76,7 @@ class RopeConfig:
         and the longer of the two counts.
         """
         if self.rope_type in ("dynamic", "yarn"):
+            assert self.factor is not None and self.original_max_position_embeddings is not None
             extended = int(self.factor * self.original_max_position_embeddings)
             name = "factor x original_max_position_embeddings"
             return max(max_position_embeddings, check_int(name, extended, 1, 2**31 - 1))

@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
@@ -51,7 +52,7 @@ def shard_files(path: Path) -> list[Path]:
 
 def shard_names(index: Path) -> list[str]:
     """Return the sorted names of an index's files. Raises `ValueError` for an invalid name."""
-    weight_map = read_json(index).get("weight_map")
+    weight_map: Any = read_json(index).get("weight_map")
     require(
         isinstance(weight_map, dict) and weight_map != {},
         f"{index} is not an index of safetensors files: weight_map={shown(weight_map)}",

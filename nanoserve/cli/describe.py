@@ -97,7 +97,7 @@ def _of_model(config: ModelConfig) -> Facts:
 def _of_tokenizer(
     config: EngineConfig, checkpoint: Checkpoint, model_config: ModelConfig | None
 ) -> Facts:
-    tokenizer = load_tokenizer(config, checkpoint)
+    tokenizer: Any = load_tokenizer(config, checkpoint)
     eos = set() if model_config is None else set(model_config.eos_token_ids)
     eos |= {tokenizer.eos_token_id} - {None}
     return {
@@ -123,7 +123,7 @@ def _describe_engine(
         facts["num_parameters"] = sum(parameter.numel() for parameter in parameters)
     with _noting(facts):
         context, host = make_context(config, model_config, alone)
-        method = context.linear_method
+        method: Any = context.linear_method
         if hasattr(method, "activations"):
             facts["rounding"] = {"weights": method.weights, "activations": method.activations}
         with _noting(facts):

@@ -49,7 +49,9 @@ class Parser(ArgumentParser):
 
         argparse would take `-t`, a flag of llama.cpp, for the beginning of `-tp`.
         """
-        known, strange, ours = [], [], self._option_string_actions
+        known: list[str] = []
+        strange: list[str] = []
+        ours = self._option_string_actions
         if self._subparsers is not None:  # subcommands have flags of their own
             return arguments, strange
         for number, argument in enumerate(arguments):

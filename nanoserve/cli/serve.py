@@ -59,7 +59,7 @@ def main(arguments: list[str]) -> int:
             from nanoserve.serve.replicas.start import start_server
 
             start = partial(start_server, model, options, replicas, settings)
-            api = ending.enter_context(start(args.stream_interval))
+            api: ApiServer = ending.enter_context(start(args.stream_interval))
         else:
             llm = AsyncLLM(model, args.engine_process, args.stream_interval, **options)
             ending.callback(llm.shutdown)

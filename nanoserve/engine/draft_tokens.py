@@ -9,6 +9,8 @@ if all draft tokens before it were sampled.
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 
 class AcceptedRows(NamedTuple):
     """Accepted tokens of a step, by row.
@@ -41,7 +43,9 @@ class AcceptedRows(NamedTuple):
 
 
 def accept_draft_tokens(
-    sampled: list[list[int]], output_slots: Sequence[int], draft_tokens: Mapping[int, list[int]]
+    sampled: list[list[int]],
+    output_slots: Sequence[int] | np.ndarray,
+    draft_tokens: Mapping[int, list[int]],
 ) -> AcceptedRows:
     """Return the accepted tokens of each row, given the tokens sampled at all outputs.
 

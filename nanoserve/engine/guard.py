@@ -205,9 +205,9 @@ class GuardedEngine(EngineMethods):
             yield
         except BaseException as error:
             with DeferredInterrupt(gives_way=False):
-                error.request_ids = self.loop.reset()
+                ids = error.request_ids = self.loop.reset()  # type: ignore[attr-defined]
                 if hasattr(error, "add_note"):  # Python 3.11
-                    error.add_note(f"in a step of the requests {error.request_ids}")
+                    error.add_note(f"in a step of the requests {ids}")
             raise
 
     def _abort(self, request_id: str, is_deferred: bool = False) -> RequestOutput | None:

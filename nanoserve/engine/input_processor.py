@@ -18,7 +18,7 @@ from nanoserve.engine.bad_words import BadWords
 from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import Sequence
 from nanoserve.engine.text_limit import TextLimit, prompt_too_long
-from nanoserve.outputs import RequestMetrics
+from nanoserve.outputs import Logprob, RequestMetrics
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.utils.checks import is_int
 
@@ -37,9 +37,10 @@ def as_prompt_list(prompts: Prompt | AbstractSequence[Prompt] | None) -> list[Pr
     is_array = isinstance(prompts, np.ndarray) and prompts.ndim > 0
     if not isinstance(prompts, (str, Mapping, AbstractSequence)) and not is_array:
         raise ValueError(f"prompts must be a list of prompts, not {type(prompts).__name__}")
-    if isinstance(prompts, (str, Mapping)) or (len(prompts) > 0 and is_int(prompts[0])):
-        return [prompts]
-    return list(prompts)
+    several: Any = prompts
+    if isinstance(prompts, (str, Mapping)) or (len(several) > 0 and is_int(several[0])):
+        return [several]
+    return list(several)
 
 
 def one_per_prompt(name: str, value: Any, kind: type, num_prompts: int) -> list[Any]:
@@ -91,6 +92,7 @@ class InputProcessor:
     @cached_property
     def text_limit(self) -> "TextLimit":
         """Limit on the length of a text prompt."""
+        assert self._tokenizer is not None
         return TextLimit(self._tokenizer.backend, self.max_model_len)
 
     def process(
@@ -119,7 +121,7 @@ class InputProcessor:
         if priority != 0 and not self.by_priority:
             raise ValueError(f"priority={priority} needs scheduling_policy='priority'")
         text, token_ids = self._tokenize(prompt, params.max_tokens)
-        cache_key = self.cache_root
+        cache_key: tuple[str, ...] = self.cache_root
         if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
             cache_key += key_of_salt(prompt["cache_salt"])
         # A copy is validated again, and later assignments to the caller's object do not affect it.
@@ -149,7 +151,9 @@ class InputProcessor:
         ]
         sequences[0].siblings = sequences[1:]
         # The first entry is None: no logits predict the first token.
-        prompt_logprobs = None if params.prompt_logprobs is None else [None]
+        prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+        if params.prompt_logprobs is not None:
+            prompt_logprobs = [None]
         extensions = () if params.structured_outputs is None else ("structured_outputs",)
         return Request(request_id, text, token_ids, params, sequences, prompt_logprobs, extensions)
 
@@ -174,7 +178,7 @@ class InputProcessor:
             token_ids = prompt.get("prompt_token_ids")
             if not isinstance(text, (str, NoneType)) or isinstance(token_ids, str):
                 raise ValueError("'prompt' must be text and 'prompt_token_ids' token ids")
-            prompt = text if token_ids is None else token_ids
+            prompt = text if token_ids is None else token_ids  # type: ignore[assignment]  # or None
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise ValueError("a text prompt needs a tokenizer, and this engine has none")
@@ -184,10 +188,12 @@ class InputProcessor:
         if not is_array and (not isinstance(prompt, AbstractSequence) or isinstance(prompt, bytes)):
             raise ValueError(f"a prompt is text or token ids, not {type(prompt).__name__}")
         self._check_prompt_length(len(prompt), max_tokens)  # before the loops over all tokens
-        return text, prompt.tolist() if is_array else list(prompt)
+        numbers: Any = prompt
+        return text, numbers.tolist() if is_array else list(numbers)
 
     @cached_property
     def _bad_words(self) -> "BadWords":
+        assert self._tokenizer is not None
         return BadWords(self._tokenizer)
 
     def _check_params(self, params: SamplingParams, max_logprobs: int) -> None:

@@ -191,6 +191,7 @@ class LLMEngine:
     def report(self, steps: list[Step]) -> None:
         """Call the observers with the steps that have ended."""
         for step in steps:
+            assert step.result is not None
             for observer in self.observers:
                 observer(step.plan, step.batch, step.result, step.times)
 
@@ -247,7 +248,8 @@ class LLMEngine:
         """Drop requests whose last output is among `outputs`, and notify the listeners."""
         for output in self.output_processor.forget(outputs):
             if self.listeners:
-                self.listeners.notify(lambda listener, last=output: listener.on_finish(last))
+                # mypy cannot infer the type of a lambda that has a default.
+                self.listeners.notify(lambda listener, last=output: listener.on_finish(last))  # type: ignore[misc]
 
     # ------------------------------------------------------------------ states
 

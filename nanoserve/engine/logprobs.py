@@ -35,6 +35,7 @@ def collect_logprobs(
             completion.logprobs, completion.cumulative_logprob = [], 0.0
         if index < joined[row]:  # a stop token is not part of the output
             listed, k = seq.params.logprob_token_ids, seq.params.logprobs
+            assert result.logprobs is not None and k is not None  # they were requested
             try:
                 candidates = _candidates(result.logprobs, entry, k, text_of_token, listed)
             except Exception as error:  # concerns this text only: other requests continue
@@ -42,7 +43,8 @@ def collect_logprobs(
                 continue
             token_id = seq.token_ids[len(seq.token_ids) - joined[row] + index]
             completion.logprobs.append(candidates)
-            completion.cumulative_logprob += candidates[token_id].logprob
+            total = completion.cumulative_logprob or 0.0
+            completion.cumulative_logprob = total + candidates[token_id].logprob
     return failed
 
 
@@ -55,16 +57,17 @@ class PromptLogprobsCollector:
     def __call__(
         self, request: Request, row: Row, values: TokenLogprobs, first: int
     ) -> Exception | None:
+        collected, k = request.prompt_logprobs, request.params.prompt_logprobs
+        assert collected is not None and k is not None  # they were requested
         if row.start == 0:  # the first chunk, perhaps computed again after a preemption
-            del request.prompt_logprobs[1:]
+            del collected[1:]
         for index in range(first, first + row.num_outputs - row.num_sampled):
             if math.isnan(values.logprobs[index, 0]):
                 return FloatingPointError(
-                    f"token {len(request.prompt_logprobs)} of the prompt has no log-probability: "
+                    f"token {len(collected)} of the prompt has no log-probability: "
                     f"the logits that the model computed before it are not finite"
                 )
-            k = request.params.prompt_logprobs
-            request.prompt_logprobs.append(_candidates(values, index, k, self._text_of_token))
+            collected.append(_candidates(values, index, k, self._text_of_token))
         return None
 
 

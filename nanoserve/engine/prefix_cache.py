@@ -204,7 +204,7 @@ class PrefixCache:
                 break
         while isinstance(prefix, Prefix) and not prefix.num_children and not any(prefix.blocks):
             del self._prefixes[prefix.block_hash]
-            prefix = prefix.parent
+            prefix = prefix.parent  # type: ignore[assignment]  # a key ends the loop
             if isinstance(prefix, Prefix):
                 prefix.count_children(-1)
 
@@ -237,7 +237,8 @@ class PrefixCache:
 
     def _grow(self, parent: Prefix | CacheKey, seq: Sequence, index: int) -> Prefix:
         """Add the prefix that ends with block `index` of `seq`."""
-        hash_, blocks = seq.block_hashes[index], [[] for _ in self.num_needed]
+        hash_ = seq.block_hashes[index]
+        blocks: list[list[int]] = [[] for _ in self.num_needed]
         prefix = Prefix(parent, self._token_ids(seq, index), hash_, blocks)
         if isinstance(parent, Prefix):
             parent.count_children(1)

@@ -100,7 +100,7 @@ class Metrics(RequestListener):
             else:
                 continue  # with async scheduling: it had ended before this step's update
             num_tokens, now = seq.num_output_tokens, seq.last_token_time
-            if num_tokens > num_before and before is not None:
+            if num_tokens > num_before and before is not None and now is not None:
                 intervals.append(now - before)
             self._num_generated += num_tokens - num_before
             self._progress[seq] = num_tokens, now
@@ -120,16 +120,17 @@ class Metrics(RequestListener):
             if completion.finish_reason in ("abort", "error"):
                 self._num_finished[completion.finish_reason] += 1
         times = output.metrics
-        if request is None or times.first_token_time is None:
+        first, scheduled = times.first_token_time, times.first_scheduled_time
+        if request is None or first is None or scheduled is None:
             return  # aborted before its first token, or started before these metrics
         params = request.params
-        last = times.last_token_time or times.first_token_time
+        last = times.last_token_time or first
         values = {
             "e2e_request_latency_seconds": times.total_time,
             "request_queue_time_seconds": times.queue_time,
-            "request_prefill_time_seconds": times.first_token_time - times.first_scheduled_time,
-            "request_decode_time_seconds": last - times.first_token_time,
-            "request_inference_time_seconds": last - times.first_scheduled_time,
+            "request_prefill_time_seconds": first - scheduled,
+            "request_decode_time_seconds": last - first,
+            "request_inference_time_seconds": last - scheduled,
             "request_prompt_tokens": len(output.prompt_token_ids),
             "request_generation_tokens": times.num_output_tokens,
             "request_max_num_generation_tokens": _longest_completion(request),

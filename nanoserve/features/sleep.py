@@ -11,7 +11,7 @@ Requests are rejected until both are restored: the engine is suspended.
 
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nanoserve.utils.checks import require
 from nanoserve.worker.model_runner import ModelRunner
@@ -187,9 +187,10 @@ class _DroppedRanks:
             f"call wake_up() without tags",
         )
         engine = self._engine
-        same_pool = {
+        same_pool: dict[str, Any] = {
             "num_kv_blocks": engine.executor.num_kv_blocks,
             "kv_cache_memory_bytes": None,
         }
+        assert engine.make_executor is not None
         engine.replace_executor(engine.make_executor(replace(engine.config, **same_pool)))
         self._are_awake = True

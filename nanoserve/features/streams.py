@@ -1,8 +1,9 @@
 """Streams: several readers of one engine, each of which gets the outputs of its request."""
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import replace
+from typing import Any
 
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.request import Request
@@ -30,17 +31,20 @@ def merged_deltas(earlier: RequestOutput, later: RequestOutput) -> RequestOutput
     return replace(later, outputs=[completions[index] for index in sorted(completions)])
 
 
+_Stream = Generator[RequestOutput, None, None]
+
+
 class Streams:
     """Streams of one engine, read in turn or in threads: a waiting reader steps it for all."""
 
     def __init__(self, engine: GuardedEngine) -> None:
         self._engine = engine
-        self._readers: dict[str, weakref.ref[Iterator[RequestOutput]]] = {}  # by request
+        self._readers: dict[str, weakref.ref[_Stream]] = {}  # by request
 
     def drop_dead(self) -> None:
         """End the requests of streams that Ctrl-C ended before they could clean up themselves."""
         for request_id, reader in list(self._readers.items()):
-            stream = reader()
+            stream: Any = reader()
             if stream is None or stream.gi_frame is None:
                 self._close(request_id)
 
@@ -63,12 +67,12 @@ class Streams:
         next(stream)  # run up to the bare `yield`, so that its `finally` will run
         return stream
 
-    def _read(self, request: Request) -> Iterator[RequestOutput]:
+    def _read(self, request: Request) -> "_Stream":
         request_id, engine = request.request_id, self._engine
         unread = engine.subscribe(request_id)
         try:
             engine.add(request)
-            yield  # to `open`
+            yield  # type: ignore[misc]  # to `open`, which drops it
             finished = False
             while not finished:
                 while not unread:

@@ -11,4 +11,4 @@ class MixtralMoE(SparseMoE):
 
 
 class MixtralForCausalLM(LlamaForCausalLM):
-    mlp_class = MixtralMoE
+    mlp_class = MixtralMoE  # type: ignore[assignment]  # it has the same constructor

@@ -10,9 +10,9 @@ from nanoserve.models.qwen3 import Qwen3ForCausalLM, Qwen3MLP
 
 def sparse_or_dense(config: ModelConfig, index: int, context: LayerContext) -> nn.Module:
     """Return the feed-forward of layer `index`."""
-    is_dense = index in config.moe.dense_layers
+    is_dense = config.moe is not None and index in config.moe.dense_layers
     return (Qwen3MLP if is_dense else SparseMoE)(config, index, context)
 
 
 class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
-    mlp_class = staticmethod(sparse_or_dense)
+    mlp_class = staticmethod(sparse_or_dense)  # type: ignore[assignment]  # called like a class

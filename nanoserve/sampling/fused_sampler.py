@@ -103,12 +103,13 @@ class FusedSampler(Sampler):
         masked = [row for row, mask in enumerate(rows.masks) if mask is not None]
         if not masked:
             return None, None
-        words, failed = fill_masks([rows.masks[row] for row in masked], self._vocab_size)
+        masks = [mask for mask in rows.masks if mask is not None]
+        words, failed = fill_masks(masks, self._vocab_size)
         for number, error in failed.items():
             rows.fail(masked[number], error)
         for number in np.flatnonzero(are_empty(words, self._vocab_size)).tolist():
             rows.fail(masked[number], error_of_none())
         mask_rows = np.full(len(rows.slots), -1, dtype=np.int32)
         mask_rows[masked] = np.arange(len(masked))
-        masks, of_rows = to_device(self._on_device.device, words, mask_rows)
-        return masks, of_rows
+        all_words, of_rows = to_device(self._on_device.device, words, mask_rows)
+        return all_words, of_rows

@@ -33,7 +33,7 @@ class LogprobTensors(NamedTuple):
         kept = [entry for entry, place in enumerate(places) if place is not None]
         if len(kept) < len(places):
             logprobs = logprobs.take(kept)
-        return logprobs, [places[entry] for entry in kept]
+        return logprobs, [place for place in places if place is not None]
 
 
 def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> LogprobTensors:

@@ -14,6 +14,7 @@ reads them.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -69,7 +70,7 @@ def are_empty(words: np.ndarray, vocab_size: int) -> np.ndarray:
     known = np.full(words.shape[1], -1, dtype=np.int32)
     if vocab_size % 32:
         known[-1] = (1 << vocab_size % 32) - 1
-    return ~(words & known).any(axis=1)
+    return np.logical_not((words & known).any(axis=1))
 
 
 def apply_token_masks(logits: torch.Tensor, rows: Rows) -> None:
@@ -80,7 +81,8 @@ def apply_token_masks(logits: torch.Tensor, rows: Rows) -> None:
     masked = [row for row, mask in enumerate(rows.masks) if mask is not None]
     if not masked:
         return
-    words, failed = fill_masks([rows.masks[row] for row in masked], logits.shape[1])
+    masks = [mask for mask in rows.masks if mask is not None]
+    words, failed = fill_masks(masks, logits.shape[1])
     for number, error in failed.items():
         rows.fail(masked[number], error)
     for number in np.flatnonzero(are_empty(words, logits.shape[1])).tolist():
@@ -112,9 +114,9 @@ def replace_illegal(
     while waiting:
         illegal: dict[int, int] = {}  # by slot, its first row whose token is not allowed
         for slot in waiting:
-            row = _first_illegal(token_ids, rows, rows_of_slot[slot], replaced)
-            if row is not None:
-                illegal[slot] = row
+            first = _first_illegal(token_ids, rows, rows_of_slot[slot], replaced)
+            if first is not None:
+                illegal[slot] = first
         again = np.array(list(illegal.values()), dtype=np.int64)
         if not len(again):
             break
@@ -138,7 +140,8 @@ def _first_illegal(
     token_ids: list[int], rows: Rows, of_slot: list[int], replaced: set[int]
 ) -> int | None:
     """Return the first row of a slot whose token is not allowed, unless its request fails."""
-    mask, _ = rows.masks[of_slot[0]]
+    masks: Any = rows.masks
+    mask, _ = masks[of_slot[0]]
     try:
         index = mask.first_illegal([token_ids[row] for row in of_slot])
     except ValueError as error:

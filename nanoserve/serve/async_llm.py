@@ -62,7 +62,7 @@ class AsyncLLM:
     end of a request are always output at once. A larger interval costs less work per token.
     """
 
-    def __init__(
+    def __init__(  # type: ignore[misc]  # vLLM has an option `stream_interval`, too
         self,
         model: str | Path,
         engine_process: bool = False,

@@ -128,9 +128,9 @@ class EngineProcess:
 
     def call(self, function: Callable[[GuardedEngine], Any], done: Done) -> None:
         # Pickle first: if that raises, no call is registered.
-        number, function = next(self._call_numbers), pickle.dumps(function)
+        number, content = next(self._call_numbers), pickle.dumps(function)
         self._calls[number] = done
-        self._send("call", number, function)
+        self._send("call", number, content)
 
     def stop(self) -> None:
         self._send("stop")
@@ -268,6 +268,7 @@ class _Sender:
     def post(self, news: News | None) -> None:
         with self._lock:
             if news is None:
+                assert self._engine_thread is not None
                 self._others.append(("error", self._engine_thread.error))
                 self._is_over = True
             else:
@@ -329,6 +330,7 @@ class _Sender:
             for message in others:
                 self._pipe.send_bytes(pickled(message))
             for some_tokens, some_outputs in _parts(tokens, outputs):
+                assert self._engine_thread is not None
                 load = self._engine_thread.backlog, self._num_received
                 self._pipe.send_bytes(pickled(("news", some_tokens, some_outputs, *load)))
 

@@ -102,7 +102,7 @@ class OutputReader:
             followed.end(output)
         elif self._are_deltas.get(request_id):
             num_tokens += self._num_tokens[request_id]
-            if earlier is not None:
+            if isinstance(earlier, RequestOutput):
                 output = merged_deltas(earlier, output)
         self._unread[request_id] = followed or output
         if output.finished:

@@ -27,7 +27,7 @@ class NewTokens(NamedTuple):
     """New tokens of one sequence, and its finish reason if it has ended."""
 
     request_id: str
-    index: int  # of the completion within its request
+    index: int  # type: ignore[assignment]  # of the completion in its request; hides tuple.index
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: int | str | None

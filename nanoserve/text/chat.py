@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from nanoserve.engine.guard import GuardedEngine
+    from nanoserve.serve.engine_process import EngineFront
     from nanoserve.text.tokenizer import Tokenizer
 
 _FUNCTIONS = (FunctionType, MethodType)  # tools that transformers describes to the template
@@ -39,7 +40,7 @@ _DEEPEST = 64  # maximum nesting depth of lists and dictionaries
 
 
 def prompts_of(
-    engine: "GuardedEngine",
+    engine: "GuardedEngine | EngineFront",
     messages: Conversation | Conversations,
     *,
     chat_template: "str | Path | None" = None,
@@ -91,7 +92,7 @@ def prompts_of(
     return chat_prompts(engine, messages, arguments, allow_special_tokens, as_text)
 
 
-def _text_of_template(engine: "GuardedEngine", given: Any) -> str:
+def _text_of_template(engine: "GuardedEngine | EngineFront", given: Any) -> str:
     """Return the checkpoint's template of this name; otherwise see `load_chat_template`."""
     if isinstance(given, str) and "{" not in given and engine.tokenizer is not None:
         named: Any = engine.tokenizer.hugging_face.chat_template
@@ -101,7 +102,7 @@ def _text_of_template(engine: "GuardedEngine", given: Any) -> str:
 
 
 def chat_prompts(
-    engine: "GuardedEngine",
+    engine: "GuardedEngine | EngineFront",
     messages: Conversation | Conversations,
     template_arguments: dict[str, Any],
     allow_special_tokens: bool,
@@ -119,7 +120,7 @@ def chat_prompts(
     check_bool("allow_special_tokens", allow_special_tokens)
     if not isinstance(messages, (list, tuple)) or not messages:
         raise ValueError(f"messages={shown(messages)} must be a list of messages, at least one")
-    conversations = [messages] if isinstance(messages[0], Mapping) else messages
+    conversations: Any = [messages] if isinstance(messages[0], Mapping) else messages
     for conversation in conversations:
         if not isinstance(conversation, (list, tuple)):
             raise ValueError(f"a conversation is a list of messages, not {shown(conversation)}")
@@ -180,12 +181,13 @@ def _text_of_part(part: Any) -> str:
 
 
 def _prompt_of(
-    engine: "GuardedEngine",
+    engine: "GuardedEngine | EngineFront",
     conversation: AbstractSequence[Message],
     arguments: dict[str, Any],
     allow_special_tokens: bool,
     content_as_text: bool,
 ) -> dict[str, Any]:
+    assert engine.tokenizer is not None  # `chat_prompts` checks it
     tokenizer: Tokenizer = engine.tokenizer
     conversation = [with_objects(message) for message in conversation]
     limit, specials = engine.input_processor.text_limit, tokenizer.special_tokens

@@ -23,8 +23,11 @@ _MOST_STOPS_KEPT = 16  # lists of stop strings; the largest takes some megabytes
 class Tokenizer(Protocol):
     """Tokenizer of a checkpoint; see `nanoserve.text.tokenizer.Tokenizer`."""
 
-    backend: TokenizerBackend
-    eos_token_id: int | None
+    @property
+    def backend(self) -> TokenizerBackend: ...
+
+    @property
+    def eos_token_id(self) -> int | None: ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 

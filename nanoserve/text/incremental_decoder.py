@@ -222,7 +222,7 @@ class _Table(dict[int, T], Generic[T]):
 
     def __init__(self, value_of: Callable[[int], T]) -> None:
         super().__init__()
-        self._value_of = value_of
+        self._value_of: Callable[[int], T] = value_of
 
     def __missing__(self, token_id: int) -> T:
         value = self[token_id] = self._value_of(token_id)

@@ -67,8 +67,10 @@ class TokenBytes:
         kinds = {step["type"] for step in self._steps}
         if "ByteLevel" in kinds:
             # Like the decoder: a token with any other character is written unchanged.
-            values = [BYTE_OF_SYMBOL.get(character) for character in token]
-            return token.encode() if None in values else bytes(values)
+            try:
+                return bytes([BYTE_OF_SYMBOL[character] for character in token])
+            except KeyError:
+                return token.encode()
         if kinds & {"ByteFallback", "Metaspace"}:
             if self.falls_back and token in _SINGLE_BYTES:
                 return bytes([_SINGLE_BYTES[token]])

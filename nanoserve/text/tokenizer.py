@@ -135,7 +135,8 @@ class Tokenizer:
             if mark_text is not None:
                 seen = _with_marks(seen, mark_text)
                 kwargs |= {k: _with_marks(kwargs[k], mark_text) for k in _FROM_OUTSIDE & {*kwargs}}
-            return self._hf.apply_chat_template(
+            hf: Any = self._hf  # its annotations allow fewer kinds of messages
+            return hf.apply_chat_template(
                 seen, tokenize=False, add_generation_prompt=add_generation_prompt, **kwargs
             )
         except Exception as error:  # a template is a program, and may raise anything

@@ -89,7 +89,7 @@ def check_bool(name: str, value: Any) -> None:
     require(isinstance(value, bool), f"{name}={shown(value)} must be True or False")
 
 
-def check_choice(name: str, value: Any, choices: Collection[str]) -> None:
+def check_choice(name: str, value: Any, choices: Collection[Any]) -> None:
     require(value in choices, f"{name}={shown(value)} is not one of {list(choices)}")
 
 

@@ -24,6 +24,7 @@ from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.executor import Executor
 from nanoserve.models.layers.context import ParallelContext
 from nanoserve.sampling.fused_sampler import FusedSampler
+from nanoserve.sampling.sampler import Sampler
 from nanoserve.worker.backend_checks import check_graphs
 from nanoserve.worker.compile_kernels import compile_kernels
 from nanoserve.worker.cpu_device import Computation, Forward, StepOutput
@@ -64,7 +65,7 @@ class CudaDevice:
     `ValueError` for graphs that are configured and cannot be captured.
     """
 
-    sampler_class = FusedSampler
+    sampler_class: type[Sampler] = FusedSampler
 
     def __init__(
         self,
@@ -270,11 +271,12 @@ def make_programs(
     parts = cuda, buffers, computation
     # If sampling is in a graph too, filling in pending tokens would be the only launch left.
     fills_in_pending = config.capture_sampling and config.async_scheduling
-    rows: list[RowsProgram] = [DecodeProgram(*parts, sizes, fills_in_pending)]
+    rows: list[RowsProgram] = [DecodeProgram(*parts, sizes, bool(fills_in_pending))]
     drafts = config.speculative_config
     if drafts is not None and not drafts.enforce_eager:
         rows.append(DraftProgram(*parts, sizes, drafts.num_speculative_tokens + 1))
     if not config.capture_sampling:
-        return rows
-    sampling = [SamplingProgram(*parts, program, config.async_scheduling) for program in rows]
+        return [*rows]
+    keeps = bool(config.async_scheduling)
+    sampling = [SamplingProgram(*parts, program, keeps) for program in rows]
     return [*sampling, *rows]

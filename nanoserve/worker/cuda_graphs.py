@@ -8,6 +8,7 @@ batch between two captured sizes is padded with dummy rows.
 
 from bisect import bisect_left
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from tqdm import tqdm
@@ -48,7 +49,7 @@ class SizedGraphs:
         pool = cuda.graph_pool()
         sizes = self.sizes[::-1]
         for size in tqdm(sizes, "Capturing CUDA graphs", disable=not shows_progress):
-            replay, output = cuda.capture(lambda size=size: launch(size), pool)
+            replay, output = cuda.capture(partial(launch, size), pool)
             self._replays[size], self.outputs[size] = replay, output
 
     def replay(self, size: int) -> torch.Tensor:

@@ -69,10 +69,10 @@ def check_model(
     elsewhere: names of tensors that the files may also hold, for other pipeline stages.
     """
     if config.load_format != "dummy":
-        check = check_weights
         if model_config.quantization_config:
-            check = check_quantized_weights
-        check(model, path, elsewhere)
+            check_quantized_weights(model, path, elsewhere)
+        else:
+            check_weights(model, path, elsewhere)
     num_bytes = kept_bytes(model)
     require(
         num_bytes <= memory_bytes,

@@ -85,6 +85,7 @@ class ModelRunner:
         self.sampler = self._make_sampler()
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int32, device=context.device)
         self._num_batches = 0
+        self._computation: Computation | None = None
         self._prepare_device()
         self.use_memory(device.host_memory(2 * self.layout.num_bytes))
 
@@ -239,7 +240,8 @@ class ModelRunner:
             for first, accepted in zip(rows.first_outputs, rows.token_ids, strict=True):
                 if first in states:
                     states[first].extend(accepted)
-        logprobs, places = None, []
+        logprobs = None
+        places: list[tuple[int, int]] = []
         if sampled.logprobs is not None:
             logprobs, places = sampled.logprobs.keep(rows.places(sampled.logprob_rows.tolist()))
         return StepResult(

@@ -9,6 +9,8 @@ filter, penalty, grammar or log-probabilities. All other steps are sampled kerne
 the same first graph, so they do not pay for sampling that is not used.
 """
 
+from typing import TYPE_CHECKING, cast
+
 import torch
 
 from nanoserve.engine.batch import Batch
@@ -18,6 +20,9 @@ from nanoserve.worker.cuda import Cuda
 from nanoserve.worker.cuda_buffers import CudaBuffers
 from nanoserve.worker.cuda_graphs import SizedGraphs
 from nanoserve.worker.graph_programs import RowsProgram
+
+if TYPE_CHECKING:
+    from nanoserve.sampling.fused_sampler import FusedSampler
 
 
 class SamplingProgram:
@@ -36,6 +41,7 @@ class SamplingProgram:
     ) -> None:
         self.choices = SizedGraphs(rows.graphs.sizes)  # token ids, int64 [size * query_len]
         self._cuda, self._buffers, self._computation = cuda, buffers, computation
+        self._sampler = cast("FusedSampler", computation.sampler)  # that of a GPU
         self._rows, self._keeps = rows, keeps
         self._padding_slot = len(computation.last_token) - 1
 
@@ -47,7 +53,7 @@ class SamplingProgram:
             return False
         if self._rows.query_len == 1 and header.num_sampled < header.num_rows:
             return False
-        return self._computation.sampler.can_capture(batch.row_slots[: header.num_rows])
+        return self._sampler.can_capture(batch.row_slots[: header.num_rows])
 
     def capture(self, *, shows_progress: bool) -> None:
         self.choices.capture(self._cuda, self.launch, shows_progress=False)
@@ -65,7 +71,7 @@ class SamplingProgram:
             places = tensors.output_rows[: num_rows * length]
             hidden, positions, slots = hidden[places], positions[places], slots[places // length]
         logits = computation.model.compute_logits(hidden)
-        token_ids = computation.sampler.choose(logits, slots, positions + 1)
+        token_ids = self._sampler.choose(logits, slots, positions + 1)
         if self._keeps:
             computation.keep(token_ids, tensors.output_slots[: len(token_ids)])
         return token_ids
@@ -76,6 +82,6 @@ class SamplingProgram:
         others = slice(sampled, size * self._rows.query_len)
         batch.output_rows[others] = 0
         batch.output_slots[others] = self._padding_slot
-        self._computation.sampler.update_settings()
+        self._sampler.update_settings()
         output = self._rows.replay(batch, header)
         return output._replace(token_ids=self.choices.replay(size)[:sampled])

@@ -1,4 +1,4 @@
-"""Type checkers see the package: what is right passes, and what is misspelt is found."""
+"""Type checkers find nothing in the package, and see it from scripts of users."""
 
 import re
 import shutil
@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ import pytest
 from nanoserve.compat.options import FOREIGN, RENAMED
 from nanoserve.config import EngineConfig
 
-SCRIPTS = Path(__file__).parents[1] / "support"
+ROOT = Path(__file__).parents[2]
+SCRIPTS = ROOT / "tests" / "support"
 CHECKERS = {
     "mypy": ["-m", "mypy", "--strict", "--no-color-output", "--no-error-summary"],
     "basedpyright": ["-m", "basedpyright", "--level", "error"],
@@ -68,6 +70,55 @@ def test_misspelt_names_options_and_keywords_are_found(
     lines = (SCRIPTS / "mistyped_script.py").read_text("utf-8").splitlines()
     wrong = {number for number, line in enumerate(lines, 1) if line.endswith("# wrong")}
     assert errors_of(checker, "mistyped_script.py").keys() == wrong
+
+
+# Files of the package, what is added at the end of each, and the error in it: in the engine, in a
+# module that is checked without regard to None, and in a function that launches a kernel.
+PLANTED = {
+    "engine/plan.py": ("def planted(plan: Plan) -> int:\n    return plan.bugdet\n", "attr-defined"),
+    "engine/scheduler.py": ("def planted(plan):\n    return plan\n", "no-untyped-def"),
+    "llm.py": ("PLANTED: int = LLM('tiny').generate\n", "assignment"),
+    "worker/model_runner.py": ("ModelRunner.load()\n", "call-arg"),
+    "kernels/cpu/ops.py": ("PLANTED: int = address('no tensor')\n", "arg-type"),
+}
+
+
+# Packages without whose types mypy would not know which comments `type: ignore` are needed.
+EXTRAS = {
+    "fastapi": "serve",
+    "gguf": "gguf",
+    "llguidance": "guided",
+    "matplotlib": "bench",
+    "msgspec": "kv-events",
+    "numba": "cpu",
+    "ray": "ray",
+    "xgrammar": "xgrammar",
+}
+
+
+@pytest.mark.size("full")  # mypy reads all of torch: most of a minute, and a few seconds more
+def test_the_package_has_no_type_errors_but_planted_ones(tmp_path: Path) -> None:
+    pytest.importorskip("mypy", reason="pip install mypy")
+    for module, extra in EXTRAS.items():
+        if find_spec(module) is None:
+            pytest.skip(f"pip install 'nanoserve[{extra}]'")
+    plugin = Path("tests/support/mypy_modules.py")
+    (tmp_path / plugin).parent.mkdir(parents=True)
+    for file in ("pyproject.toml", plugin):
+        shutil.copy(ROOT / file, tmp_path / file)
+    unwanted = shutil.ignore_patterns("__pycache__", "*.safetensors", "*.nbi", "*.nbc")
+    shutil.copytree(ROOT / "nanoserve", tmp_path / "nanoserve", ignore=unwanted)
+
+    def errors() -> str:
+        command = [sys.executable, "-m", "mypy", "--no-color-output", "--no-error-summary"]
+        return subprocess.run(command, capture_output=True, text=True, cwd=tmp_path).stdout
+
+    assert errors() == ""
+    for name, (lines, _) in PLANTED.items():
+        with (tmp_path / "nanoserve" / name).open("a") as file:
+            file.write(f"\n\n{lines}")
+    found = re.findall(r"nanoserve/(\S+):\d+: error: .*\[(\S+)\]", errors())
+    assert sorted(found) == sorted((name, error) for name, (_, error) in PLANTED.items())
 
 
 @pytest.mark.size("full")  # a process that imports all that an engine needs

@@ -28,7 +28,7 @@ class AWQReader(Reader):
         groups = num_groups(num_inputs, self.config.get("group_size", 128))
         self.matrix_header(module, "qzeros", "I32")
         self.matrix_header(module, "scales", "F16", "BF16", "F32")
-        wanted = {
+        wanted: dict[str, tuple[int, ...]] = {
             "qweight": (num_inputs, words),
             "qzeros": (groups, words),
             "scales": (groups, words * 8),

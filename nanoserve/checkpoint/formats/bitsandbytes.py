@@ -90,7 +90,7 @@ class NF4Reader(Reader):
         is_text = is_text and 0 < header.shape[0] <= _MAX_STATE_BYTES
         require(is_text, f"{where} must be JSON of at most {_MAX_STATE_BYTES} bytes")
         state = json_object(bytes(self.part(module, names[0]).tolist()), where)
-        shape = state.get("shape")
+        shape: Any = state.get("shape")
         check_list(f"{where}: shape", shape, lambda n: is_int(n) and 0 < n < 2**31, "two sizes")
         require(len(shape) == 2, f"{where}: shape={shape} must be that of a matrix")
         for name in ("blocksize", "nested_blocksize"):

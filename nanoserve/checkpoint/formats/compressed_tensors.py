@@ -13,6 +13,7 @@ scale. Two values share a byte, the first in the low nibble. This is the layout 
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +60,7 @@ class CompressedTensorsReader(Reader):
                 f"{module:.99}: {octets * 2} inputs cannot be divided into groups of "
                 f"{_MXFP4_GROUP}",
             )
-            parts = {
+            parts: dict[str, tuple[int, ...]] = {
                 "weight_packed": (out, octets),
                 "weight_scale": (out, octets * 2 // _MXFP4_GROUP),
             }
@@ -96,7 +97,7 @@ class CompressedTensorsReader(Reader):
         scale = scale.expand(out, -1)
         return affine_matrix(
             codes,
-            self._zeros(module, scheme, scale.shape),
+            self._zeros(module, scheme, (out, scale.shape[1])),
             scale,
             scheme.num_bits,
             group_of_input(num_inputs, scheme.group_size, self._g_idx(module, scheme), module),
@@ -107,7 +108,7 @@ class CompressedTensorsReader(Reader):
     ) -> dict[str, tuple[int, ...]]:
         out, groups = shape[0], num_groups(shape[1], scheme.group_size)
         scale = self.header(module, "weight_scale").shape
-        wanted = {"weight_scale": (out, groups)}
+        wanted: dict[str, tuple[int, ...]] = {"weight_scale": (out, groups)}
         if scheme.strategy == "tensor":
             check_scale(shape, scale, None, f"{module}.weight_scale")
             wanted = {"weight_scale": scale}
@@ -139,7 +140,7 @@ class CompressedTensorsReader(Reader):
     def _zeros(self, module: str, scheme: Scheme, shape: tuple[int, int]) -> Tensor:
         """Return the zero points, uint8 [out, groups]."""
         name = "weight_zero_point"
-        zeros = self.part(module, name) if self.has(module, name) else None
+        zeros: Any = self.part(module, name) if self.has(module, name) else None
         if scheme.symmetric:
             is_zero = zeros is None or not bool(zeros.any())
             require(is_zero, f"{module:.99}.{name} is not 0, but the config has symmetric=true")

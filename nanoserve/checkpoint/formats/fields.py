@@ -17,7 +17,7 @@ class _Field(NamedTuple):
     instead: str
 
 
-_NOTHING = (None, False, "", [], {})
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 _DENSE = {"format": "dense"}
 _ANOTHER = "use a checkpoint without it"
 _KV = _Field(_NOTHING, "delete it: K and V are then kept in the model's dtype")

@@ -5,6 +5,8 @@ A linear is `weight`, float8_e4m3fn [out, in], and its scale. This is `weight_sc
 report, section 3.3, and its `weight_dequant`), or `weight_scale`, one number or one per output.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -42,7 +44,7 @@ class FP8Reader(Reader):
 
 
 def check_scale(
-    shape: tuple[int, int], scale: tuple[int, ...], block: list[int] | None, where: str
+    shape: tuple[int, int], scale: tuple[int, ...], block: Sequence[int] | None, where: str
 ) -> None:
     """Check that `scale` is the shape of one scale per block, or else per tensor or output."""
     out, num_inputs = shape
@@ -56,7 +58,7 @@ def check_scale(
     )
 
 
-def dequantize_fp8(weight: Tensor, scale: Tensor, block: list[int] | None) -> Tensor:
+def dequantize_fp8(weight: Tensor, scale: Tensor, block: Sequence[int] | None) -> Tensor:
     """Return float32 [out, in]: each value times the scale of its block, output or tensor."""
     result, scale = weight.float(), scale.float()
     if block is None:

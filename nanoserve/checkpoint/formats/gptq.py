@@ -13,6 +13,9 @@ in the middle of the range; if they are off by one, the label is wrong, and the 
 rejected: with shifted weights, a model would generate garbage without an error.
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -78,6 +81,6 @@ class GPTQReader(Reader):
         return zeros.T
 
 
-def stores_whole_zeros(config: dict) -> bool:
+def stores_whole_zeros(config: Mapping[str, Any]) -> bool:
     """Return True if zero points are stored unchanged, and not minus 1."""
     return "gptq_v2" in (config.get("checkpoint_format"), config.get("format"))

@@ -59,7 +59,8 @@ class QuantizedMatrix:
 
     @property
     def shape(self) -> tuple[int, int]:
-        return tuple(self.codes.shape)
+        num_outputs, num_inputs = self.codes.shape
+        return num_outputs, num_inputs
 
     @property
     def group_size(self) -> int:
@@ -68,10 +69,9 @@ class QuantizedMatrix:
     def dequantize(self) -> Tensor:
         """Return float32 [out, in], equal to the weight that the format's own library uses."""
         if self.group_of_input is None:
-            scale, offset = (
-                None if values is None else values.repeat_interleave(self.group_size, dim=1)
-                for values in (self.scale, self.offset)
-            )
+            scale, offset = self.scale.repeat_interleave(self.group_size, dim=1), self.offset
+            if offset is not None:
+                offset = offset.repeat_interleave(self.group_size, dim=1)
         else:
             group = self.group_of_input.long()
             scale, offset = self.scale[:, group], None
@@ -111,12 +111,10 @@ class QuantizedMatrix:
             return replace(self, codes=codes, group_of_input=self.group_of_input[first:end])
         size = self.group_size
         smaller = math.gcd(first, end, size)
-        scale, offset = (
-            None
-            if values is None
-            else values.repeat_interleave(size // smaller, 1)[:, first // smaller : end // smaller]
-            for values in (self.scale, self.offset)
-        )
+        groups = slice(first // smaller, end // smaller)
+        scale, offset = self.scale.repeat_interleave(size // smaller, 1)[:, groups], self.offset
+        if offset is not None:
+            offset = offset.repeat_interleave(size // smaller, 1)[:, groups]
         return replace(self, codes=codes, scale=scale, offset=offset)
 
     def in_runs(self) -> "tuple[QuantizedMatrix, Tensor | None]":
@@ -160,8 +158,7 @@ def stack_rows(parts: list[Tensor | QuantizedMatrix]) -> Tensor | QuantizedMatri
 
 
 def _fits(first: QuantizedMatrix, other: QuantizedMatrix) -> bool:
-    same_order = (first.group_of_input is None) == (other.group_of_input is None)
-    if same_order and first.group_of_input is not None:
-        same_order = torch.equal(first.group_of_input, other.group_of_input)
+    own, others = first.group_of_input, other.group_of_input
+    same_order = own is others if own is None or others is None else torch.equal(own, others)
     same_kind = same_order and first.is_e4m3 == other.is_e4m3
     return same_kind and first.scale.shape[1] == other.scale.shape[1]

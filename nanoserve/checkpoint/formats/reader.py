@@ -87,7 +87,7 @@ class Reader:
         shape = self.header(module, part).shape
         is_matrix = len(shape) == 2 and 0 not in shape
         require(is_matrix, f"{module:.99}.{part} is {shown(list(shape))}: it must be a matrix")
-        return shape
+        return shape[0], shape[1]
 
     def _checked_shape(self, module: str) -> tuple[int, int]:
         shape, wanted = self.layout(module)

@@ -53,7 +53,7 @@ def read_schemes(config: Mapping[str, Any]) -> list[tuple[list[str], Scheme]]:
 
     Raises `ValueError` for a scheme that is not implemented.
     """
-    groups = config.get("config_groups")
+    groups: Any = config.get("config_groups")
     require(
         isinstance(groups, Mapping) and len(groups) > 0,
         f"config_groups={shown(groups)} must be an object of schemes",
@@ -69,7 +69,7 @@ def read_schemes(config: Mapping[str, Any]) -> list[tuple[list[str], Scheme]]:
         )
         _check_targets(f"{where}.targets", group.get("targets"))
         _check_activations(where, group)
-        kind = group.get("format") or config.get("format")
+        kind: Any = group.get("format") or config.get("format")
         check_choice(f"{where}: format", kind, FORMATS)
         schemes.append((group["targets"], _scheme(f"{where}.weights", group.get("weights"), kind)))
     return schemes
@@ -135,14 +135,14 @@ def _scheme(where: str, weights: Any, kind: str) -> Scheme:
     unknown = sorted(key for key in weights.keys() - _WEIGHT_FIELDS if weights[key] is not None)
     require(not unknown, f"{where}: {shown(unknown)} is not implemented")
     bits, type_ = weights.get("num_bits", 8), weights.get("type", "int")
-    known = _KINDS.get((kind, type_) if isinstance(type_, str) else (kind, ""))
+    widths, strategies = _KINDS.get((kind, type_ if isinstance(type_, str) else ""), ((), ()))
     require(
-        known is not None and is_int(bits) and bits in known[0],
+        is_int(bits) and bits in widths,
         f"{where}: num_bits={shown(bits)}, type={shown(type_)} is not implemented in {kind}; "
         f"implemented are {_KINDS}",
     )
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
-    check_choice(f"{where}: strategy", strategy, known[1])
+    check_choice(f"{where}: strategy", strategy, strategies)
     check_choice(f"{where}: dynamic", weights.get("dynamic", False), (False, None))
     symmetric, actorder = weights.get("symmetric", True), weights.get("actorder")
     check_choice(f"{where}: symmetric", symmetric, (True, False) if type_ == "int" else (True,))
@@ -164,7 +164,7 @@ def _group_size(where: str, weights: Mapping[str, Any], strategy: str, kind: str
 
 
 def _block(where: str, weights: Mapping[str, Any]) -> tuple[int, int]:
-    block = weights.get("block_structure")
+    block: Any = weights.get("block_structure")
     check_list(f"{where}: block_structure", block, lambda n: is_int(n) and 0 < n < 2**18, "sizes")
     require(len(block) == 2, f"{where}: block_structure={shown(block)} must be two sizes")
     return int(block[0]), int(block[1])

@@ -46,7 +46,9 @@ def open_quantized(path: Path, quantization_config: Mapping[str, Any]) -> Weight
     field or tensor, for a setting that is not implemented, and for unknown or missing tensors.
     """
     check_quantization_config(quantization_config)
-    return FORMATS.get(method_of(quantization_config))(path, quantization_config)
+    method = method_of(quantization_config)
+    assert method is not None  # the check above requires one
+    return FORMATS.get(method)(path, quantization_config)
 
 
 class PlainSource:

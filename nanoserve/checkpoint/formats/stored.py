@@ -54,7 +54,7 @@ class StoredTensors:
         octets = torch.empty(header.num_bytes, dtype=torch.uint8)
         with header.file.open("rb") as file:
             file.seek(header.start)
-            num_read = file.readinto(memoryview(octets.numpy()))
+            num_read = file.readinto(memoryview(octets.numpy().data))
         require(num_read == header.num_bytes, f"{header.file} was truncated after it was opened")
         return octets.view(_TORCH[header.dtype]).view(header.shape)
 

@@ -35,11 +35,10 @@ def read_values(kind: str, data: ndarray) -> Tensor | QuantizedMatrix:
         raise ValueError(f"a tensor of type {kind} must have 2 dimensions, not {data.ndim}")
     blocks = np.array(data).reshape(len(data), -1, BLOCKS[kind][1])
     read, bits = _READERS[kind]
-    codes, scale, offset = (
-        None if part is None else torch.from_numpy(part.reshape(len(data), -1))
-        for part in read(blocks)
+    codes, scale, *offset = (
+        torch.from_numpy(part.reshape(len(data), -1)) for part in read(blocks) if part is not None
     )
-    return QuantizedMatrix(codes, scale, offset, bits)
+    return QuantizedMatrix(codes, scale, offset[0] if offset else None, bits)
 
 
 def _q8_0(blocks: ndarray) -> Parts:

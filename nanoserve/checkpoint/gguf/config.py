@@ -48,10 +48,8 @@ def config_json(file: GGUFFile) -> dict[str, Any]:
     """
     form, settings = form_of(file), Settings(file)
     embedding = file.tensors.get("token_embd.weight")
-    require(
-        embedding is not None,
-        f"{file.path} is not a language model: it has no tensor token_embd.weight",
-    )
+    if embedding is None:
+        raise ValueError(f"{file.path} is not a language model: it has no tensor token_embd.weight")
     hidden, heads = settings.size("embedding_length"), settings.size("attention.head_count")
     head_dim = settings.size("attention.key_length", hidden // heads)
     context = settings.size("context_length")

@@ -48,7 +48,8 @@ class GGUFSource:
         name = plain_name(self._form, tensor.name)
         architecture = self._file.settings["general.architecture"]
         problem = f"{tensor.file} has {tensor.name:.99}, which nanoserve does not support in a"
-        require(name is not None, f"{problem} {architecture!r} model")
+        if name is None:
+            raise ValueError(f"{problem} {architecture!r} model")
         if "{}" not in name:
             return {name: _Place(tensor, None)}
         is_stack = len(tensor.shape) == 3
@@ -73,6 +74,7 @@ class GGUFSource:
         except ValueError as error:
             raise ValueError(f"{tensor.file}: {tensor.name}: {error}") from error
         if self._form.adds_one_to_norms and name.endswith("norm.weight"):
+            assert isinstance(values, Tensor)  # only matrices can be quantised
             return values.float() - 1
         if self._form.has_permuted_heads and ".attn_q." in tensor.name:
             return _in_halves(values, self._num_heads)

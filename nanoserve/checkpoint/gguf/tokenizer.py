@@ -80,7 +80,7 @@ def _sentencepiece(file: GGUFFile) -> PreTrainedTokenizerBase:
     # llama.cpp's defaults for settings that a file does not have.
     numbers = {"bos": 1, "eos": 2, "unknown": 0}
     defaults = {f"tokenizer.ggml.{name}_token_id": i for name, i in numbers.items()}
-    settings = {**defaults, "tokenizer.ggml.add_bos_token": True} | settings
+    settings = {**defaults, "tokenizer.ggml.add_bos_token": True, **settings}
     unknown = settings["tokenizer.ggml.unknown_token_id"]
     ids = {word: i for i, word in enumerate(words)}
     normal = {w: s for w, s, kind in zip(words, scores, types, strict=True) if kind == _NORMAL}
@@ -157,7 +157,7 @@ def _byte_level(file: GGUFFile) -> PreTrainedTokenizerBase:
         if kind in (_CONTROL, _USER_DEFINED):
             is_special = kind == _CONTROL
             backend.add_tokens([AddedToken(word, normalized=False, special=is_special)])
-    return _with_marks(backend, words, {"tokenizer.ggml.add_bos_token": cut.adds_bos} | settings)
+    return _with_marks(backend, words, {"tokenizer.ggml.add_bos_token": cut.adds_bos, **settings})
 
 
 def _cutting(backend: Tokenizer, cut: _Cut) -> Tokenizer:
@@ -179,7 +179,9 @@ def _with_marks(
 ) -> PreTrainedTokenizerBase:
     """Add the tokens with a role (BOS, EOS, ...), and the template that adds them to a text."""
     roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-    ids = {role: settings.get(f"tokenizer.ggml.{name}_token_id") for role, name in roles.items()}
+    ids: dict[str, Any] = {
+        role: settings.get(f"tokenizer.ggml.{name}_token_id") for role, name in roles.items()
+    }
     tokens = {role: words[i] for role, i in ids.items() if is_int(i) and 0 <= i < len(words)}
     around = [
         role
@@ -192,10 +194,10 @@ def _with_marks(
         template = [*before, "$A", *after]
         backend.post_processor = TemplateProcessing(single=template, special_tokens=special)
     named = {f"{role}_token": token for role, token in tokens.items()}
-    template = settings.get("tokenizer.chat_template")
+    chat_template = settings.get("tokenizer.chat_template")
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
-        chat_template=template if isinstance(template, str) else None,
+        chat_template=chat_template if isinstance(chat_template, str) else None,
         clean_up_tokenization_spaces=False,
         **named,
     )

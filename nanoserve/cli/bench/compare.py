@@ -48,8 +48,8 @@ _ROOT = Path(__file__).resolve().parents[3]  # the folder that contains this nan
 CHILD = Path(__file__).with_name("child.py")
 # Settings of the benchmark that may be overridden for one engine, as in nanoserve:batching=static;
 # any other option after an engine's name is passed to the engine.
-COMMON = ("batching", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "hf_batch_size")
-COMMON += ("attention_backend", "enforce_eager", "enable_prefix_caching")
+COMMON = ("batching", "max_model_len", "max_num_batched_tokens", "max_num_seqs", "hf_batch_size",
+          "attention_backend", "enforce_eager", "enable_prefix_caching")  # fmt: skip
 
 
 def parse_engine(label: str) -> tuple[str, dict[str, Any]]:

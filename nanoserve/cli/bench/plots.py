@@ -66,9 +66,9 @@ def draw_throughput(axes: Axes, points: list[Point], num_output_tokens: int) -> 
         if at:
             sizes = [_size(point) for point in at]
             axes.errorbar(sizes, middle, yerr=[below, above], marker="o", capsize=3, label=label)
-    limited = [point for point in points if point.limit is not None]
-    limits = [num_output_tokens / point.limit.seconds for point in limited]
-    axes.plot([_size(point) for point in limited], limits, "k--", label="roofline")
+    limited = [(_size(point), point.limit) for point in points if point.limit is not None]
+    limits = [num_output_tokens / limit.seconds for _, limit in limited]
+    axes.plot([size for size, _ in limited], limits, "k--", label="roofline")
     axes.set(xlabel="max_num_seqs", ylabel="output tokens/s", title="Throughput", yscale="log")
 
 
@@ -76,7 +76,7 @@ def draw_latency(axes: Axes, points: list[Point], name: str) -> None:
     """Draw the median as a line, and the 99th percentile dashed in the same colour."""
     for number, label in enumerate(points[0].runs):
         at = [point for point in points if label in point.done()]
-        rates = [point.request_rate for point in at]
+        rates: list[Any] = [point.request_rate for point in at]
         for percentile, style in ((50, "-"), (99, "--")) if at else ():
             values = [
                 statistics.median(run["latencies"][f"{name}_p{percentile}"] for run in runs)

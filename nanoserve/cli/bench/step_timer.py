@@ -45,11 +45,14 @@ class StepTimer:
 
     def __init__(self, engine: GuardedEngine) -> None:
         self.steps: list[StepParts] = []
-        self._sampling, self._events, self._last_end = 0.0, None, None
-        sampler = getattr(engine.executor, "sampler", None)
+        self._sampling: float | None = 0.0
+        self._events: Any = None
+        self._last_end: float | None = None
+        executor: Any = engine.executor
+        sampler = getattr(executor, "sampler", None)
         if sampler is not None:  # with tensor parallelism, sampling counts as the model
             self._sample, sampler.sample = sampler.sample, self._timed_sample
-            if engine.executor.context.device.type == "cuda":
+            if executor.context.device.type == "cuda":
                 self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         engine.observers.append(self._observe)
 

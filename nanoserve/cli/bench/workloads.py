@@ -41,7 +41,8 @@ def draw_workload(
 
     messages = [draw(rng.randint(*input_len)) for _ in range(num_seqs)]
     output_lens = [rng.randint(*output_len) for _ in range(num_seqs)]
-    shared, prompts, num_conversations = draw(shared_len), [], max(1, num_seqs // turns)
+    prompts: list[list[int]] = []
+    shared, num_conversations = draw(shared_len), max(1, num_seqs // turns)
     for message in messages:
         before = len(prompts) - num_conversations
         history = shared if before < 0 else prompts[before] + draw(output_lens[before])
@@ -54,8 +55,7 @@ def length_range(text: str) -> tuple[int, int]:
     low, _, high = text.partition("-")
     if not (low.isdigit() and (high or low).isdigit() and 1 <= int(low) <= int(high or low)):
         raise ArgumentTypeError(f"{text!r} must be a number of tokens, or LO-HI, of at least 1")
-    low, high = int(low), int(high or low)
-    return low, high
+    return int(low), int(high or low)
 
 
 def count(text: str) -> int:

@@ -45,7 +45,7 @@ class KVEventsConfig:
     @classmethod
     def of(cls, options: "Mapping[str, Any] | KVEventsConfig") -> "KVEventsConfig":
         """Return the options that were given to `EngineConfig`, as a `KVEventsConfig`."""
-        if isinstance(options, cls):
+        if isinstance(options, KVEventsConfig):
             return options
         example = "{'enable_kv_cache_events': True, 'endpoint': 'tcp://*:5557'}"
         check_names("kv_events_config", options, cls, example)

@@ -34,13 +34,17 @@ class Group:
     """
 
     def __init__(self, process_group: Any, store: dist.Store, device: torch.device) -> None:
-        self._process_group, self._store, self._device = process_group, store, device
+        self._process_group: Any = process_group  # like the store, None after `close`
+        self._store: Any = store
+        self._device = device
         self._is_cuda = device.type == "cuda"
         self._is_aborted = False
         self._left: Any = None  # a collective that was abandoned
         self.device_bytes = 0  # memory of NCCL on the GPU, outside torch's own
         self._sum, self._minimum, self._maximum = (dist.AllreduceOptions() for _ in range(3))
-        self._minimum.reduceOp, self._maximum.reduceOp = dist.ReduceOp.MIN, dist.ReduceOp.MAX
+        # torch's stubs know neither these assignments nor `_Options`.
+        self._minimum.reduceOp = dist.ReduceOp.MIN  # type: ignore[assignment]
+        self._maximum.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
         for options in (self._sum, self._minimum, self._maximum):
             # By default NCCL uses a stream of its own, which costs two events for each all-reduce.
             if self._is_cuda and hasattr(options, "asyncOp"):
@@ -136,7 +140,7 @@ def join_group(
     """
     if device.type == "cuda":
         return _join_nccl(rank, size, store, device, timeout)
-    options = dist.ProcessGroupGloo._Options()
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
     # An address, because the machine's own name may not resolve.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=timeout)

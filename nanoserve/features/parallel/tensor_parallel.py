@@ -38,7 +38,7 @@ from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.layers.tensor_parallel import TensorParallel
 from nanoserve.models.registry import MODELS, model_class
 from nanoserve.worker.heads import HEADS
-from nanoserve.worker.model_runner import Handle, ModelRunner
+from nanoserve.worker.model_runner import ModelRunner
 
 _START_TIMEOUT = 120.0  # seconds: importing torch on a busy machine
 _LOAD_TIMEOUT = 3600.0  # seconds: reading the weights, compiling and capturing
@@ -74,17 +74,18 @@ class TensorParallelExecutor:
         self._uncollected: set[Batch] = set()  # batches whose steps were launched
         self._is_amid_collectives = False  # of a step that was announced to other ranks
         self._timeout = config.distributed_timeout_seconds
-        workers_class = Workers
+        workers_class: Any = Workers
         if config.distributed_executor_backend == "ray":
-            from nanoserve.features.parallel.ray_workers import RayWorkers as workers_class
+            from nanoserve.features.parallel.ray_workers import RayWorkers
 
+            workers_class = RayWorkers
             self._stack.callback(workers_class.leave)
         try:
             num_threads = self._share_processor(size, device)
             memory = anonymous_file()
             self._stack.callback(os.close, memory)
             groups = self._groups
-            self._stack.callback(lambda: [group.close() for group in groups])
+            self._stack.callback(_call_each, groups, Group.close)
             host = LOOPBACK if workers_class is Workers else workers_class.own_address()
             store = serve_store(size, host)
             options = options_of_workers(config)
@@ -98,7 +99,7 @@ class TensorParallelExecutor:
             self._workers.wait_for("ready", _START_TIMEOUT)
             meet = partial(join_ranks, config, model_config, 0, store, device, groups, host)
             parallel = self._workers.watch(meet)
-            self._workers.call_on_failure(lambda: [group.abort() for group in groups])
+            self._workers.call_on_failure(partial(_call_each, groups, Group.abort))
             self.runner = make_runner(parallel)
             self._stack.callback(self.runner.close)
             num_bytes = self._num_batches * self.runner.layout.num_bytes
@@ -132,7 +133,7 @@ class TensorParallelExecutor:
                 raise error
         return batch
 
-    def forward(self, batch: Batch, inputs: ForwardInputs) -> Handle:
+    def forward(self, batch: Batch, inputs: ForwardInputs) -> Any:  # a pipeline has another
         self._workers.check()
         with self._recovery():
             # This may raise, so it comes before any other rank starts.
@@ -144,11 +145,11 @@ class TensorParallelExecutor:
             self._is_amid_collectives = False
             return handle
 
-    def sample(self, handle: Handle, inputs: SampleInputs) -> None:
+    def sample(self, handle: Any, inputs: SampleInputs) -> None:
         with self._recovery():
             self.runner.sample(handle, inputs)
 
-    def collect(self, handle: Handle) -> StepResult:
+    def collect(self, handle: Any) -> StepResult:
         with self._recovery():
             result = self.runner.collect(handle)
             # On a GPU the wait for a step ends without an error if its collectives are aborted, and
@@ -157,7 +158,7 @@ class TensorParallelExecutor:
         self._uncollected.discard(handle.batch)
         return result
 
-    def cancel(self, handles: list[Handle]) -> None:
+    def cancel(self, handles: list[Any]) -> None:
         """Discard steps: `next_batch` waits until the other ranks have read these batches."""
 
     def close(self) -> None:
@@ -240,6 +241,11 @@ def _restore_threads() -> None:
     _THREADS.pop()
     if not _THREADS:
         torch.set_num_threads(first)
+
+
+def _call_each(groups: list[Group], method: Callable[[Group], None]) -> None:
+    for group in groups:
+        method(group)
 
 
 def _close(stack: contextlib.ExitStack) -> None:

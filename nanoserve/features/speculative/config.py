@@ -87,7 +87,7 @@ class SpeculativeConfig:
     @classmethod
     def of(cls, options: "Mapping[str, Any] | SpeculativeConfig", config: Any) -> Any:
         """Return the options of `EngineConfig`, validated together with the rest of it."""
-        if not isinstance(options, cls):
+        if not isinstance(options, SpeculativeConfig):
             example = "{'method': 'ngram', 'num_speculative_tokens': 4}"
             check_names("speculative_config", options, cls, example)
             given = {name: value for name, value in options.items() if value is not None}
@@ -144,7 +144,7 @@ class SpeculativeConfig:
         """Return the fewest and the most tokens of an n-gram that is looked up."""
         given = self.prompt_lookup_min, self.prompt_lookup_max
         low, high = given if given != (None, None) else (3, 4)
-        return low or high, high or low
+        return low or high or 0, high or low or 0
 
 
 def _records_graphs_by_default(config: Any, number: int) -> bool:

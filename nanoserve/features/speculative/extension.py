@@ -11,7 +11,7 @@ better to wait for its pending token and to draft after it.
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.draft_room import max_draft_tokens, may_draft, reserve_draft_tokens
@@ -220,6 +220,7 @@ class Speculation(Extension):
             return
         seconds = times.schedule + times.pack + times.execute + times.update
         num_accepted = sum(count for count, _ in plan.accepted_of_drafts(result.token_ids))
+        assert self.goodput is not None  # otherwise this is no observer
         self.goodput.record_step(len(plan.rows), plan.num_draft_tokens, num_accepted, seconds)
 
 
@@ -235,7 +236,8 @@ class AddSpeculation:
     def memory(self) -> MemoryBeside:
         """Return the GPU memory that a draft model needs; none for other proposers."""
         has_model = hasattr(self.make_proposer, "memory")
-        return self.make_proposer.memory() if has_model else NOTHING_BESIDE
+        maker: Any = self.make_proposer
+        return maker.memory() if has_model else NOTHING_BESIDE
 
 
 def prepare_speculation(config: "EngineConfig", model_config: "ModelConfig") -> AddSpeculation:

@@ -62,7 +62,7 @@ def prepare_hidden_head(
     plain = replace(target, quantization_config=None)
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
 
-    def make(executor: Executor, scheduler: Scheduler) -> HeadProposer:
+    def make(executor: Any, scheduler: Scheduler) -> HeadProposer:
         context = executor.context
         method = choose_linear_method(own, plain, context.device, num_bytes)
         return HeadProposer(

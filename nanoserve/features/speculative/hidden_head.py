@@ -104,7 +104,8 @@ class HiddenHead(nn.Module):
 
         weights: from `read_head`. context: the device, and the linear method of the weights.
         """
-        head = cls(*weights["down_proj.weight"].shape, context)
+        hidden_size, intermediate_size = weights["down_proj.weight"].shape
+        head = cls(hidden_size, intermediate_size, context)
         head.load_state_dict(weights)
         for linear in (head.gate_up_proj, head.down_proj):
             linear.process_after_loading()
@@ -121,9 +122,12 @@ def read_head(path: Path) -> dict[str, Tensor]:
         require(_SHAPE in metadata, f"{path} is not a head: it has no {_SHAPE!r} in its metadata")
         shape = json_object(metadata[_SHAPE].encode(), f"the shape in {path}")
         names = ("hidden_size", "intermediate_size")
-        sizes = [check_int(f"{path}: {name}", shape.get(name), 1, _MAX_SIZE) for name in names]
+        hidden_size, intermediate_size = (
+            check_int(f"{path}: {name}", shape.get(name), 1, _MAX_SIZE) for name in names
+        )
         # On the meta device: a shape that is far too large for the file must not take memory.
-        head = HiddenHead(*sizes, LayerContext(device=torch.device("meta")))
+        meta = LayerContext(device=torch.device("meta"))
+        head = HiddenHead(hidden_size, intermediate_size, meta)
         expected = {name: tuple(tensor.shape) for name, tensor in head.state_dict().items()}
         found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         require(

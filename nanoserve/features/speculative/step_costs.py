@@ -79,7 +79,8 @@ class StepCosts:
         those that were limited because the cost of more draft tokens is not known.
         """
         is_known = len(self._times.get(place_of(num_drafts), ())) >= _FEWEST_TIMES
-        if not is_known or num_drafts >= len(self.relative) - 1 < self._max_draft_tokens:
+        is_beyond = num_drafts >= len(self.relative) - 1 < self._max_draft_tokens
+        if self.plain is None or not is_known or is_beyond:
             return
         # Limit the weight of a step that another process has disturbed.
         took = min(seconds_per_row / self.plain, _MOST_SURPRISE * self.relative[num_drafts])

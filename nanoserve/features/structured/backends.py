@@ -10,7 +10,7 @@ from xxhash import xxh3_128_digest
 from nanoserve.features.structured.checker import Checker
 from nanoserve.features.structured.compiler import Compiler
 from nanoserve.features.structured.config import GRAMMAR_BACKENDS, StructuredOutputsConfig
-from nanoserve.features.structured.grammar import Source
+from nanoserve.features.structured.grammar import Backend, Source
 from nanoserve.features.structured.limits import check_bounds
 
 _Key = tuple[str, str, str, bytes]
@@ -54,7 +54,12 @@ def check(library: str, source: Source) -> None:
 def make_compiler(config: StructuredOutputsConfig, tokenizer: Any, vocab_size: int) -> Compiler:
     """Return a compiler. Its backend is imported when the first grammar is compiled."""
     name = config.backend_name
-    return Compiler(lambda: GRAMMAR_BACKENDS.get(name)(tokenizer.backend, vocab_size))
+
+    def make() -> Backend:
+        backend: Any = GRAMMAR_BACKENDS.get(name)
+        return backend(tokenizer.backend, vocab_size)
+
+    return Compiler(make)
 
 
 def _fault(library: str, source: Source) -> str | None:

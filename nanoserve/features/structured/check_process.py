@@ -31,7 +31,8 @@ def main(file_descriptor: int, location: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the program that started this one
     pipe = Connection(file_descriptor)
     try:
-        backend = Registry("grammar backend", {"this one": location}).get("this one")
+        backends: Registry[Any] = Registry("grammar backend", {"this one": location})
+        backend = backends.get("this one")
     except Exception as error:
         pipe.send(f"{type(error).__name__}: {error}")
         return

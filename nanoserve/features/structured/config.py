@@ -53,7 +53,7 @@ class StructuredOutputsConfig:
     @classmethod
     def of(cls, options: "Mapping[str, Any] | StructuredOutputsConfig") -> Any:
         """Return the options that were given to `EngineConfig`, as `StructuredOutputsConfig`."""
-        if isinstance(options, cls):
+        if isinstance(options, StructuredOutputsConfig):
             return options
         check_names("structured_outputs_config", options, cls, "{'backend': 'xgrammar'}")
         return cls(**options)

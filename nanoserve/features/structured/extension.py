@@ -108,8 +108,8 @@ class StructuredOutputs(Extension):
         for row, token_ids in zip(plan.sampled, result.token_ids, strict=True):
             guided = self._guided.get(row.seq)  # None if it has ended, perhaps at one of these
             forced = self._forced.get(row.seq)
-            is_jump = forced is not None and plan.draft_tokens.get(row.seq) is forced
-            if guided is not None and is_jump:
+            is_jump = plan.draft_tokens.get(row.seq) is forced
+            if guided is not None and forced is not None and is_jump:
                 guided.count_jump(len(token_ids) > len(forced))
 
     def on_release(self, seq: Sequence) -> None:
@@ -141,6 +141,7 @@ class StructuredOutputs(Extension):
     def _start(self, sequences: list[Sequence]) -> bool:
         """Start compiling the grammar of one request's sequences; return True if it is cached."""
         params = sequences[0].params.structured_outputs
+        assert params is not None
         future = self._compiler.compile(params.source(self._options))
         if future.done() and future.exception() is None:
             self._add_grammars(sequences, future.result())
@@ -194,7 +195,7 @@ class StructuredOutputs(Extension):
 
     def _may_jump(self, seq: Sequence) -> bool:
         """Return True if jump-forward tokens may follow the last token of `seq`."""
-        is_guided = self._jumps_forward and seq in self._guided
+        is_guided = bool(self._jumps_forward) and seq in self._guided
         return is_guided and may_draft(self._scheduler, seq)
 
 

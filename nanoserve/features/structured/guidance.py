@@ -43,6 +43,7 @@ class Guidance:
         own, end_name = _without_specials(backend), _secret_name()
         own.add_special_tokens([AddedToken(end_name, special=True)])
         end = own.token_to_id(end_name)
+        assert end is not None  # it was just added
         self._tokenizer = LLTokenizer(own.to_str(), max(vocab_size, end + 1), end)
 
     def compile(self, source: Source) -> "CompiledByGuidance":
@@ -193,7 +194,7 @@ def to_llguidance(source: Source) -> str:
         return LLMatcher.grammar_from_lark(text)
     if kind == "grammar":
         return llguidance.grammar_from("grammar", text)
-    options: dict[str, Any] = dict(COMPACT)
+    options: Any = dict(COMPACT)
     if source.whitespace:
         options = {"whitespace_pattern": source.whitespace}
     in_its_spelling = spelled(text)

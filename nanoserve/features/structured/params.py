@@ -91,12 +91,13 @@ class StructuredOutputsParams:
             _check_text("whitespace_pattern", self.whitespace_pattern)
         kind = given[0]
         if kind == "choice":
-            num = len(self.choice) if isinstance(self.choice, list | tuple) else 0
+            choice: Any = self.choice
+            num = len(choice) if isinstance(choice, list | tuple) else 0
             message = f"choice has {num} strings; at most {_MOST_CHOICES} are allowed"
             require(num <= _MOST_CHOICES, message)
-            check_list("choice", self.choice, is_text, "non-empty strings", False)
-            _check_size("choice", sum(map(len, self.choice)))
-            _check_encodes("choice", "".join(self.choice))
+            check_list("choice", choice, is_text, "non-empty strings", False)
+            _check_size("choice", sum(map(len, choice)))
+            _check_encodes("choice", "".join(choice))
         elif kind in ("regex", "grammar"):
             text = getattr(self, kind)
             is_made = is_text(text) and text.startswith("%llguidance")
@@ -219,8 +220,10 @@ def _check_tag(tag: dict[str, Any]) -> None:
         "structural_tag must be {'structures': [{'begin': text, 'schema': {...}, 'end': text}, "
         "...], 'triggers': [text, ...]}"
     )
-    structures, triggers = tag.get("structures"), tag.get("triggers")
-    require(isinstance(structures, list) and isinstance(triggers, list) and structures, expected)
+    structures: Any = tag.get("structures")
+    triggers: Any = tag.get("triggers")
+    require(isinstance(structures, list) and isinstance(triggers, list), expected)
+    require(structures != [], expected)
     require(all(map(is_text, triggers)), expected)
     num = len(structures)
     message = f"structural_tag has {num} structures; at most {_MOST_STRUCTURES} are allowed"

@@ -68,7 +68,7 @@ def checked_bound(name: str, value: Any) -> Any:
         raise ValueError(f"{name}={shown(value)} must be a number")
     if (name, value) == ("minimum", -_INT64):
         return _LOWEST
-    if is_int(value) and (name, value) != ("maximum", _INT64 - 1) and not _is_held(value):
+    if isinstance(value, int) and (name, value) != ("maximum", _INT64 - 1) and not _is_held(value):
         raise ValueError(
             f"{name}={shown(value)} is an integer that a float64 does not hold exactly{_ADVICE}"
         )

@@ -181,7 +181,7 @@ def _check_ref(ref: Any, root: Any, path: str) -> None:
         require(ref not in seen, f"$ref={shown(ref)} at {path} refers to itself in a circle")
         seen.append(ref)
         kind, _, name = ref.removeprefix("#/").partition("/")
-        target = root.get(kind, {}).get(name) if isinstance(root, dict) else None
+        target: Any = root.get(kind, {}).get(name) if isinstance(root, dict) else None
         require(isinstance(target, dict), f"$ref={shown(ref)} at {path} has no target")
         if "$ref" not in target:
             return

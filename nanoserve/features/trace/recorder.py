@@ -136,7 +136,8 @@ class TraceRecorder:
     def _stages(self, step: int) -> dict[str, Any]:
         if self._engine.config.pipeline_parallel_size == 1:
             return {}
-        spans = self._engine.executor.spans(step)
+        executor: Any = self._engine.executor  # of a pipeline
+        spans = executor.spans(step)
         return {"stages": [[self._seconds(moment) for moment in span] for span in spans]}
 
     def end(self) -> None:
@@ -222,7 +223,7 @@ class TraceRecorder:
         num_known = 0 if is_admitted else len(self._tables[seq])
         self._tables[seq] = table
         is_decode = n - len(drafts) == 1 and computed >= seq.num_prompt_tokens
-        written = {
+        written: dict[str, Any] = {
             "seq": seq.arrival,
             "kind": "decode" if is_decode else "prefill",
             "computed": computed,
@@ -231,7 +232,8 @@ class TraceRecorder:
             "blocks": table[num_known:],
             "yields": bool(row.num_sampled),
         }
-        *accepted, token = _taken(seq, new_ids, computed + n - len(drafts)) or [None]
+        taken = _taken(seq, new_ids, computed + n - len(drafts))
+        accepted, token = taken[:-1], taken[-1] if taken else None
         if drafts:
             written |= self._drafts(seq, drafts, accepted)
         if row.num_sampled:

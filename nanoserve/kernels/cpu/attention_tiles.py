@@ -34,7 +34,7 @@ from nanoserve.kernels.cpu.vectors import (
 
 _TOKENS = 4  # in one tile of scores
 # (vectors, lanes) of the sums of values per pass: with two queries, half of the registers.
-_WIDTHS = ((4, REGISTER), (2, REGISTER), (1, REGISTER), (1, 1))
+_WIDTHS: tuple[tuple[int, int], ...] = ((4, REGISTER), (2, REGISTER), (1, REGISTER), (1, 1))
 if has("avx512f"):
     _WIDTHS = ((8, REGISTER), *_WIDTHS)
 _BYTES = {types.float32: 4, types.uint16: 2, types.int16: 2, types.int8: 1, types.uint8: 1}
@@ -95,7 +95,8 @@ def _sums(b: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
         return b.fadd(*(shuffled(b, x, own, y) for own in places))
 
     pairs = [added(x, y, [0, REGISTER, 1, REGISTER + 1]) for x, y in (vectors[:2], vectors[2:])]
-    total, lanes = added(*pairs, [0, 1, REGISTER, REGISTER + 1]), REGISTER
+    first, other = pairs
+    total, lanes = added(first, other, [0, 1, REGISTER, REGISTER + 1]), REGISTER
     while lanes > 4:
         lanes //= 2
         total = b.fadd(part(b, total, 0, lanes), part(b, total, lanes, lanes))

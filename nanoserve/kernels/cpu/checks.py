@@ -111,7 +111,7 @@ def check_heads(
     if (q_weight is None) != (k_weight is None):
         rule = "q_weight and k_weight must both be given, or neither"
         refuse(rule, q_weight=q_weight, k_weight=k_weight)
-    if q_weight is not None:
+    if q_weight is not None and k_weight is not None:
         _check_head_norms(q_weight, k_weight, head_dim)
 
 

@@ -2,9 +2,12 @@
 
 import functools
 import platform
+from typing import Any
 
 from llvmlite import binding
-from numba.core import config
+from numba.core import config as numba_config
+
+config: Any = numba_config  # numba sets its attributes when it is imported
 
 
 @functools.cache

@@ -9,6 +9,7 @@ a row's result does not depend on other rows; but 4 or 8 bits per weight are rea
 """
 
 import functools
+from typing import Any
 
 from llvmlite import ir
 from numba import njit, prange, types
@@ -64,7 +65,7 @@ class Nibbles:
 
 
 # Named as in `integer_kinds`, with the same memory layout.
-KINDS = {"bytes": Bytes(), "nibbles": Nibbles()}
+KINDS: dict[str, Any] = {"bytes": Bytes(), "nibbles": Nibbles()}
 
 
 @intrinsic(prefer_literal=True)

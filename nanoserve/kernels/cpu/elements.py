@@ -6,6 +6,7 @@ determines its elements: float32, uint16 for bfloat16, int8 for integers, uint8 
 """
 
 import math
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +16,11 @@ from numba.np.numpy_support import as_dtype
 from torch import Tensor
 
 # Sums may be reordered, which allows vectorisation; infinities and NaN are preserved.
-FAST = {"fastmath": {"reassoc", "contract", "nsz", "arcp"}, "error_model": "numpy", "cache": True}
+FAST: dict[str, Any] = {
+    "fastmath": {"reassoc", "contract", "nsz", "arcp"},
+    "error_model": "numpy",
+    "cache": True,
+}
 # Functions without sums gain nothing from it, and would not be batch-invariant: the reordering of
 # (a * b) * c depends on the code around it, so a row's bits could depend on the number of rows.
 EXACT = {**FAST, "fastmath": False}

@@ -8,6 +8,7 @@ are batch-invariant.
 """
 
 import functools
+from typing import Any
 
 from numba import njit, prange, types
 from numba.core import cgutils
@@ -83,7 +84,7 @@ class PairsOfBfloat16:
         return call(b, "llvm.x86.avx512bf16.dpbf16ps.512", FLOATS, total, inputs, weights)
 
 
-KINDS = {
+KINDS: dict[str, Any] = {
     "widened float32": Widened("float32"),
     "widened bfloat16": Widened("bfloat16"),
     "widened float16": Widened("float16"),

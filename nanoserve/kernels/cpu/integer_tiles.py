@@ -98,7 +98,7 @@ def _multiply(
         x = _Inputs(*cgutils.unpack_tuple(b, args[6]))
         panel = IntegerPanel(*cgutils.unpack_tuple(b, args[8]))
         groups, x_groups, loop_steps = cgutils.unpack_tuple(b, args[9])
-        num_rows, out, out_stride = args[7], *args[10:]
+        num_rows, (out, out_stride) = args[7], args[10:]
         number = groups.type
         steps = b.mul(b.mul(groups, x_groups), number(num_steps))
 

@@ -33,7 +33,8 @@ def pack(weight: Tensor, depth: int) -> Tensor:
             f"with depth={depth}: it must be [outputs, inputs], neither 0, on a CPU, and depth "
             f"inputs must have one of {list(_WHOLE)} bytes"
         )
-    packed = empty_panels(*weight.shape, depth, weight.dtype)
+    outputs, inputs = weight.shape
+    packed = empty_panels(outputs, inputs, depth, weight.dtype)
     pack_into(packed, weight)
     return packed
 

@@ -72,7 +72,7 @@ def store_kv(
     few, scales_at, largest_code = FEW, 0, 0.0
     if kv_scales is not None:
         few, scales_at, largest_code = FEW // 2, address(kv_scales), LARGEST_CODE[kv_cache.dtype]
-    if q_weight is None:
+    if q_weight is None or k_weight is None:  # both are
         q_weight = k_weight = heads[:0]
     tensors = heads, q, cos, sin, q_weight, k_weight, positions, slot_mapping, kv_cache
     store_tokens = _store_tokens if heads.numel() <= few else _store_tokens_parallel

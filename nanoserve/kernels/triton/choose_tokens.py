@@ -77,7 +77,7 @@ def choose_tokens(
     check_tensor("settings", settings, torch.int32, len(settings), SETTINGS_WORDS.value)
     if borders is not None:
         check_tensor("borders", borders, torch.float32, num_rows)
-    if masks is not None:
+    if masks is not None and mask_rows is not None:
         check_tensor("masks", masks, torch.int32, len(masks), -(-vocab_size // 32))
         check_tensor("mask_rows", mask_rows, torch.int32, num_rows)
     # In plain Python: Triton's `next_power_of_2` and `cdiv` take microseconds.

@@ -120,7 +120,7 @@ def grouped_product(x: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
     if codes.dtype == torch.float8_e4m3fn:  # older GPUs do not have this type
         codes = codes.view(torch.uint8)
     interpreted = triton.knobs.runtime.interpret  # which computes bfloat16 products incorrectly
-    _grouped_product[(*grid, num_parts)](
+    _grouped_product[(grid[0], grid[1], num_parts)](
         sums,
         x,
         codes,

@@ -7,7 +7,7 @@ are in `nanoserve.kernels.triton.paged_attention_kernels` for rows of several to
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -196,7 +196,8 @@ def _shared_memory(device: torch.device) -> int:
     """Return the bytes of shared memory that a program may use."""
     if device.type != "cuda":
         return SHARED_MEMORY_WITHOUT_GPU
-    return torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+    properties: Any = torch.cuda.get_device_properties(device)  # torch's stub lacks this one
+    return properties.shared_memory_per_block_optin
 
 
 def _config(batch: _Batch, is_decode: bool) -> TileConfig:

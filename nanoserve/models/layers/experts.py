@@ -9,7 +9,7 @@ with every expert's weights only once, pairs are sorted by expert.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -51,12 +51,13 @@ class SparseMoE(nn.Module):
         if config.hidden_act != "silu":
             raise ValueError(f"hidden_act={config.hidden_act!r} is not implemented for experts")
         moe, tp, hidden = config.moe, context.tp, config.hidden_size
+        assert moe is not None
         self.num_experts, self.top_k = moe.num_experts, moe.num_experts_per_tok
         self.norm_topk_prob = moe.norm_topk_prob
         self.first_expert = tp.rank * moe.num_experts // tp.size
         num_here = (tp.rank + 1) * moe.num_experts // tp.size - self.first_expert
         self.router = context.empty(moe.num_experts, hidden)
-        self.method: ExpertsMethod | None = context.linear_method
+        self.method: Any = context.linear_method  # an `ExpertsMethod`, or None
         self._create("gate_up", (num_here, 2 * moe.intermediate_size, hidden), context)
         self._create("down", (num_here, hidden, moe.intermediate_size), context)
         self.sum_of_experts, self.tp = context.ops.sum_of_experts or sum_of_experts, tp
@@ -95,9 +96,9 @@ class SparseMoE(nn.Module):
         for expert in range(self.num_experts):
             here = expert - self.first_expert
             if 0 <= here < len(self.down):
-                parts = (self.gate_up[here, :size], self.gate_up[here, size:], self.down[here])
+                parts = [self.gate_up[here, :size], self.gate_up[here, size:], self.down[here]]
             else:  # required in the checkpoint, but not kept on this rank
-                parts = (self.router.new_empty(0, shape[1]) for shape in shapes.values())
+                parts = [self.router.new_empty(0, shape[1]) for shape in shapes.values()]
             for (projection, shape), part in zip(shapes.items(), parts, strict=True):
                 yield CheckpointTensor(f"{name}.experts.{expert}.{projection}.weight", part, shape)
 

@@ -1,6 +1,7 @@
 """Linear methods for CPUs: each weight is stored in the form chosen for its type."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ class FormLinearMethod(UnquantizedLinearMethod):
     def __init__(self, make: Callable[[Tensor], Form], name: str = "torch") -> None:
         self.make, self.name = make, name
 
-    def process_after_loading(self, layer: nn.Module) -> None:
+    def process_after_loading(self, layer: Any) -> None:
         layer.form, layer.weight = self.make(layer.weight.data), None
 
     def create_experts(
@@ -76,7 +77,7 @@ class IntegerLinearMethod(FormLinearMethod):
     ) -> None:
         setattr(layer, name, deferred_weight(shape, self._scheme.most_bits))
 
-    def fill(self, layer: nn.Module, name: str, weight: Weight) -> None:
+    def fill(self, layer: Any, name: str, weight: Weight) -> None:
         """Set the form of the deferred weight `name` of `layer`."""
         shape = getattr(layer, name).shape
         if len(shape) == 2:
@@ -85,7 +86,7 @@ class IntegerLinearMethod(FormLinearMethod):
         delattr(layer, name)
         setattr(layer, name, [self._form(expert) for expert in weight.split(shape[1])])
 
-    def process_after_loading(self, layer: nn.Module) -> None:
+    def process_after_loading(self, layer: Any) -> None:
         if not hasattr(layer, "form"):  # an LM head, which is loaded like an embedding
             layer.form = self._form(self._scheme.to_integers(layer.weight.data, False))
         layer.weight = None

@@ -1,6 +1,7 @@
 """`LinearMethod` for quantised weights on a GPU."""
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,12 +74,13 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
             return
         delattr(layer, name)  # nn.Module does not let another object replace a parameter
         if isinstance(weight, QuantizedMatrix):
-            experts = expert_codes([_on(part, self._device) for part in weight.split(shape[1])])
+            parts = [_on(part, self._device) for part in weight.split(shape[1])]
+            experts: Any = expert_codes(parts)
         else:
             experts = weight.to(self._device, self._dtype).view(shape)
         setattr(layer, name, experts)
 
-    def process_after_loading(self, layer: nn.Module) -> None:
+    def process_after_loading(self, layer: Any) -> None:
         if not hasattr(layer, "form"):  # an LM head, which is loaded like an embedding
             layer.form = self._form(layer, self.to_integers(layer.weight.data, False))
         layer.weight = None

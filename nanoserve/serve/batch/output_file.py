@@ -49,7 +49,8 @@ class AnswersFile:
         answers: dict[int, int] = {}
         num_refused = 0
         for where, fields in self._lines():
-            custom_id, answer_id = fields.get("custom_id"), fields.get("id")
+            custom_id: Any = fields.get("custom_id")
+            answer_id: Any = fields.get("id")
             is_ours = is_text(custom_id) and is_text(answer_id)
             require(is_ours, f"{where} is not an answer of a batch job: name another file")
             key = key_of(custom_id)

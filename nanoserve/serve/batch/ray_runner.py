@@ -108,7 +108,9 @@ def answer_on_ray(
 
     logging.getLogger("ray.data").setLevel(logging.ERROR)
     cores = os.cpu_count() or 1
-    where = {} if address else {"num_cpus": max(cores, replicas), "include_dashboard": False}
+    where: dict[str, Any] = {}
+    if not address:
+        where = {"num_cpus": max(cores, replicas), "include_dashboard": False}
     ray.init(address or "local", log_to_driver=False, logging_level=logging.ERROR, **where)
     try:
         DataContext.get_current().enable_progress_bars = False
@@ -146,7 +148,7 @@ def _chunks(todo: Todo, max_num_seqs: int, replicas: int) -> list[list[tuple[int
 
 def _resources(
     config: EngineConfig, num_cpus: int, replicas: int, there: dict[str, float]
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Return the Ray resources of a replica.
 
     Raises `ValueError` if Ray has too few for all replicas: it would wait for them for ever.
@@ -168,7 +170,8 @@ def _pool(replicas: int, at_once: int) -> dict[str, Any]:
     """
     from ray.data import ActorPoolStrategy
 
-    pool, others = {"size": replicas, "max_tasks_in_flight_per_actor": at_once}, {}
+    pool: dict[str, Any] = {"size": replicas, "max_tasks_in_flight_per_actor": at_once}
+    others = {}
     name = "max_concurrent_calls_per_actor"
     if name in inspect.signature(ActorPoolStrategy).parameters:
         pool[name] = at_once

@@ -54,16 +54,16 @@ class Answerer:
         try:
             status, body = await post(self._app, *self._request(line))
         except ApiError as error:
-            status, body = error.status, error.response().body
+            status, body = error.status, bytes(error.response().body)
         if status == 200:
             return Answered(line.number, _written(line, status, body, "null"), "")
-        error = json.loads(body)["error"]
-        message = f"custom_id={line.custom_id!r:.200}: {error['message']}"
+        told = json.loads(body)["error"]
+        message = f"custom_id={line.custom_id!r:.200}: {told['message']}"
         if status >= 500:  # not the line's fault
-            if error["code"] == "engine_dead" or not self.llm.is_running:
+            if told["code"] == "engine_dead" or not self.llm.is_running:
                 raise EngineDeadError from self.llm.owner.error
             return Answered(line.number, b"", message)
-        named = {"code": error["code"] or error["type"], "message": error["message"]}
+        named = {"code": told["code"] or told["type"], "message": told["message"]}
         return Answered(line.number, _written(line, status, body, json.dumps(named)), message)
 
     def close(self) -> None:
@@ -98,7 +98,7 @@ def error_answer(line: BatchLine, message: str) -> Answered:
     """Return the answer to a line that no engine can answer."""
     error = ApiError(500, message, code="engine_ended")
     named = json.dumps({"code": "engine_ended", "message": message})
-    content = _written(line, 500, error.response().body, named)
+    content = _written(line, 500, bytes(error.response().body), named)
     return Answered(line.number, content, f"custom_id={line.custom_id!r:.200}: {message}")
 
 

@@ -77,7 +77,7 @@ def parse(number: int, content: bytes, salt: str) -> BatchLine:
     if number == 1:
         content = content.removeprefix(codecs.BOM_UTF8)
     fields = json_object(content, "the line")
-    custom_id = fields.get("custom_id")
+    custom_id: Any = fields.get("custom_id")
     require(is_text(custom_id), f"custom_id={shown(custom_id)} must be a text that is not empty")
     digest = hashlib.blake2b(content.strip(), key=_key(salt), digest_size=16).hexdigest()
     return BatchLine(number, custom_id, fields, f"batch_req_{digest}")

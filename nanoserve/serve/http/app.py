@@ -62,6 +62,7 @@ class ApiServer:
         if llm.engine.tokenizer is None:
             raise ValueError("a server needs a tokenizer: leave out skip_tokenizer_init=True")
         self.llm, self.settings = llm, settings
+        self._tokenizer = llm.engine.tokenizer
         self.names = settings.served_model_name or [llm.engine.config.model]
         named, template = settings.tool_call_parser, llm.engine.tokenizer.chat_template
         known = detect(template) if named is None else FORMATS[named]
@@ -109,6 +110,7 @@ class ApiServer:
 
     def _add_routes(self) -> None:
         add = self.app.add_api_route
+        endpoint: Callable[..., Any]
         for path, endpoint in (
             ("/health", self.health),
             ("/ping", self.health),
@@ -169,7 +171,7 @@ class ApiServer:
         if use is None and reasoning_parser is None:
             return await self._generate(request, body, chat_requests, ChatAnswer)
         specials: tuple[str, ...] = () if reasoning_parser is None else (OPEN, CLOSE)
-        special_id = self.llm.engine.tokenizer.special_tokens.id_of
+        special_id = self._tokenizer.special_tokens.id_of
         if use is not None:
             specials += use.format.special_tokens
             config = self.llm.engine.config.structured_outputs_config
@@ -196,14 +198,15 @@ class ApiServer:
         def token_ids() -> list[int]:
             if body.messages is not None:
                 return chat_prompt(body, engine)["prompt_token_ids"]
+            assert body.prompt is not None  # `TokenizeBody` has one of the two
             engine.input_processor.text_limit.check(body.prompt)
-            return engine.tokenizer.encode(body.prompt, body.add_special_tokens is not False)
+            return self._tokenizer.encode(body.prompt, body.add_special_tokens is not False)
 
         tokens = await self._prepare(token_ids, body.is_large)
         max_model_len = engine.input_processor.max_model_len
         answer = {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens}
         if body.return_token_strs:
-            answer["token_strs"] = list(map(engine.tokenizer.backend.id_to_token, tokens))
+            answer["token_strs"] = list(map(self._tokenizer.backend.id_to_token, tokens))
         return answer
 
     async def detokenize(self, request: Request) -> dict[str, str]:
@@ -221,7 +224,7 @@ class ApiServer:
         for token_id in body.tokens:
             if not 0 <= token_id < vocab_size:
                 raise ApiError(400, f"tokens: {token_id} is not in [0, {vocab_size})", "tokens")
-        decode = self.llm.engine.tokenizer.decode
+        decode = self._tokenizer.decode
         return {"prompt": await self._prepare(lambda: decode(body.tokens, False), body.is_large)}
 
     async def _generate(
@@ -272,8 +275,8 @@ class ApiServer:
             raise ApiError(503, "the server is stopping", code="stopping", headers=_later(5))
         if self.llm.is_running and (stall := self.llm.stall) is not None:
             raise ApiError(503, stall, code="engine_stalled", headers=_later(5))
-        most, waiting = self.settings.max_queue, self.llm.num_waiting
-        if most is not None and waiting >= most:
+        longest, waiting = self.settings.max_queue, self.llm.num_waiting
+        if longest is not None and waiting >= longest:
             message = f"{waiting} requests are already waiting; try again later"
             raise ApiError(429, message, code="queue_full", headers=_later(1))
 
@@ -310,7 +313,7 @@ class ApiServer:
             defaults = self.settings.default_chat_template_kwargs
             if defaults and isinstance(body, ChatBody):
                 body.chat_template_kwargs = {**defaults, **(body.chat_template_kwargs or {})}
-            check_fields(body, self._unknown_names, engine.tokenizer.chat_template or "")
+            check_fields(body, self._unknown_names, self._tokenizer.chat_template or "")
             return body
 
         try:

@@ -6,6 +6,7 @@ from typing import Any
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.request import Request
 from nanoserve.outputs import CompletionOutput, RequestOutput
+from nanoserve.serve.engine_process import EngineFront
 from nanoserve.serve.http import logprobs
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.protocol import ChatBody
@@ -17,7 +18,7 @@ from nanoserve.text.chat import chat_prompts
 
 def chat_requests(
     body: ChatBody,
-    engine: GuardedEngine,
+    engine: GuardedEngine | EngineFront,
     new_id: Any,
     kept_specials: tuple[str, ...] = (),
     reasoning_parser: str | None = None,
@@ -41,6 +42,7 @@ def chat_requests(
         )
     if not body.messages:
         raise ApiError(400, "messages is empty: there is nothing to answer", "messages")
+    assert engine.tokenizer is not None  # `ApiServer` checks it
     prompt, special_id = chat_prompt(body, engine), engine.tokenizer.special_tokens.id_of
     if reasoning_parser is not None and body.guide is not None:
         thought = thought_at_end(prompt["prompt"], reasoning_parser, body.continued)
@@ -56,8 +58,9 @@ def chat_requests(
     return [engine.input_processor.process(request_id, prompt, params, priority)]
 
 
-def chat_prompt(body: ChatBody, engine: GuardedEngine) -> dict[str, Any]:
+def chat_prompt(body: ChatBody, engine: GuardedEngine | EngineFront) -> dict[str, Any]:
     """Return the prompt, as text and token ids, that the template makes of a conversation."""
+    assert engine.tokenizer is not None  # as above
     arguments = body.template_arguments(engine.tokenizer.chat_template or "")
     special = bool(body.allow_special_tokens)
     (prompt,) = chat_prompts(engine, [body.conversation()], arguments, special)
@@ -69,6 +72,7 @@ class ChatAnswer(Answer):
 
     id_prefix, whole_object = "chatcmpl", "chat.completion"
     chunk_object = "chat.completion.chunk"
+    _body: ChatBody
 
     def __init__(self, body: ChatBody, *args: Any) -> None:
         super().__init__(body, *args)
@@ -90,7 +94,9 @@ class ChatAnswer(Answer):
     def whole(self, outputs: dict[str, RequestOutput]) -> dict[str, Any]:
         (output,) = outputs.values()
         prompt = output.prompt_logprobs
-        extra = {} if prompt is None else {"prompt_logprobs": logprobs.of_prompt(prompt)}
+        extra: dict[str, Any] = {}
+        if prompt is not None:
+            extra["prompt_logprobs"] = logprobs.of_prompt(prompt)
         if self._body.return_token_ids:
             extra["prompt_token_ids"] = output.prompt_token_ids
         return super().whole(outputs) | extra

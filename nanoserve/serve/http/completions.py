@@ -7,6 +7,7 @@ from typing import Any
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.request import Request
 from nanoserve.outputs import CompletionOutput, RequestOutput
+from nanoserve.serve.engine_process import EngineFront
 from nanoserve.serve.http import logprobs
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.protocol import CompletionBody
@@ -16,7 +17,7 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this endpoint
 
 
 def completion_requests(
-    body: CompletionBody, engine: GuardedEngine, new_id: Any
+    body: CompletionBody, engine: GuardedEngine | EngineFront, new_id: Any
 ) -> Iterator[Request]:
     """Yield a request for each prompt. It tokenises, so call it off the event loop.
 
@@ -33,6 +34,7 @@ def completion_requests(
     for prompt in body.prompts():
         if isinstance(prompt, str) and body.add_special_tokens is False:
             engine.input_processor.text_limit.check(prompt)
+            assert engine.tokenizer is not None  # `ApiServer` checks it
             prompt = engine.tokenizer.encode(prompt, add_special_tokens=False)
         process = engine.input_processor.process
         yield process(new_id(), body.prompt_of(prompt), params, body.priority or 0)
@@ -42,6 +44,7 @@ class CompletionAnswer(Answer):
     """Response of /v1/completions: `n` continuations of each prompt."""
 
     id_prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
+    _body: CompletionBody
 
     def __init__(self, body: CompletionBody, *args: Any) -> None:
         super().__init__(body, *args)
@@ -77,7 +80,7 @@ class CompletionAnswer(Answer):
         choice |= {"finish_reason": completion.finish_reason}
         choice |= {"stop_reason": completion.stop_reason}
         if self._body.prompt_logprobs is not None:
-            choice["prompt_logprobs"] = logprobs.of_prompt(output.prompt_logprobs)
+            choice["prompt_logprobs"] = logprobs.of_prompt(output.prompt_logprobs or [])
         return choice | self._token_ids(completion, output.prompt_token_ids)
 
     def _token_ids(

@@ -67,7 +67,7 @@ def of_completion(
 
 def of_chat(
     token_ids: list[int],
-    entries: list[Entry],
+    entries: list[dict[int, Logprob]],
     num_top: int,
     names: TokenNames,
     positions: TextPositions,
@@ -94,8 +94,9 @@ def of_chat(
 def of_prompt(entries: list[Entry]) -> list[dict[str, Any] | None]:
     """Return log-probabilities in the format of vLLM's `prompt_logprobs`."""
     return [
-        entry
-        and {
+        None
+        if entry is None
+        else {
             str(i): {"logprob": _finite(one), "rank": one.rank, "decoded_token": one.decoded_token}
             for i, one in _by_rank(entry)
         }

@@ -6,9 +6,11 @@ security policy below allows no inline scripts and no connections to other hosts
 """
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import PurePath
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 
@@ -61,7 +63,8 @@ def add_page(app: FastAPI) -> None:
             return Response("There is no such file.\n", 404, _HEADERS, "text/plain")
         return _answer(request, file)
 
-    for path, endpoint in {"/": index, "/page/{name}": part}.items():
+    endpoints: dict[str, Callable[..., Any]] = {"/": index, "/page/{name}": part}
+    for path, endpoint in endpoints.items():
         app.add_api_route(path, endpoint, methods=["GET", "HEAD"], include_in_schema=False)
 
 

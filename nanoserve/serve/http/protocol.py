@@ -195,7 +195,8 @@ class GenerationBody(Body):
 
     @property
     def usage_in_every_chunk(self) -> bool:
-        return self.include_usage and bool(self.stream_options.continuous_usage_stats)
+        options = self.stream_options
+        return options is not None and self.include_usage and bool(options.continuous_usage_stats)
 
     def sampling_params(
         self, defaults: Mapping[str, Any], max_tokens: int | None, logprobs: int | None
@@ -245,7 +246,8 @@ class CompletionBody(GenerationBody):
 
     def prompts(self) -> list[str | list[int]]:
         is_one = isinstance(self.prompt, str) or isinstance(next(iter(self.prompt), None), int)
-        return [self.prompt] if is_one else list(self.prompt)
+        prompt: Any = self.prompt
+        return [prompt] if is_one else list(prompt)
 
 
 class ChatBody(GenerationBody):
@@ -330,7 +332,7 @@ class TokenizeBody(ChatBody):
     """Body of POST /tokenize: a prompt or messages."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[dict[str, Any]] | None = None  # type: ignore[assignment]  # here optional
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 

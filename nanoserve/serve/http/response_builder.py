@@ -84,10 +84,11 @@ class Answer:
     def usage(self) -> dict[str, Any]:
         """Return the token counts so far."""
         prompt, output = self._num_prompt_tokens, self._num_output_tokens
-        usage = {"prompt_tokens": prompt, "completion_tokens": output}
+        usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": output}
         usage["total_tokens"] = prompt + output
-        cached = self._num_cached_tokens.values()
-        if cached and None not in cached:  # None: enable_prompt_tokens_details is off
+        numbers = self._num_cached_tokens.values()
+        cached = [number for number in numbers if number is not None]
+        if cached and len(cached) == len(numbers):  # None: enable_prompt_tokens_details is off
             usage["prompt_tokens_details"] = {"cached_tokens": sum(cached)}
         return usage
 

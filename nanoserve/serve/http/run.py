@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -43,7 +44,7 @@ class Server(uvicorn.Server):
     wait. If the engine fails, the process exits with 1.
     """
 
-    def __init__(self, api: ApiServer, grace: float, access_log: bool, **options: object) -> None:
+    def __init__(self, api: ApiServer, grace: float, access_log: bool, **options: Any) -> None:
         config = uvicorn.Config(
             api.app,
             http=Connection,

@@ -64,7 +64,8 @@ class ServerSettings:
             check_list(name, getattr(self, name), lambda text: is_text(text) and text, "texts")
         for origin in self.allowed_origins:
             rule = "must be '*', or like 'https://example.org:8443', without a path"
-            require(_ORIGIN.fullmatch(origin), f"allowed_origins: {origin!r:.200} {rule}")
+            is_origin = _ORIGIN.fullmatch(origin) is not None
+            require(is_origin, f"allowed_origins: {origin!r:.200} {rule}")
         kwargs = self.default_chat_template_kwargs
         is_object = isinstance(kwargs, dict) and all(isinstance(name, str) for name in kwargs)
         require(is_object, f"default_chat_template_kwargs={shown(kwargs)} must be an object")

@@ -62,8 +62,8 @@ _OTHERS = {
 }
 # nanoserve's own endpoints, for clients that leave out the version or use another one.
 _PRESENT = ("chat/completions", "completions", "models")
-_PATHS = ("v1/chat/completions", "v1/completions", "v1/models", "tokenize", "detokenize")
-_PATHS += ("health", "ping", "version", "metrics")
+_PATHS = ("v1/chat/completions", "v1/completions", "v1/models", "tokenize", "detokenize",
+          "health", "ping", "version", "metrics")  # fmt: skip
 _PREFIXES = ("openai/v1/", "api/v1/", "inference/v1/", "v1/", "v2/", "openai/")
 _ALL = (
     "there are /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health"

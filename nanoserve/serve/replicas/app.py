@@ -41,7 +41,7 @@ def replicas_app(
                 "target_ongoing_requests": settings.target_ongoing_requests,
             }
         }
-    deployment = serve.deployment(
+    deployment: Any = serve.deployment(
         Replica,
         name="replicas",
         max_ongoing_requests=_NO_LIMIT,

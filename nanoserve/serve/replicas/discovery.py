@@ -101,7 +101,7 @@ class Following:
     def leave_if_done(self, name: str | None) -> None:
         """Stop following a replica that is being stopped and has finished its requests."""
         is_stopping = name in self._followers and name not in self._candidates
-        if is_stopping and self._is_idle(name):
+        if name is not None and is_stopping and self._is_idle(name):
             self._followers[name].cancel()
 
     async def reach(self, name: str, method: str, content: bytes) -> Any:
@@ -132,7 +132,7 @@ class Following:
 
     async def _follow(self, name: str) -> None:
         """Read the updates of a replica until its stream ends or fails."""
-        stream = self._streams.listen.remote(Call(self._own_name, name))
+        stream: Any = self._streams.listen.remote(Call(self._own_name, name))
         try:
             num_kv_blocks, blocks = pickle.loads(await anext(stream))
             number = self.placement.join(name, num_kv_blocks).number

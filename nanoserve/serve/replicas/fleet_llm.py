@@ -30,7 +30,7 @@ class FleetLLM(AsyncLLM):
     `call_in_engine` calls its function in all replicas, and returns {replica number: result}.
     """
 
-    owner: Fleet
+    owner: Fleet  # type: ignore[assignment]  # it has the methods of the other two
 
     def __init__(self, handle: DeploymentHandle, stream_interval: int = 1) -> None:
         self._handle = handle
@@ -45,7 +45,7 @@ class FleetLLM(AsyncLLM):
         """
         return await self._result_of(partial(self.owner.call_one, number, function))
 
-    def _make_owner(
+    def _make_owner(  # type: ignore[override]  # as above
         self,
         model: str | Path,
         engine_process: bool,
@@ -85,7 +85,7 @@ class FleetServer(ApiServer):
     def _measure(self) -> None:
         """Do nothing: each replica starts its metrics itself, before its first request."""
 
-    def _show_live(self) -> LiveReplicas:
+    def _show_live(self) -> LiveReplicas:  # type: ignore[override]  # methods of `LiveView`
         return LiveReplicas(self.app, self.llm.call_in_replica, lambda: self.llm.owner.replicas)
 
 

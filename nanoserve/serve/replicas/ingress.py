@@ -37,7 +37,7 @@ class Forward:
                 await send({"type": f"{kind}.complete"})
                 if kind == "lifespan.shutdown":
                     return
-        ingress = serve.get_replica_context().servable_object
+        ingress: Any = serve.get_replica_context().servable_object
         await ingress.server.app(scope, receive, send)
 
 
@@ -94,7 +94,7 @@ def build(args: dict[str, Any]) -> Application:
         settings.served_model_name[0],
         settings.metrics_prefix,
     )
-    ingress = serve.deployment(
+    ingress: Any = serve.deployment(
         Ingress, name="ingress", max_ongoing_requests=settings.max_connections
     )
     return ingress.bind(engines, server, stream_interval)

@@ -30,6 +30,7 @@ class Placement:
     def __init__(self, config: EngineConfig) -> None:
         self._lock = threading.Lock()
         self._max_num_seqs, self._caches = config.max_num_seqs, config.enable_prefix_caching
+        assert config.prefix_cache_seed is not None  # `replicas_app` sets it
         self._router = PrefixRouter(config.block_size, config.prefix_cache_seed)
         self.members: dict[str, Member] = {}
 
@@ -116,14 +117,14 @@ class Placement:
                 self._router.update(name, stored, removed)
 
     def _release(self, order: Order) -> None:
-        member = self.members.get(order.replica)
+        member = self.members.get(order.replica or "")
         if member is not None:
             member.num_sequences -= order.num_sequences
         self._count(order, 0)
         order.replica = None
 
     def _count(self, order: Order, work: int) -> None:
-        member = self.members.get(order.replica)
+        member = self.members.get(order.replica or "")
         if member is not None:
             member.load += work - order.counted
         order.counted = work

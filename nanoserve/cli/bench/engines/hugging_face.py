@@ -76,7 +76,8 @@ class StaticBatches(_TransformersEngine):
 
     def generate(self, prompts: Tokens, output_lens: list[int]) -> Tokens:
         order = sorted(range(len(prompts)), key=output_lens.__getitem__)
-        outputs, size = [[]] * len(prompts), self.batch_size
+        outputs: Tokens = [[]] * len(prompts)
+        size = self.batch_size
         for batch in (order[start : start + size] for start in range(0, len(order), size)):
             longest_output = output_lens[batch[-1]]
             rows = [torch.tensor(prompts[i]) for i in batch]
@@ -111,7 +112,7 @@ class ContinuousBatches(_TransformersEngine):
         # It admits no request while less than 15 % of the blocks are free; a step warms it up.
         self.num_blocks = 5 * num_blocks // 4 + 2 * -(-self.batch_tokens // _BLOCK)
         self._online = ExitStack()
-        self._manager: ContinuousBatchingManager | None = None
+        self._manager: Any = None  # a ContinuousBatchingManager from `begin` on
         self._num_seen: dict[int, int] = {}
 
     def begin(self) -> None:

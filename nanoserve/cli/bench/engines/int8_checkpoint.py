@@ -55,13 +55,13 @@ def write_int8(checkpoint: Path, target: Path) -> None:
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": offsets}
         offset += num_bytes
     text = json.dumps(header).encode()
-    with (target / "model.safetensors").open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+    with (target / "model.safetensors").open("wb") as output:
+        output.write(len(text).to_bytes(8, "little") + text)
         for name, _, data in read_tensors(checkpoint):
             if _is_linear(name, data):
-                _write_codes(file, data)
+                _write_codes(output, data)
             else:
-                data.tofile(file)
+                data.tofile(output)
 
 
 def _entries(checkpoint: Path) -> Iterator[tuple[str, str, list[int], int]]:

@@ -42,6 +42,7 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
         self._transport, self.is_open = transport, True
 
     def data_received(self, data: bytes) -> None:
@@ -55,7 +56,7 @@ class Connection(asyncio.Protocol):
             self._fail(error)
             return
         if self._response.is_complete:
-            self._finish()
+            self._finish(self._response)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
@@ -69,13 +70,13 @@ class Connection(asyncio.Protocol):
         except ValueError as dropped:
             self._fail(ConnectionResetError(str(dropped)))
         else:
-            self._finish()
+            self._finish(self._response)
 
-    def _finish(self) -> None:
-        if not self._response.keeps_alive:
+    def _finish(self, response: Response) -> None:
+        if not response.keeps_alive:
             self.close()
         self.idle_since = time.perf_counter()
-        self._waiter.set_result(self._response)
+        self._waiter.set_result(response)
 
     def _fail(self, error: Exception) -> None:
         self.close()
@@ -105,6 +106,7 @@ class Server:
             self.path += "/v1"
         self.url = f"{parts.scheme}://{parts.netloc}{self.path}"
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        assert parts.hostname is not None
         self._name = self._host = parts.hostname
         self._port = parts.port or (443 if self._tls else 80)
         self._timeout = timeout

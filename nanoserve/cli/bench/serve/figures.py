@@ -52,7 +52,8 @@ def figures(
 
 
 def _read(exchanges: list[Exchange]) -> tuple[dict[int, Answer], Counter[str]]:
-    answers, errors = {}, Counter()
+    answers: dict[int, Answer] = {}
+    errors: Counter[str] = Counter()
     for index, exchange in enumerate(exchanges):
         try:
             if exchange.response is None:

@@ -1,6 +1,7 @@
 """Plot of a server's throughput and latencies by load, as PNG; needs the extra `bench`."""
 
 import statistics
+from collections.abc import Callable
 from functools import partial
 
 from matplotlib.axes import Axes
@@ -16,7 +17,7 @@ def plot_points(points: list[Point], file: str) -> None:
     shown = [point for point in points if point.answered()]
     if not shown:
         raise ValueError(f"{file} is not drawn: no request was answered")
-    panels = [partial(_draw_rates, points=shown)]
+    panels: list[Callable[[Axes], None]] = [partial(_draw_rates, points=shown)]
     panels += [partial(_draw_waits, points=shown, name=name) for name in _TITLES]
     draw_all(panels, file)
 

@@ -12,7 +12,8 @@ def parse(text: str, is_final: bool) -> tuple[str, list[ToolCall]]:
     An output that does not begin with an object, or whose object has no arguments, is content: the
     user may have requested JSON. After the calls, any other text is content.
     """
-    content, calls, at = Text(), [], 0
+    content, at = Text(), 0
+    calls: list[ToolCall] = []
     while True:
         begin = _skip(text, at, bool(calls))
         rest = text[begin:]

@@ -13,7 +13,7 @@ NOTHING = Parsed("", "", [])
 class CallDelta(NamedTuple):
     """New part of a tool call. `name` is None except in the first part of a call."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # tuple.index is not used
     name: str | None
     arguments: str
 

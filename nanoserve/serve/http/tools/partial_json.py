@@ -152,7 +152,8 @@ def text_of(literal: str) -> str | None:
 
 def _longest_beginning(word: str) -> int:
     """Return the length of the longest prefix of `word` that can begin a number or a literal."""
-    of_number, of_literal = _NUMBER_SO_FAR.match(word).end(), 0
+    number = _NUMBER_SO_FAR.match(word)
+    of_number, of_literal = 0 if number is None else number.end(), 0
     while of_literal < len(word):
         if not any(literal.startswith(word[: of_literal + 1]) for literal in _LITERALS):
             break

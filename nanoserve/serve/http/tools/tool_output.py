@@ -34,7 +34,8 @@ class ToolAnswer(ChatAnswer):
 
     def _parse(self, index: int, completion: CompletionOutput) -> Parsed:
         text = self._texts[index] = self._texts.get(index, "") + completion.text
-        is_final, form = completion.finish_reason is not None, self._use and self._use.format
+        is_final = completion.finish_reason is not None
+        form = None if self._use is None else self._use.format
         parsed = parse_answer(text, is_final, form, self._is_inside)
         if self._use is not None and not self._use.allows_several:
             parsed = parsed._replace(calls=parsed.calls[:1])
@@ -45,7 +46,8 @@ class ToolAnswer(ChatAnswer):
     def _news(self, index: int, completion: CompletionOutput) -> str:
         before, now = self._parsed.get(index, NOTHING), self._parse(index, completion)
         self._parsed[index] = now
-        new, delta = difference(before, now), {}
+        new = difference(before, now)
+        delta: dict[str, Any] = {}
         if new.reasoning:
             delta |= {"reasoning": new.reasoning, "reasoning_content": new.reasoning}
         if new.content:
