@@ -32,7 +32,7 @@ from tokenizers import decoders, models, pre_tokenizers, trainers
 from nanoserve import LLM, StructuredOutputsParams
 from nanoserve.cli.bench.hardware import choose_device, describe
 from nanoserve.cli.bench.shapes import SHAPES
-from nanoserve.features.structured.constrained_sequence import GrammarMask, Guided
+from nanoserve.features.structured.constrained_sequence import ConstrainedSequence, GrammarMask
 
 _TURN = 20  # tokens of each sequence
 _SCHEMA = {
@@ -106,7 +106,7 @@ class Clock:
     def __init__(self, clock: Callable[[], float]) -> None:
         self.seconds, self._clock, self._depth = 0.0, clock, 0
         for owner, names in (
-            (Guided, ("is_terminated", "forced")),
+            (ConstrainedSequence, ("is_terminated", "forced")),
             (GrammarMask, ("first_illegal", "fill")),
         ):
             for name in names:

@@ -1,4 +1,4 @@
-"""Tests of the exercise of chapter 19, by enumeration with `re` and with the engine's `Guided`."""
+"""Tests of the exercise of chapter 19, by enumeration and with the engine's own class."""
 
 import random
 import re
@@ -9,7 +9,7 @@ import pytest
 
 from nanoserve import SamplingParams
 from nanoserve.engine.sequence import Sequence
-from nanoserve.features.structured.constrained_sequence import Guided
+from nanoserve.features.structured.constrained_sequence import ConstrainedSequence
 from nanoserve.features.structured.grammar import count_legal
 
 from .exercise import Automaton, TokenAutomaton
@@ -139,11 +139,11 @@ def test_after_rollbacks_the_grammar_equals_a_fresh_one(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_the_engine_follows_a_sequence_with_it(seed: int) -> None:
-    """With `Guided`, the engine's class for one sequence's grammar: draft tokens and samples."""
+    """Draft tokens and samples, with the engine's class for the grammar of one sequence."""
     rng = random.Random(seed)
     pattern = rng.choice(list(EXAMPLES))
     seq = Sequence("r", [1], SamplingParams(max_tokens=30), 100)
-    guided = Guided(seq, TokenAutomaton(EXAMPLES[pattern], VOCABULARY))
+    guided = ConstrainedSequence(seq, TokenAutomaton(EXAMPLES[pattern], VOCABULARY))
     while not guided.is_terminated() and seq.num_output_tokens < 12:
         forced = guided.forced(4)
         mask = np.zeros(1, dtype=np.int32)

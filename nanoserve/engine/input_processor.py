@@ -157,9 +157,9 @@ class InputProcessor:
         extensions = () if params.structured_outputs is None else ("structured_outputs",)
         return Request(request_id, text, token_ids, params, sequences, prompt_logprobs, extensions)
 
-    def check_guide(self, guide: Any) -> None:
+    def check_constraint(self, constraint: Any) -> None:
         """Raise `ValueError` for a grammar that is invalid or not supported by this engine."""
-        guide.check(self._structured_config, self._tokenizer)
+        constraint.check(self._structured_config, self._tokenizer)
 
     def _tokenize(self, prompt: Prompt, max_tokens: int | None) -> tuple[str | None, list[int]]:
         """Return the prompt's text, None if there is none, and its token ids."""
@@ -202,7 +202,7 @@ class InputProcessor:
                 "stop and bad_words are texts and need a tokenizer, and this engine has none"
             )
         if params.structured_outputs is not None:
-            self.check_guide(params.structured_outputs)
+            self.check_constraint(params.structured_outputs)
         for name in ("logprobs", "prompt_logprobs"):
             number = getattr(params, name)
             if number == -1:  # the whole vocabulary

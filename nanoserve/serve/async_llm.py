@@ -241,16 +241,16 @@ class AsyncLLM:
         finally:
             self._num_preparing -= 1
 
-    async def check_guide(self, guide: "StructuredOutputsParams | None") -> None:
+    async def check_constraint(self, constraint: "StructuredOutputsParams | None") -> None:
         """Raise `ValueError` for a structured output constraint that cannot be compiled.
 
         A check may take as long as tokenising a hundred texts, so checks have their own threads, in
         which a slow grammar does not delay others. Results are cached.
         """
-        if guide is not None:
+        if constraint is not None:
             processor = self.engine.input_processor
             loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._checking, processor.check_guide, guide)
+            await loop.run_in_executor(self._checking, processor.check_constraint, constraint)
 
     def open(self, requests: list[Request]) -> OutputReader:
         """Queue requests made by `engine.input_processor`; return the reader of their outputs.
@@ -343,7 +343,7 @@ class AsyncLLM:
     ) -> AsyncIterator[RequestOutput]:
         self._check_is_running()
         if isinstance(sampling_params, SamplingParams):
-            await self.check_guide(sampling_params.structured_outputs)
+            await self.check_constraint(sampling_params.structured_outputs)
         reader = self.open([await self.prepare(make)])
         try:
             while not reader.is_over:

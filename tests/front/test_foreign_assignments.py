@@ -52,8 +52,8 @@ ALLOWED = {
         "serve/token_stream.py: output.*",
     ),
     "the body of an HTTP request gets the grammar that its tools lead to": (
-        "serve/http/app.py: body.guide*",
-        "serve/http/chat_completions.py: body.guide",
+        "serve/http/app.py: body.constraint*",
+        "serve/http/chat_completions.py: body.constraint",
     ),
     "orders, members and their loads are records of the router": (
         "serve/replicas/router_client.py: order.*",

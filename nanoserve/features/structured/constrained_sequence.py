@@ -8,7 +8,7 @@ from nanoserve.features.structured.grammar import Grammar, count_legal
 _MOST_WRONG = 2  # rejected jumps after which a sequence has no more jump-forward tokens
 
 
-class Guided:
+class ConstrainedSequence:
     """Grammar of one sequence, brought up to date with its tokens whenever it is used.
 
     So it needs no notification of other events: a preempted sequence keeps its tokens, and if
@@ -132,7 +132,7 @@ class GrammarMask:
     accepted, so their positions are not masked.
     """
 
-    def __init__(self, guided: Guided, draft_tokens: list[int]) -> None:
+    def __init__(self, guided: ConstrainedSequence, draft_tokens: list[int]) -> None:
         self._guided, self._draft_tokens = guided, draft_tokens
 
     # With async scheduling a sequence may have ended; its sampled tokens are then discarded.

@@ -18,7 +18,7 @@ from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.sequence import Sequence
 from nanoserve.features.structured.backends import make_compiler
 from nanoserve.features.structured.config import StructuredOutputsConfig
-from nanoserve.features.structured.constrained_sequence import GrammarMask, Guided
+from nanoserve.features.structured.constrained_sequence import ConstrainedSequence, GrammarMask
 from nanoserve.features.structured.grammar import CompiledGrammar
 
 if TYPE_CHECKING:
@@ -53,7 +53,9 @@ class StructuredOutputs(Extension):
         if self._jumps_forward is None:
             self._jumps_forward = config.device == "cpu"
         self._is_async = config.async_scheduling
-        self._guided: dict[Sequence, Guided] = {}  # unfinished sequences with a grammar
+        self._guided: dict[
+            Sequence, ConstrainedSequence
+        ] = {}  # unfinished sequences with a grammar
         self._compilations: dict[Sequence, Compilation] = {}
         self._forced: dict[Sequence, list[int]] = {}  # jump-forward tokens in flight
 
@@ -158,7 +160,7 @@ class StructuredOutputs(Extension):
 
     def _add_grammars(self, sequences: list[Sequence], compiled: CompiledGrammar) -> None:
         for seq in sequences:
-            self._guided[seq] = Guided(seq, compiled.start())
+            self._guided[seq] = ConstrainedSequence(seq, compiled.start())
             if self._stop_if_terminated not in seq.stop_conditions:
                 seq.stop_conditions.append(self._stop_if_terminated)
 

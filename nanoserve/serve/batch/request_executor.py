@@ -57,13 +57,13 @@ class Answerer:
             status, body = error.status, bytes(error.response().body)
         if status == 200:
             return Answered(line.number, _written(line, status, body, "null"), "")
-        told = json.loads(body)["error"]
-        message = f"custom_id={line.custom_id!r:.200}: {told['message']}"
+        failure = json.loads(body)["error"]
+        message = f"custom_id={line.custom_id!r:.200}: {failure['message']}"
         if status >= 500:  # not the line's fault
-            if told["code"] == "engine_dead" or not self.llm.is_running:
+            if failure["code"] == "engine_dead" or not self.llm.is_running:
                 raise EngineDeadError from self.llm.owner.error
             return Answered(line.number, b"", message)
-        named = {"code": told["code"] or told["type"], "message": told["message"]}
+        named = {"code": failure["code"] or failure["type"], "message": failure["message"]}
         return Answered(line.number, _written(line, status, body, json.dumps(named)), message)
 
     def close(self) -> None:

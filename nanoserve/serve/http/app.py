@@ -39,7 +39,7 @@ from nanoserve.serve.http.response_builder import Answer
 from nanoserve.serve.http.response_format import refusal
 from nanoserve.serve.http.response_writer import EventStream, whole_response
 from nanoserve.serve.http.settings import ServerSettings
-from nanoserve.serve.http.tools.grammar import guide_of_tools, schemas_of_tools
+from nanoserve.serve.http.tools.grammar import constraint_of_tools, schemas_of_tools
 from nanoserve.serve.http.tools.parsers import FORMATS, detect
 from nanoserve.serve.http.tools.reasoning import CLOSE, OPEN
 from nanoserve.serve.http.tools.tool_choice import tool_use_of
@@ -175,12 +175,12 @@ class ApiServer:
         if use is not None:
             specials += use.format.special_tokens
             config = self.llm.engine.config.structured_outputs_config
-            guide = await self._prepare(lambda: guide_of_tools(use, special_id, config))
-            if guide is not None and body.guide is not None:
+            constraint = await self._prepare(lambda: constraint_of_tools(use, special_id, config))
+            if constraint is not None and body.constraint is not None:
                 message = "response_format cannot be combined with tools that are forced or strict"
                 raise ApiError(400, message, "response_format", "unsupported")
-            if guide is not None:
-                body.guide, body.guide_parts = guide, schemas_of_tools(use)
+            if constraint is not None:
+                body.constraint, body.constraint_parts = constraint, schemas_of_tools(use)
         make = partial(chat_requests, kept_specials=specials, reasoning_parser=reasoning_parser)
         return await self._generate(request, body, make, partial(ToolAnswer, use, reasoning_parser))
 
@@ -254,14 +254,14 @@ class ApiServer:
     async def _check_guide(self, body: GenerationBody) -> None:
         """Raise `ApiError`, naming the field, for an invalid structured output constraint."""
         try:
-            await self.llm.check_guide(body.guide)
+            await self.llm.check_constraint(body.constraint)
         except ValueError as error:
-            for field, part in body.guide_parts:
+            for field, part in body.constraint_parts:
                 try:
-                    await self.llm.check_guide(part)
+                    await self.llm.check_constraint(part)
                 except ValueError as of_part:
                     raise refusal(of_part, field) from None
-            raise refusal(error, body.guide_field) from None
+            raise refusal(error, body.constraint_field) from None
 
     def _admit(self, body: GenerationBody) -> None:
         """Raise `ApiError` for a request that cannot be served now, before it costs anything."""

@@ -44,10 +44,10 @@ def chat_requests(
         raise ApiError(400, "messages is empty: there is nothing to answer", "messages")
     assert engine.tokenizer is not None  # `ApiServer` checks it
     prompt, special_id = chat_prompt(body, engine), engine.tokenizer.special_tokens.id_of
-    if reasoning_parser is not None and body.guide is not None:
+    if reasoning_parser is not None and body.constraint is not None:
         thought = thought_at_end(prompt["prompt"], reasoning_parser, body.continued)
-        config, field = engine.config.structured_outputs_config, body.guide_field
-        body.guide = behind_reasoning(body.guide, thought, special_id, config, field)
+        config, field = engine.config.structured_outputs_config, body.constraint_field
+        body.constraint = behind_reasoning(body.constraint, thought, special_id, config, field)
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     defaults = engine.input_processor.default_sampling
     params = body.sampling_params(defaults, body.most_tokens[1], num_logprobs)

@@ -22,7 +22,7 @@ from pydantic_core import CoreSchema, core_schema
 from nanoserve.features.structured.params import StructuredOutputsParams
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.serve.http.errors import ApiError
-from nanoserve.serve.http.response_format import field_of_guide, guide_of
+from nanoserve.serve.http.response_format import constraint_of, field_of_constraint
 from nanoserve.serve.http.tools.tool_choice import (
     check_arguments,
     with_both_names_of_reasoning,
@@ -169,19 +169,19 @@ class GenerationBody(Body):
     request_id: str | None = None  # vLLM's: the `id` of the response ends with it
 
     @cached_property  # in chat, tools may replace it
-    def guide(self) -> StructuredOutputsParams | None:
+    def constraint(self) -> StructuredOutputsParams | None:
         """Structured output constraint of the request; None if there is none."""
-        return guide_of(self)
+        return constraint_of(self)
 
     @cached_property  # tools replace it
-    def guide_parts(self) -> list[tuple[str, StructuredOutputsParams]]:
+    def constraint_parts(self) -> list[tuple[str, StructuredOutputsParams]]:
         """Return the parts of the structured output constraint, each with its request field."""
-        return [] if self.guide is None else [(field_of_guide(self), self.guide)]
+        return [] if self.constraint is None else [(field_of_constraint(self), self.constraint)]
 
     @property
-    def guide_field(self) -> str:
+    def constraint_field(self) -> str:
         """Return the request field that an error about the whole constraint should name."""
-        parts = self.guide_parts
+        parts = self.constraint_parts
         return parts[0][0] if len(parts) == 1 else "tools"
 
     @property
@@ -208,7 +208,7 @@ class GenerationBody(Body):
         given = {name: getattr(self, name) for name in _SAME if getattr(self, name) is not None}
         if self.logit_bias:
             given["logit_bias"] = _with_ids("logit_bias", self.logit_bias)
-        given["structured_outputs"] = self.guide
+        given["structured_outputs"] = self.constraint
         self._check_n(given, defaults)
         kind = RequestOutputKind.DELTA if self.stream else RequestOutputKind.FINAL_ONLY
         own = {"max_tokens": max_tokens, "logprobs": logprobs, "output_kind": kind}

@@ -25,7 +25,7 @@ class _FormatError(ValueError):
     """`response_format` does not have a known form."""
 
 
-def guide_of(body: Any) -> StructuredOutputsParams | None:
+def constraint_of(body: Any) -> StructuredOutputsParams | None:
     """Return the structured output constraint of a request body, or None.
 
     Raises `ApiError` that names the wrong field.
@@ -41,18 +41,18 @@ def guide_of(body: Any) -> StructuredOutputsParams | None:
         return None
     (name,) = requested
     try:
-        guide = _guide_of(body, name, given[name])
+        constraint = _constraint_of(body, name, given[name])
     except _FormatError as error:
         raise ApiError(400, f"{name}: {error}", name) from error
     except ValueError as error:
-        raise refusal(error, field_of_guide(body)) from error
-    if guide.grammar is not None and "%llguidance" in guide.grammar:
+        raise refusal(error, field_of_constraint(body)) from error
+    if constraint.grammar is not None and "%llguidance" in constraint.grammar:
         # It sets options of the library, and marks the grammars that the server makes for tools.
         raise ApiError(400, f"{name}: %llguidance cannot be set by a client", name, "unsupported")
-    return guide
+    return constraint
 
 
-def _guide_of(body: Any, name: str, value: Any) -> StructuredOutputsParams:
+def _constraint_of(body: Any, name: str, value: Any) -> StructuredOutputsParams:
     if name == "response_format":
         return StructuredOutputsParams(**_from_format(value))
     if name == "structured_outputs":
@@ -63,7 +63,7 @@ def _guide_of(body: Any, name: str, value: Any) -> StructuredOutputsParams:
     return StructuredOutputsParams(**{_ALIASES[name]: value}, **more)
 
 
-def field_of_guide(body: Any) -> str:
+def field_of_constraint(body: Any) -> str:
     """Return the request field, as the client has written it, that holds the constraint."""
     requested = body.response_format
     if requested is not None and requested.get("type") != "text":

@@ -21,7 +21,7 @@ from nanoserve.features.structured.config import StructuredOutputsConfig
 from nanoserve.features.structured.grammar import count_legal
 from nanoserve.features.structured.guidance import Guidance
 from nanoserve.features.structured.params import StructuredOutputsParams
-from nanoserve.serve.http.tools.grammar import behind_reasoning, guide_of_tools
+from nanoserve.serve.http.tools.grammar import behind_reasoning, constraint_of_tools
 from nanoserve.serve.http.tools.parsers import FORMATS
 from nanoserve.serve.http.tools.reasoning import STARTS, Thought
 from nanoserve.serve.http.tools.tool_choice import Function, ToolUse
@@ -239,7 +239,7 @@ def test_amid_free_text_strict_functions_are_called_by_their_schemas(
     """tool_choice="auto": a text, in which what begins as a call goes on as one."""
     functions = [Function("get_weather", WEATHER, True), Function("now", {"type": "object"}, False)]
     form, rng = FORMATS[name], random.Random(name)
-    guide = guide_of_tools(ToolUse(form, functions, False, False, True), lambda text: None)
+    guide = constraint_of_tools(ToolUse(form, functions, False, False, True), lambda text: None)
     compiled = Guidance(backend, 2048).compile(guide.source(StructuredOutputsConfig()))
     num_calls = 0
     for _ in range(by_size(10, 25)):
@@ -273,7 +273,7 @@ def test_amid_free_text_strict_functions_are_called_by_their_schemas(
     free.accept(words)
     assert free.may_end
     lax = [Function("now", {"type": "object"}, False)]
-    assert guide_of_tools(ToolUse(form, lax, False, False, True), lambda text: None) is None
+    assert constraint_of_tools(ToolUse(form, lax, False, False, True), lambda text: None) is None
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek_r1"])

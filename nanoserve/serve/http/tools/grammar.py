@@ -21,7 +21,7 @@ _ANY_ARGUMENTS = '{"type": "object"}'
 SpecialId = Callable[[str], int | None]
 
 
-def guide_of_tools(
+def constraint_of_tools(
     use: ToolUse, special_id: SpecialId, config: StructuredOutputsConfig | None = None
 ) -> StructuredOutputsParams | None:
     """Return the structured output constraint for an output with tools; None if it is free.
@@ -64,12 +64,12 @@ def guide_of_tools(
 
 
 def schemas_of_tools(use: ToolUse) -> list[tuple[str, StructuredOutputsParams]]:
-    """Return the schemas that `guide_of_tools` enforces, each with its request field."""
+    """Return the schemas that `constraint_of_tools` enforces, each with its request field."""
     return [(one.field, _arguments(one)) for one in use.functions if use.must_call or one.is_strict]
 
 
 def behind_reasoning(
-    guide: StructuredOutputsParams,
+    constraint: StructuredOutputsParams,
     thought: Thought,
     special_id: SpecialId,
     config: StructuredOutputsConfig | None = None,
@@ -82,9 +82,9 @@ def behind_reasoning(
     field: request field that an `ApiError` names for a constraint that cannot follow reasoning.
     """
     if thought is Thought.CLOSED:
-        return guide
+        return constraint
     config = config or StructuredOutputsConfig()
-    writer, rules = _Writer(special_id, config), _rules_of(guide, config, field)
+    writer, rules = _Writer(special_id, config), _rules_of(constraint, config, field)
     close = special_id(CLOSE)
     rule = f"thought[lazy]: /(.|\\n)*{_escaped(CLOSE)}/"
     if close is not None:
@@ -97,18 +97,23 @@ def behind_reasoning(
 
 
 def _rules_of(
-    guide: StructuredOutputsParams, config: StructuredOutputsConfig, field: str
+    constraint: StructuredOutputsParams, config: StructuredOutputsConfig, field: str
 ) -> list[str]:
     """Return the rule `content` for a constraint, and the rules that it needs."""
-    if guide.grammar is not None and guide.grammar.startswith("%llguidance"):  # made for tools
-        lines = guide.grammar.split("\n")[1:]
+    if constraint.grammar is not None and constraint.grammar.startswith(
+        "%llguidance"
+    ):  # made for tools
+        lines = constraint.grammar.split("\n")[1:]
         return [re.sub("^start:", "content:", line) for line in lines]
-    source = guide.source(config)
+    source = constraint.source(config)
     if source.kind == "regex":
         regex = portable(source.text).replace("/", r"\/").replace("\n", r"\n")
         return [f"content: /{regex}/"]
     if source.kind == "choice":
-        return ["content: CHOICE", "CHOICE: " + " | ".join(map(json.dumps, guide.choice or ()))]
+        return [
+            "content: CHOICE",
+            "CHOICE: " + " | ".join(map(json.dumps, constraint.choice or ())),
+        ]
     if source.kind == "json" and not source.whitespace:
         return [f"content: {json_rule(spelled(source.text), COMPACT)}"]
     raise ApiError(

@@ -9,7 +9,7 @@ pytest.importorskip("fastapi", reason="pip install 'nanoserve[serve]'")
 
 from nanoserve.features.structured.config import StructuredOutputsConfig
 from nanoserve.serve.http.errors import ApiError
-from nanoserve.serve.http.tools.grammar import guide_of_tools, schemas_of_tools
+from nanoserve.serve.http.tools.grammar import constraint_of_tools, schemas_of_tools
 from nanoserve.serve.http.tools.parsers import FORMATS
 from nanoserve.serve.http.tools.tool_choice import Function, ToolUse
 
@@ -23,14 +23,14 @@ def use(*functions: Function, must_call: bool = False) -> ToolUse:
 
 def test_a_plain_function_beside_a_strict_one_may_have_any_schema() -> None:
     both = Function("good", GOOD, True, 0), Function("bad", BAD, False, 1)
-    guide = guide_of_tools(use(*both), lambda text: None)
+    guide = constraint_of_tools(use(*both), lambda text: None)
     assert guide is not None and guide.grammar is not None and '"not"' not in guide.grammar
     guide.check(StructuredOutputsConfig(), object())
     assert [field for field, _ in schemas_of_tools(use(*both))] == ["tools[0].function.parameters"]
     with pytest.raises(ApiError, match=r"^tools\[1\].function.parameters: not") as caught:
-        guide_of_tools(use(*both, must_call=True), lambda text: None)
+        constraint_of_tools(use(*both, must_call=True), lambda text: None)
     assert caught.value.param == "tools[1].function.parameters"
-    guide_of_tools(
+    constraint_of_tools(
         use(*both, must_call=True), lambda text: None, StructuredOutputsConfig(lenient=True)
     )
 
@@ -38,7 +38,7 @@ def test_a_plain_function_beside_a_strict_one_may_have_any_schema() -> None:
 def test_arguments_are_a_closed_object_unless_the_engine_says_otherwise() -> None:
     for closes in (True, False):
         config = StructuredOutputsConfig(disable_additional_properties=closes)
-        guide = guide_of_tools(use(Function("f", GOOD, True)), lambda text: None, config)
+        guide = constraint_of_tools(use(Function("f", GOOD, True)), lambda text: None, config)
         assert guide is not None and guide.grammar is not None
         line = next(line for line in guide.grammar.split("\n") if line.startswith("args_0"))
         schema = json.loads(line.partition("%json ")[2])
