@@ -62,6 +62,7 @@ def test_a_process_that_does_not_answer_is_ended(
     assert own.check(DIGITS) is None
     child = own._idle[0]._child
     os.kill(child.pid, signal.SIGSTOP)
+    os.waitpid(child.pid, os.WUNTRACED)  # it has stopped, and is not only about to
     monkeypatch.setattr(checker, "_TIME_LIMIT", 0.1)
     assert "not compiled within 0.1 seconds" in str(own.check(DIGITS))
     assert child.poll() == -signal.SIGKILL
