@@ -2,7 +2,7 @@
 
     name and options -> checkpoint -> model configuration -> tokenizer -> executor -> engine
 
-vLLM's option names are translated before: see `nanoserve.compat.options.engine_config`.
+vLLM's option names are translated first: see `nanoserve.compat.options.engine_config`.
 """
 
 import logging

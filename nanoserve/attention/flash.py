@@ -1,4 +1,4 @@
-"""Attention with flash-attn, if it is installed: version 3 on Hopper, version 2 on other GPUs.
+"""Attention with flash-attn, if installed: version 3 on Hopper, version 2 on other GPUs.
 
 FlashAttention-2 (Dao 2023) is the package flash_attn. It has two paged entry points, which share
 the batch: `flash_attn_with_kvcache` gets the decode rows, `flash_attn_varlen_func` the packed rows

@@ -1,4 +1,4 @@
-"""Paged KV cache of a layer: layout, writes and reads, in floating point or in 8 bits.
+"""The paged KV cache of a layer, in floating point or 8-bit: layout, writes and reads.
 
 K and V are stored in blocks of `block_size` tokens. A token's location is its *slot*: its block's
 number x block_size + offset. The head dimension precedes the token dimension, so what one head

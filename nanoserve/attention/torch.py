@@ -27,7 +27,7 @@ class TorchAttention(AttentionBackend):
             longest = min(longest, layer.sliding_window + kv_cache.values.shape[3])
         rows_at_once = max(1, _SLOTS_AT_ONCE // longest)
         decodes = metadata.num_decode_rows
-        # Each longer row is computed alone, as a large product. [0, 2, 4, 5, 6, 7]: two, two and
+        # Each longer row is computed alone, as a large matmul. [0, 2, 4, 5, 6, 7]: two, two and
         # one of the decode rows, then two longer rows.
         borders = [*range(0, decodes, rows_at_once), *range(decodes, metadata.num_rows + 1)]
         parts = [attend_rows(layer, q, kv_cache, metadata, *rows) for rows in pairwise(borders)]
@@ -54,7 +54,7 @@ def attend_rows(
     length = k.shape[2]
 
     # 2) The queries: the last n tokens of each row's context. The query heads of a group share a KV
-    #    head. For one token, they are the rows of one product; of several, the KV head is repeated.
+    # head. For one token, they are the rows of one matmul; for several, the KV head is repeated.
     if n == 1:
         queries = q[tokens].unflatten(1, (num_kv_heads, group))
     else:

@@ -35,7 +35,7 @@ class CachedBlock(NamedTuple):
     block: its id in the pool.
     block_hash, parent_hash: the chain hashes of this block and of the block before it; the latter
         is None for the first block of a sequence.
-    token_ids: its `block_size` token ids. The list is the prefix cache's own: do not change it.
+    token_ids: its `block_size` token ids. The list belongs to the prefix cache: do not change it.
     cache_key: what else its K and V depend on, such as a tenant's salt; see `Sequence.cache_key`.
     group: the layer group of its K and V: an index of `nanoserve.engine.kv_groups.group_layers`.
     is_copy: True if another block of the group already holds the same.

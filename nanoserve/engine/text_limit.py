@@ -1,6 +1,6 @@
-"""Text limit: rejects a text without tokenizing it if its tokens certainly do not fit.
+"""Rejects a prompt without tokenizing it if its tokens certainly do not fit.
 
-A tokenizer needs seconds for a text of some megabytes, and Ctrl-C cannot interrupt it.
+A tokenizer needs seconds for a string of a few MB, and Ctrl-C cannot interrupt it.
 """
 
 import json
@@ -66,10 +66,10 @@ def prompt_too_long(
 
 
 class TextLimit:
-    """Limit on the length of texts for the tokenizer `backend` and `max_model_len`.
+    """A limit on the length of prompts, for the tokenizer `backend` and `max_model_len`.
 
-    It follows from three facts: a text is split into tokens, no part of it is lost, and no token
-    stands for more characters than the longest one. A tokenizer that may lose something (unknown
+    It follows from three facts: a string is split into tokens, no part of it is lost, and no token
+    stands for more characters than the longest token. A tokenizer that may lose something (unknown
     characters, white space, accents) has no limit. A prompt must have fewer than `max_model_len`
     tokens.
     """

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: no generator, no state, the same bits on every machine.
+"""Counter-based random numbers, without generator or state, the same bits on every machine.
 
 A random number depends only on the seed of a request, the position of the new token in prompt and
 output, the index of the completion, and the token id. So the noise does not depend on the rest of

@@ -1,4 +1,4 @@
-"""Head that computes the log-probabilities of a prompt's tokens."""
+"""The head that computes the log-probabilities of a prompt's tokens."""
 
 from collections.abc import Callable
 

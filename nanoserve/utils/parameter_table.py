@@ -1,4 +1,4 @@
-"""Table of sampling parameters, from which every list of them is derived.
+"""The table of sampling parameters, from which all other lists of parameters are derived.
 
 A parameter is a field of `SamplingParams` and a row of `PARAMETERS`. The columns are used by:
 

@@ -1,4 +1,4 @@
-"""Requirements of attention backends on machine and model, and of CUDA graphs on the backend."""
+"""Checks whether an attention backend can run here, and whether it can be in CUDA graphs."""
 
 import os
 from importlib.util import find_spec
@@ -27,7 +27,7 @@ def check_attention_backend(
     ):
         raise ValueError(
             f"attention_backend='numba' needs the package numba (pip install 'nanoserve[cpu]'), a "
-            f"CPU, and float32 or bfloat16, not device {device} and {model_config.dtype}"
+            f"CPU, and float32 or bfloat16 (got device {device} and {model_config.dtype})"
         )
     if name == "triton" and is_cpu and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Construction of one rank's model and KV caches, with checks that they fit into memory."""
+"""Builds one rank's model and KV caches, and checks that they fit into memory."""
 
 import logging
 from collections.abc import Set

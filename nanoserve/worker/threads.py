@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 # A model of fewer bytes gets one thread. Reading it takes less time than waking a second thread for
-# each of some hundred products, and on a machine with other work, threads that wait for each other
+# each of a few hundred matmuls, and on a machine with other work, threads that wait for each other
 # take a hundred times as long.
 SMALL_MODEL_BYTES = 2**26
 
