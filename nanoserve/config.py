@@ -101,9 +101,9 @@ class EngineConfig:
     # Sampling parameters of requests that set none: "auto" reads generation_config.json of the
     # checkpoint, "vllm" does not.
     generation_config: str = "auto"
-    # Sampling parameters, as an object, that override those of `generation_config`. Default: none.
+    # Sampling parameters, as an object, that override `generation_config`. Default: none.
     override_generation_config: dict[str, Any] | None = None
-    # Entries, as an object, that override those of the checkpoint's config.json. Default: none.
+    # Entries, as an object, that override entries of the checkpoint's config.json. Default: none.
     hf_overrides: dict[str, Any] | None = None
 
     # Longest sequence in tokens, prompt and output together. Default: the model's limit, or less if

@@ -9,7 +9,7 @@ import numpy as np
 
 
 class RequestOutputKind(Enum):
-    """Which outputs `LLMEngine.step` returns for an unfinished request."""
+    """The kind of outputs that `LLMEngine.step` returns for an unfinished request."""
 
     CUMULATIVE = "cumulative"  # after every step, all text so far
     DELTA = "delta"  # after every step, only the new text and tokens
@@ -63,7 +63,7 @@ def _difference(later: float | None, earlier: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities of some rows: of the row's own token first, then of the k most likely.
+    """The log-probabilities of some rows: first the row's token, then the k most likely tokens.
 
     token_ids and logprobs are [num_rows, 1 + k], ranks is [num_rows]; rank 1 is the most likely.
     """
@@ -112,7 +112,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """Output of a request so far; `prompt` is None when token ids were given.
+    """The output of a request so far; `prompt` is None when token ids were given.
 
     prompt_logprobs: for each token of the prompt the requested candidates, by token id; None for
         the first token, which no logits predict.

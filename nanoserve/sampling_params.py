@@ -20,7 +20,7 @@ T = TypeVar("T")
 def with_foreign_names(cls: type[T]) -> type[T]:
     """Decorate a dataclass so that it handles keywords that are not its fields.
 
-    Other keywords of vLLM are ignored at values that change nothing, so that scripts for vLLM run.
+    vLLM's other keywords are ignored at values that change nothing, so that scripts for vLLM run.
     Raises `ValueError` for the rest, with the replacement to use.
     """
     init: Any = cls.__init__
@@ -41,7 +41,7 @@ def with_foreign_names(cls: type[T]) -> type[T]:
 @with_foreign_names
 @dataclass
 class SamplingParams:
-    """Parameters that control how a request's tokens are sampled and when it stops.
+    """The parameters that control how a request's tokens are sampled and when it stops.
 
     temperature: 0 (and all below 1e-5) is greedy; otherwise logits are divided by it.
     top_k: only the k most likely tokens; 0 and -1 both mean all of them.
@@ -66,7 +66,7 @@ class SamplingParams:
         an 8-bit KV cache may round differently in another batch). None or -1: the engine draws one.
     max_tokens: maximum number of output tokens; None is up to `max_model_len`.
     stop: strings; the output ends before the first of them that appears.
-    stop_token_ids: end at one of these tokens, besides the model's own EOS.
+    stop_token_ids: end at one of these tokens, in addition to the model's own EOS.
     include_stop_str_in_output: keep the stop string in the output.
     ignore_eos: continue after the model's own EOS, as benchmarks do.
     logprobs: log-probabilities of this many most likely tokens and of the sampled one, at each
@@ -199,7 +199,7 @@ class SamplingParams:
         )
         require(
             self.detokenize or not self.stop,
-            "stop needs detokenize=True, because stop strings are found in text: give "
+            "stop needs detokenize=True, because stop strings are found in text: use "
             "stop_token_ids instead",
         )
 
@@ -207,7 +207,7 @@ class SamplingParams:
 if not TYPE_CHECKING:  # otherwise a type checker would accept every attribute name
 
     def __getattr__(name: str) -> Any:
-        """Return the other classes of vLLM's module of this name (PEP 562)."""
+        """Return the other classes of vLLM's module with this name (PEP 562)."""
         if name.startswith("__"):  # for example, an import looks up __path__
             raise AttributeError(name)
         import nanoserve

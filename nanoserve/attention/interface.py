@@ -50,7 +50,7 @@ class AttentionMetadata:
         self._other_groups.append(group)
 
     def of_group(self, group: int) -> "AttentionMetadata":
-        """Return the metadata for the layers of a group; `self` is that of group 0."""
+        """Return the metadata for the layers of a group; `self` is the metadata of group 0."""
         return self._other_groups[group - 1] if group else self
 
     @property
@@ -59,7 +59,7 @@ class AttentionMetadata:
 
 
 class AttentionBackend:
-    """Base class of attention backends.
+    """The base class of attention backends.
 
     A backend attends over a KV cache in which K and V of the whole batch are already stored: a
     sequence may read blocks that another sequence of the same batch fills.

@@ -17,7 +17,7 @@ from nanoserve.checkpoint.kv_formats import head_bytes, kv_format
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """Layout of a layer's cache on one rank."""
+    """The layout of a layer's cache on one rank."""
 
     block_size: int  # tokens
     num_kv_heads: int  # of this rank
@@ -68,7 +68,7 @@ class KVCacheSpec:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class KVCache:
-    """KV cache of one layer, K before V."""
+    """The KV cache of one layer, K before V."""
 
     values: Tensor  # or codes: [2, num_blocks, num_kv_heads, block_size, head_dim]
     scales: Tensor | None = None  # float32 [2, num_blocks, num_kv_heads, block_size]

@@ -61,7 +61,7 @@ def attend_rows(
         queries = q[tokens].transpose(0, 1)[None]
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
 
-    # 3) The mask. For a whole prompt, torch has a causal mode that skips half of the products. But
+    # 3) The mask. For a whole prompt, torch has a causal mode that skips half of the matmuls. But
     # if fewer than a vector of 16 scores are all NaN, torch's fast path returns zeros.
     is_whole = 16 <= n == length and layer.sliding_window is layer.soft_cap is None
     visible = None if is_whole else _visible(lens, n, length, layer.sliding_window)
@@ -128,7 +128,7 @@ def _capped_attention(
 ) -> Tensor:
     """Compute attention with soft-capped scores (Gemma 2): cap x tanh(score / cap)."""
     assert layer.soft_cap is not None
-    # Queries are scaled before the product: in float16, unscaled scores could overflow.
+    # Queries are scaled before the matmul: in float16, unscaled scores could overflow.
     scores = (queries * layer.scale @ k.mT).float() / layer.soft_cap
     scores = (layer.soft_cap * scores.tanh()).masked_fill(~visible, -torch.inf)
     return scores.softmax(dim=-1).to(v.dtype) @ v

@@ -42,7 +42,7 @@ _ELSEWHERE = {
 
 
 class EngineMethods:
-    """Base class of `GuardedEngine` with the less common methods of vLLM's class."""
+    """The base class of `GuardedEngine` with the less common methods of vLLM's class."""
 
     model_config: "ModelConfig"
     tokenizer: Any

@@ -1,4 +1,4 @@
-"""Interface between the engine loop, which imports no torch, and the model's executor.
+"""The interface between the engine loop, which imports no torch, and the model's executor.
 
 In addition to its packed batch, a step has two inputs: `ForwardInputs` for the model and
 `SampleInputs` for the sampler. All their fields may be empty, and usually are.

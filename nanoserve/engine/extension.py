@@ -29,7 +29,7 @@ from nanoserve.utils.registry import Registry
 
 
 class Extension:
-    """Base class of all extensions; every method does nothing."""
+    """The base class of all extensions; every method does nothing."""
 
     def on_add(self, seq: Sequence) -> str | None:
         """Return a reason to hold a new sequence until `Scheduler.release(..., reason)`, or None.
@@ -61,7 +61,7 @@ class Extension:
         """Add draft tokens to rows that catch up; see `nanoserve.engine.draft_room`."""
 
     def forward_inputs(self, plan: Plan, inputs: ForwardInputs) -> None:
-        """Add to the inputs that the model gets besides the batch."""
+        """Add to the inputs that the model gets in addition to the batch."""
 
     def sample_inputs(self, plan: Plan, inputs: SampleInputs) -> None:
         """Add to the inputs of the sampler. All tokens of the previous steps are known."""

@@ -167,8 +167,8 @@ class InputProcessor:
             unknown = [name for name, v in prompt.items() if name not in known and v is not None]
             if unknown or not prompt:
                 raise ValueError(
-                    f"a prompt dictionary holds 'prompt', 'prompt_token_ids' or both, and perhaps "
-                    f"'cache_salt' (messages are for chat); {unknown=}"
+                    f"a prompt dictionary has 'prompt', 'prompt_token_ids' or both, and optionally "
+                    f"'cache_salt' (pass messages to chat); {unknown=}"
                     + _TOKENIZERS_OUTPUT
                     * ("input_ids" in unknown)
                 )

@@ -20,7 +20,7 @@ L = TypeVar("L")
 
 
 class RequestListener:
-    """Base class of listeners to requests; every method does nothing."""
+    """The base class of listeners to requests; every method does nothing."""
 
     def on_start(self, request: "Request") -> None:
         """Called when a request has been added."""
@@ -51,7 +51,7 @@ class CachedBlock(NamedTuple):
 
 
 class BlockListener:
-    """Base class of listeners to blocks in the prefix cache; every method does nothing.
+    """The base class of listeners to blocks in the prefix cache; every method does nothing.
 
     A block is cached when the step that fills it is planned, so its K and V are valid when that
     step has run. Methods are called after the change, in the thread that makes it.

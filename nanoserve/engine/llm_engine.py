@@ -273,9 +273,9 @@ class LLMEngine:
 
         These are the requests of the steps that were undone. For use after an exception at any
         line: tables that depend on each other may be half updated, so none of them is repaired. The
-        results of unfinished steps are discarded, and every sequence recomputes its KV from its
-        tokens, which are those of the finished steps. The recomputed steps sample the same tokens,
-        because a sampled token does not depend on the step or the batch in which it is sampled.
+        results of unfinished steps are discarded, and every sequence recomputes its KV from the
+        tokens of the finished steps. The recomputed steps sample the same tokens, because a sampled
+        token does not depend on the step or the batch in which it is sampled.
         """
         steps, processor = list(self._in_flight), self.output_processor
         plans = [step.plan for step in steps]

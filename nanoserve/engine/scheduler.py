@@ -30,7 +30,7 @@ SIBLING = "its sibling computes their prompt"  # reason for which a sequence is 
 
 
 class Scheduler:
-    """Continuous batching (Yu et al. 2022, Orca) with chunked prefill and preemption by recompute.
+    """Continuous batching (Yu et al. 2022, Orca), chunked prefill and preemption by recomputation.
 
     `waiting` is sorted by `order`, `running` is in order of admission. The sequence that is
     preempted is the running one with the largest `order`. Under FCFS that is the last one that
@@ -130,7 +130,7 @@ class Scheduler:
     def reset(self, sequences: Iterable[Sequence]) -> None:
         """Start again with all given sequences that have not finished.
 
-        `sequences` are those of all requests. They keep their tokens and lose their slots and
+        `sequences` belong to all requests. They keep their tokens and lose their slots and
         blocks, and the prefix cache is emptied. So the state of the queues and tables before the
         call does not matter.
         """
@@ -326,7 +326,7 @@ class Scheduler:
     def _count_hits(self, seq: Sequence) -> None:
         """Count a prefix-cache lookup, once per request.
 
-        A preempted sequence is not counted again: it would hit its own blocks.
+        A preempted sequence is not counted again: it would hit blocks that it has computed itself.
         """
         if seq.index == 0 and seq.metrics.num_preemptions == 0:
             if seq.metrics.num_cached_prompt_tokens is not None:  # None: it must not be reported

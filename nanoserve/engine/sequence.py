@@ -19,7 +19,7 @@ class SequenceStatus(Enum):
 
 
 class BlockTable(list[int]):
-    """KV blocks of a sequence. Entry i holds positions i x block_size to (i + 1) x block_size.
+    """A sequence's KV blocks. Entry i holds positions i x block_size to (i + 1) x block_size.
 
     The first `num_released` entries are 0: a layer group with a sliding window has freed these
     blocks, or a prefix-cache hit did not need them.

@@ -1,4 +1,4 @@
-"""Stages that change a row's logits before a token is sampled, greedily or at random.
+"""The stages that change a row's logits before a token is sampled, greedily or at random.
 
 The order is fixed. Each stage is applied to the result of the stage before:
 

@@ -5,9 +5,9 @@ and then the engine's logits processors, the grammar's token mask, temperature, 
 top_k, top_p), and the exponential race. See `nanoserve.sampling.processors` for vLLM's order.
 
 A stage decides which slots need it, and changes the logits of their rows in place. A step calls
-each stage once, for those of its rows that need it, so a row never pays for a stage that only
-another row needs. The functions of most stages are in modules of their own, which are loaded when
-the first row needs them.
+each stage once, for the rows that need it, so a row never pays for a stage that only another row
+needs. The functions of most stages are in separate modules, which are loaded when the first row
+needs them.
 
 A custom stage is a class whose constructor takes no arguments:
 
@@ -188,7 +188,7 @@ def filter_logits(logits: "torch.Tensor", rows: "Rows") -> None:
 
 
 class Race:
-    """Exponential race: token t takes a time E / p(t), E from Exp(1); the first token wins.
+    """The exponential race: token t takes a time E / p(t), E from Exp(1); the first token wins.
 
     Token t wins with probability p(t). In logarithms the winner is argmax(logit - log E), and no
     softmax is needed.

@@ -28,7 +28,7 @@ RowMask = tuple[TokenMask, int]  # a mask, and the index that a row has in it
 
 
 def masks_of_rows(slots: np.ndarray, token_masks: Mapping[int, TokenMask]) -> list[RowMask | None]:
-    """Return the mask of each row, from those of the slots; the rows of a slot are in order."""
+    """Return the mask of each row, given the slots' masks; the rows of a slot are in order."""
     num_seen = dict.fromkeys(token_masks, 0)
     masks: list[RowMask | None] = []
     for slot in slots.tolist():

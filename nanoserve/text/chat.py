@@ -26,8 +26,8 @@ _FUNCTIONS = (FunctionType, MethodType)  # tools that transformers describes to 
 _LOOKS_INTO_CONTENT = re.compile(
     r"""\{%-?\s*for\s+\w+\s+in\s+(?:[^%]*[.\s]|[^%]*\[['"])?content\b"""
 )
-# Content parts that are text, and the field of the text: those of requests, of answers sent back
-# as messages, and of both in OpenAI's newer protocol.
+# Types of text parts, and the field that holds the text: in requests, in answers sent back as
+# messages, and for both in OpenAI's newer protocol.
 _TEXT_PARTS = {
     "text": "text",
     "input_text": "text",
@@ -35,7 +35,7 @@ _TEXT_PARTS = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
-_MOST_CHARACTERS = 2**20  # limit for messages, if that of the prompt is not higher
+_MOST_CHARACTERS = 2**20  # limit for messages, if the prompt's limit is not higher
 _DEEPEST = 64  # maximum nesting depth of lists and dictionaries
 
 

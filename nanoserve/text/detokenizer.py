@@ -21,7 +21,7 @@ _MOST_STOPS_KEPT = 16  # lists of stop strings; the largest takes a few MB
 
 
 class Tokenizer(Protocol):
-    """Tokenizer of a checkpoint; see `nanoserve.text.tokenizer.Tokenizer`."""
+    """The tokenizer of a checkpoint; see `nanoserve.text.tokenizer.Tokenizer`."""
 
     @property
     def backend(self) -> TokenizerBackend: ...

@@ -1,12 +1,12 @@
 """The incremental decoder turns token ids into text, a few at a time. Returned text is final.
 
 The text of an output depends on what precedes it. A tokenizer of the SentencePiece kind writes
-"▁Paris" for " Paris", and its decoder removes the first space of a text; but an output is not the
-beginning of a text: it continues its prompt. So a decoder is primed with the prompt's last tokens,
-and `decode(prompt) + output text == decode(prompt + output)`, as in vLLM.
+"▁Paris" for " Paris", and its decoder removes the first space of a string; but an output continues
+its prompt. So a decoder is primed with the prompt's last tokens, and the text of an output is what
+`decode(prompt + output)` adds to `decode(prompt)`, as in vLLM.
 
-Where a text is the concatenation of the texts of its tokens, this module concatenates them itself,
-and holds back the last bytes until they are whole characters. For other decoders of the tokenizers
+Where a text is the concatenation of its tokens' strings, this module concatenates them itself, and
+holds back the last bytes until they are whole characters. For other decoders of the tokenizers
 library it decodes a window of tokens.
 """
 
@@ -253,7 +253,7 @@ class TokenTexts:
         return _bytes(text).decode("utf-8", "replace") if _BYTES.fullmatch(text) else text
 
     def context(self, prompt: list[int], num_tokens: int, skips_specials: bool) -> list[int]:
-        """Return the last prompt tokens with a text, on which the text that follows depends.
+        """Return the last visible prompt tokens, on which the text that follows depends.
 
         These are at most `NUM_CONTEXT_TOKENS` of the first `num_tokens` tokens of `prompt`.
         """
@@ -352,7 +352,7 @@ def decoder_steps(backend: TokenizerBackend) -> list[dict[str, Any]]:
 def _strip_of_sum(parts: list[dict[str, Any]]) -> tuple[str, int] | None:
     """Return the character stripped from the beginning of a text, and at most how often.
 
-    Returns None if the text is not the concatenation of the texts of its tokens.
+    Returns None if a text is not the concatenation of its tokens' strings.
     """
     kinds = [part["type"] for part in parts]
     strip = ("", 0)

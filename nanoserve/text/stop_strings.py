@@ -10,7 +10,7 @@ from collections import deque
 
 
 class StopStrings:
-    """Automaton for a list of strings, built in time proportional to their total length.
+    """An automaton for a list of strings, built in time proportional to their total length.
 
     State 0 is "no string has begun". Reading n characters takes at most 2 n moves, regardless of
     the number and the length of the strings: each move to a shorter state undoes one forward move.

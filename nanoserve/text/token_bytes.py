@@ -162,7 +162,7 @@ def _goes_on(begun: bytes, content: bytes) -> bool:
 
 
 def _num_whole(content: bytes) -> int:
-    """Count the characters before an unfinished one."""
+    """Count the characters before an unfinished character."""
     return len(content[: len(content) - len(_unfinished(content))].decode("utf-8", "replace"))
 
 

@@ -18,8 +18,8 @@ def check_attention_backend(
 ) -> str:
     """Return `name`, or "flash_attn3" if `name` is "flash_attn" and version 3 is to be used.
 
-    name: "numba", "triton" or "flash_attn". Raises `ValueError`, with what to do, if the backend
-    cannot run here.
+    name: "numba", "triton" or "flash_attn". Raises `ValueError`, which says what to do, if the
+    backend cannot run here.
     """
     is_cpu = device.type == "cpu"
     if name == "numba" and (

@@ -80,7 +80,7 @@ class StepOutput(NamedTuple):
 
 
 class Device(Protocol):
-    """Interface of the device of a runner; `CpuDevice` and `CudaDevice` implement it."""
+    """The interface of a runner's device; `CpuDevice` and `CudaDevice` implement it."""
 
     sampler_class: type[Sampler]
 

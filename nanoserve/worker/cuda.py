@@ -18,7 +18,7 @@ _FREE_STREAMS: dict[torch.device, list[torch.cuda.Stream]] = {}
 
 
 class Cuda:
-    """Interface of one engine to one CUDA device."""
+    """The interface of one engine to one CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device

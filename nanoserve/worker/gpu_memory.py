@@ -141,7 +141,7 @@ def run_worst_case(executor: Executor, batch: Batch, config: EngineConfig) -> No
 
 
 class StepMemory(NamedTuple):
-    """Bytes of the weights, and what a step takes in addition, in torch's memory and outside."""
+    """Bytes of the weights, and what a step adds to them, in torch's memory and outside it."""
 
     weights: int
     activations: int
@@ -191,7 +191,7 @@ def measure_graphs(cuda: Cuda, sizes: list[int], capture: Callable[[list[int]], 
 def measure_mixed_graphs(cuda: Cuda, sizes: list[int], capture: Callable[[list[int]], Any]) -> int:
     """Return the bytes that the graphs of mixed steps will take, as `measure_graphs` does.
 
-    These sizes range from tens to thousands of tokens and differ more than those of decode steps.
+    These sizes range from tens to thousands of tokens and differ more than sizes of decode steps.
     So the amount that each graph adds to the largest is the mean over the smallest and the second
     largest.
     """

@@ -28,7 +28,7 @@ from nanoserve.worker.dummy_rows import append_dummy_rows
 
 
 class GraphProgram(Protocol):
-    """Interface of a captured part of a step, which is replayed instead of launched."""
+    """The interface of a captured part of a step, which is replayed instead of launched."""
 
     def covers(self, batch: Batch, header: BatchHeader) -> bool:
         """Return True if `replay` computes this step. All ranks must reach the same decision."""

@@ -19,7 +19,7 @@ from nanoserve.worker.batch_tensors import BatchTensors
 
 
 class Head(Protocol):
-    """Interface of a head; constructed as `HeadClass(num_slots)`, on every rank."""
+    """The interface of a head, constructed as `HeadClass(num_slots)`, on every rank."""
 
     def set_slot(self, change: SlotUpdate) -> None:
         """Prepare for a new sequence in a slot; called on rank 0 only."""

@@ -49,7 +49,7 @@ def kv_block_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
 
 
 class KVCacheLayout(NamedTuple):
-    """Layout of a KV block on one rank."""
+    """The layout of a KV block on one rank."""
 
     spec: KVCacheSpec  # of each layer
     groups: tuple[KVCacheGroup, ...]  # of all layers of the model

@@ -1,4 +1,4 @@
-"""Number of threads on a CPU, in effect only while the engine itself computes."""
+"""Sets the number of CPU threads, which is in effect only while the engine itself computes."""
 
 import contextlib
 import os
