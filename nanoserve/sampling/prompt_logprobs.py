@@ -11,7 +11,7 @@ from nanoserve.sampling.logprobs import LogprobTensors, gather_logprobs
 
 
 class PromptLogprobs:
-    """The log-probabilities of prompt tokens but the first, each given the tokens before it."""
+    """The log-probabilities of all prompt tokens but the first, given the tokens before each."""
 
     def __init__(self, num_slots: int) -> None:
         self._rows_at_once = num_slots
