@@ -2,7 +2,7 @@
 
     name and options -> checkpoint -> model configuration -> tokenizer -> executor -> engine
 
-vLLM's option names are translated before: see `nanoserve.compat.options.engine_config`.
+vLLM's option names are translated first: see `nanoserve.compat.options.engine_config`.
 """
 
 import logging
@@ -64,7 +64,7 @@ def build_engine(config: EngineConfig) -> GuardedEngine:
     ]
     if config.load_format != "dummy":
         checkpoint.fetch_weights()
-    # A feature's own memory, such as that of a draft model, has to fit next to the KV cache.
+    # A feature's memory, such as a draft model's, has to fit next to the KV cache.
     beside = [feature.memory for feature in features if hasattr(feature, "memory")]
     make = partial(make_executor, model_config=model_config, path=checkpoint.folder, beside=beside)
     engine = GuardedEngine(config, model_config, make(config), tokenizer, make_executor=make)

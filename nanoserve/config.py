@@ -1,4 +1,4 @@
-"""Engine options chosen by the user: `EngineConfig`. `ModelConfig` has those of the checkpoint."""
+"""The engine options that the user chooses. `ModelConfig` has the checkpoint's settings."""
 
 import logging
 import os
@@ -56,54 +56,54 @@ _BUDGETS = {"cpu": 2048, "cuda": 8192}
 
 @dataclass
 class EngineConfig:
-    """Options of one engine, under vLLM's names. Every field is checked on construction.
+    """The options of one engine, under vLLM's names. Every field is checked on construction.
 
-    None is "not given". What then depends on the device is chosen by `for_device`; an engine gets
-    what that returns. The comment above a field is also the help of its command-line flag
+    None means "not set". `for_device` then chooses the defaults that depend on the device; an
+    engine gets its result. The comment above a field is also the help of its command-line flag
     (`nanoserve.cli.engine_flags`): sentences, with other options in backticks, and with
     "Default: ..." at the end if the default is None.
 
     Raises `ValueError` with the offending value and its limit. Other options of `LLM`, such as
-    vLLM's names, are translated before: see `nanoserve.compat.options.engine_config`.
+    vLLM's names, are translated first: see `nanoserve.compat.options.engine_config`.
     """
 
     model: str
-    # Folder, GGUF file or name of the tokenizer. Default: the one of the model.
+    # Folder, GGUF file or name of the tokenizer. Default: the model's tokenizer.
     tokenizer: str | None = None
     # Load no tokenizer: prompts and outputs are token ids.
     skip_tokenizer_init: bool = False
-    # File with a Jinja chat template, or its text. Default: the template of the checkpoint.
+    # File with a Jinja chat template, or the template as a string. Default: the checkpoint's.
     chat_template: str | Path | None = None
-    # Branch, tag or commit of a model on the hub. Default: the newest commit.
+    # Branch, tag or commit of a model on the Hub. Default: the newest commit.
     revision: str | None = None
-    # Folder for files downloaded from the hub. Default: the hub's own cache.
+    # Folder for files downloaded from the Hub. Default: the Hub's cache.
     download_dir: str | None = None
-    # Allow the tokenizer to run code of the checkpoint. The code of a model is never run.
+    # Allow the tokenizer to run the checkpoint's code. A model's code is never run.
     trust_remote_code: bool = False
     # Data type of weights and activations: "auto" (the checkpoint's), "float32", "bfloat16" or
     # "float16".
     dtype: str = "auto"
     # Source of the weights: "auto", "safetensors" or "dummy" (random weights, for benchmarks).
     load_format: str = "auto"
-    # Quantise plain weights as they are loaded: "int8" (a scale per row), "int4" (a scale per
-    # group) or, on a GPU, "fp8". A GPU converts a quantised checkpoint to floats, unless its own
-    # format is named here. Default: as the checkpoint has them.
+    # Quantize unquantized weights as they are loaded: "int8" (one scale per row), "int4" (one scale
+    # per group) or, on a GPU, "fp8". A GPU converts a quantized checkpoint to floats, unless this
+    # option names the checkpoint's format. Default: the checkpoint's format.
     quantization: str | None = None
-    # Number of int4 weights that share a scale: 32, 64 or 128; needs `quantization` "int4".
+    # Number of int4 weights that share a scale: 32, 64 or 128; requires `quantization` "int4".
     # Default: 32.
     quantization_group_size: int | None = None
-    # Operands of products with quantised weights: "int8" rounds activations to 8 bits in groups,
+    # Activations in matrix products with quantized weights: "int8" quantizes them in groups,
     # "none" keeps them in floating point. Default: "int8" on a CPU with numba; on a GPU "none", but
     # e4m3 for "fp8" weights.
     quantization_activations: str | None = None
-    # Seed for requests that have none of their own.
+    # Seed for requests that do not set one.
     seed: int = 0
     # Sampling parameters of requests that set none: "auto" reads generation_config.json of the
     # checkpoint, "vllm" does not.
     generation_config: str = "auto"
-    # Sampling parameters, as an object, that override those of `generation_config`. Default: none.
+    # Sampling parameters, as an object, that override `generation_config`. Default: none.
     override_generation_config: dict[str, Any] | None = None
-    # Entries, as an object, that override those of the checkpoint's config.json. Default: none.
+    # Entries, as an object, that override entries of the checkpoint's config.json. Default: none.
     hf_overrides: dict[str, Any] | None = None
 
     # Longest sequence in tokens, prompt and output together. Default: the model's limit, or less if
@@ -119,8 +119,8 @@ class EngineConfig:
     # Order in which requests are scheduled: "fcfs" (first come, first served) or "priority" (lower
     # values first).
     scheduling_policy: str = "fcfs"
-    # Scheduler to use: a subclass of `Scheduler`, or its "module.Class"; it is used whichever
-    # features are on. Default: `Scheduler` itself.
+    # Scheduler to use: a subclass of `Scheduler`, or its "module.Class"; it works with all
+    # features. Default: `Scheduler` itself.
     scheduler_cls: Any = None
     # Number of later arrivals that outweigh one level of priority; needs `scheduling_policy`
     # "priority". Default: no number does; a stream of urgent requests can then starve all others.
@@ -174,14 +174,15 @@ class EngineConfig:
     # Attention kernels: "torch" or "numba" on a CPU, "triton" or "flash_attn" on a GPU; "auto"
     # selects numba if it is installed, else torch, and triton on a GPU.
     attention_backend: str = "auto"
-    # Use no CUDA graphs. Options of a GPU are accepted and checked on a CPU, too, so that scripts
-    # stay portable.
+    # Disable CUDA graphs. GPU options are accepted and checked on a CPU, too, so that scripts stay
+    # portable.
     enforce_eager: bool = False
-    # Include the LM head and sampling of plain decode steps in CUDA graphs. An H100 gains nothing
-    # by it.
+    # Include the LM head and sampling of plain decode steps in CUDA graphs. An H100 gains nothing.
+    # Requires `tensor_parallel_size` 1: with more ranks, only the first knows which steps a graph
+    # can sample, but all compute the logits.
     capture_sampling: bool = False
     # Run steps that compute prompts in CUDA graphs, at padded numbers of tokens. Default: True
-    # where this has been tested (one GPU, attention in Triton, neither draft tokens nor quantised
+    # where this has been tested (one GPU, attention in Triton, neither draft tokens nor quantized
     # weights), else False.
     capture_mixed_steps: bool | None = None
     # Fraction of the GPU's memory for weights, activations and KV cache.
@@ -194,7 +195,7 @@ class EngineConfig:
     # Launcher of the ranks: "mp" (processes on this machine) or "ray" (a Ray cluster). Default:
     # "mp".
     distributed_executor_backend: str | None = None
-    # Seconds that a rank waits for another one within a step.
+    # Seconds that a rank waits for another rank within a step.
     distributed_timeout_seconds: int = 300
     # Seconds after which a worker process without a heartbeat is taken for dead; a busy worker
     # does send heartbeats.
@@ -271,7 +272,7 @@ class EngineConfig:
             self.num_kv_blocks is None or self.kv_cache_memory_bytes is None,
             f"num_kv_blocks={self.num_kv_blocks} and "
             f"kv_cache_memory_bytes={self.kv_cache_memory_bytes} both set the size of the block "
-            f"pool: give only one of them",
+            f"pool: set only one of them",
         )
         require(
             self.enable_prefix_caching or not self._publishes_kv_events,
@@ -282,20 +283,18 @@ class EngineConfig:
             _check_parallel(self)
         require(
             not (self.capture_sampling and (self.enforce_eager or self.tensor_parallel_size > 1)),
-            f"capture_sampling=True is for the CUDA graphs of one GPU: it needs "
-            f"enforce_eager=False and tensor_parallel_size=1, not "
-            f"enforce_eager={self.enforce_eager} and "
-            f"tensor_parallel_size={self.tensor_parallel_size} (only the first rank knows which "
-            f"steps a graph can sample, and all ranks compute the logits)",
+            f"capture_sampling=True requires enforce_eager=False and tensor_parallel_size=1 "
+            f"(got enforce_eager={self.enforce_eager} and "
+            f"tensor_parallel_size={self.tensor_parallel_size})",
         )
         require(
             not (self.capture_mixed_steps and self.enforce_eager),
-            "capture_mixed_steps=True records CUDA graphs, and enforce_eager=True records none: "
-            "leave out one of them",
+            "capture_mixed_steps=True captures CUDA graphs, but enforce_eager=True disables them: "
+            "remove one of them",
         )
 
     def for_device(self, kind: str) -> "EngineConfig":
-        """Return a copy for "cpu" or "cuda", with the device's defaults for options not given."""
+        """Return a copy for "cpu" or "cuda", with the device's defaults for options not set."""
         budget = self.max_num_batched_tokens or max(_BUDGETS[kind], self.max_num_seqs)
         ahead_by_itself = kind == "cuda" and self.trace is None
         ahead = ahead_by_itself if self.async_scheduling is None else self.async_scheduling
@@ -326,7 +325,7 @@ class EngineConfig:
 
     @property
     def num_steps_ahead(self) -> int:
-        """Number of steps under way when another is launched.
+        """Number of steps in flight when another is launched.
 
         This is the number of pipeline stages minus one, or 1 with async scheduling, or 0.
         """
@@ -405,15 +404,15 @@ def _check_parallel(config: EngineConfig) -> None:
     option = f"pipeline_parallel_size={stages}"
     require(
         not config.async_scheduling,
-        f"{option} already has {stages} steps under way: leave out async_scheduling=True",
+        f"{option} already has {stages} steps in flight: remove async_scheduling=True",
     )
     require(
         not config.capture_sampling,
-        f"{option} records no CUDA graphs of its sampling: leave out capture_sampling=True",
+        f"{option} does not capture sampling in CUDA graphs: remove capture_sampling=True",
     )
     require(
         not config.capture_mixed_steps,
-        f"{option} records no CUDA graphs: leave out capture_mixed_steps=True",
+        f"{option} captures no CUDA graphs: remove capture_mixed_steps=True",
     )
     require(
         speculative is None or speculative.method != "hidden_head",

@@ -1,4 +1,4 @@
-"""Former name of `nanoserve.compat`: importing it warns and gives the same module."""
+"""The former name of `nanoserve.compat`; importing it warns and returns the same module."""
 
 import sys
 import warnings
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from nanoserve.compat import *  # noqa: F403
 
 warnings.warn(
-    "nanoserve.drop_in is now nanoserve.compat: change the import; the old name goes with 0.2",
+    "nanoserve.drop_in is now nanoserve.compat: update the import; 0.2 removes the old name",
     DeprecationWarning,
     stacklevel=2,
 )

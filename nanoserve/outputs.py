@@ -1,4 +1,4 @@
-"""Outputs of a request, in the form of vLLM's."""
+"""The outputs of a request, with vLLM's names."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class RequestOutputKind(Enum):
-    """Kind of outputs that `LLMEngine.step` returns for an unfinished request."""
+    """The kind of outputs that `LLMEngine.step` returns for an unfinished request."""
 
     CUMULATIVE = "cumulative"  # after every step, all text so far
     DELTA = "delta"  # after every step, only the new text and tokens
@@ -18,10 +18,10 @@ class RequestOutputKind(Enum):
 
 @dataclass
 class RequestMetrics:
-    """Timings and counts of a request, whose times are readings of one monotonic clock in seconds.
+    """Timings and counts of a request. Times are readings of one monotonic clock, in seconds.
 
-    None means "not yet". A request for n completions has one of these for all of them together;
-    times between tokens are those within a completion.
+    None means "not yet". A request for n completions has one such object for all completions;
+    times between tokens are measured within each completion.
     """
 
     arrival_time: float = 0.0
@@ -63,7 +63,7 @@ def _difference(later: float | None, earlier: float | None) -> float | None:
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probabilities of some rows: of the row's own token first, then of the k most likely.
+    """The log-probabilities of some rows: first the row's token, then the k most likely tokens.
 
     token_ids and logprobs are [num_rows, 1 + k], ranks is [num_rows]; rank 1 is the most likely.
     """
@@ -112,7 +112,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """Output of a request so far; `prompt` is None when token ids were given.
+    """The output of a request so far; `prompt` is None when token ids were given.
 
     prompt_logprobs: for each token of the prompt the requested candidates, by token id; None for
         the first token, which no logits predict.
@@ -133,7 +133,7 @@ class RequestOutput:
 
     @property
     def num_cached_tokens(self) -> int | None:
-        """vLLM's name of `metrics.num_cached_prompt_tokens`."""
+        """vLLM's name for `metrics.num_cached_prompt_tokens`."""
         return self.metrics.num_cached_prompt_tokens
 
     def __getitem__(self, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Sampling parameters of a request, under vLLM's names and with its defaults."""
+"""The sampling parameters of a request, under vLLM's names and with its defaults."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ T = TypeVar("T")
 def with_foreign_names(cls: type[T]) -> type[T]:
     """Decorate a dataclass so that it handles keywords that are not its fields.
 
-    Other keywords of vLLM are ignored at values that change nothing, so that scripts for vLLM run.
+    vLLM's other keywords are ignored at values that change nothing, so that scripts for vLLM run.
     Raises `ValueError` for the rest, with the replacement to use.
     """
     init: Any = cls.__init__
@@ -41,7 +41,7 @@ def with_foreign_names(cls: type[T]) -> type[T]:
 @with_foreign_names
 @dataclass
 class SamplingParams:
-    """Parameters that control how a request's tokens are sampled and when it stops.
+    """The parameters that control how a request's tokens are sampled and when it stops.
 
     temperature: 0 (and all below 1e-5) is greedy; otherwise logits are divided by it.
     top_k: only the k most likely tokens; 0 and -1 both mean all of them.
@@ -55,19 +55,19 @@ class SamplingParams:
         tokens in prompt and output; 1 is off.
     logit_bias: added to the logits of these token ids; each in [-100, 100].
     allowed_token_ids: only these tokens can be sampled.
-    bad_words: texts that are never completed, after a space, a line end, a bracket or nothing; as
+    bad_words: strings that are never completed, after a space, a line end, a bracket or nothing; as
         separate tokens, so a token that continues such a word is allowed, as in vLLM.
     min_tokens: EOS, stop tokens and stop strings cannot end the output before it has this many
         tokens.
     logits_processors: callables (output_token_ids, logits [vocab_size]) -> logits, called in turn
         for this request alone, after everything else that changes its logits. They return
         floating-point logits of the same shape; -inf forbids a token, NaN and +inf are errors.
-    seed: same seed, same tokens, whatever else runs (in float32; 16 bits, integer weights and an
-        8-bit KV cache may round differently in another batch). None or -1: the engine draws one.
+    seed: same seed, same tokens, whatever else runs (in float32; 16-bit dtypes, integer weights and
+        an 8-bit KV cache may round differently in another batch). None or -1: the engine draws one.
     max_tokens: maximum number of output tokens; None is up to `max_model_len`.
-    stop: end where one of these texts appears; the output ends before it.
-    stop_token_ids: end at one of these tokens, besides the model's own EOS.
-    include_stop_str_in_output: keep the stop text in the output.
+    stop: strings; the output ends before the first of them that appears.
+    stop_token_ids: end at one of these tokens, in addition to the model's own EOS.
+    include_stop_str_in_output: keep the stop string in the output.
     ignore_eos: continue after the model's own EOS, as benchmarks do.
     logprobs: log-probabilities of this many most likely tokens and of the sampled one, at each
         token; of the model's own distribution, before the parameters above change it. -1: the whole
@@ -87,10 +87,10 @@ class SamplingParams:
     output_kind: which outputs `LLMEngine.step` and `AsyncLLM` return before the end.
     extra_args: a dictionary for custom logits processors, which nanoserve does not read.
 
-    Order of operations, as in vLLM: allowed_token_ids, bad_words, min_tokens, logit_bias,
+    Parameters are applied in this order: allowed_token_ids, bad_words, min_tokens, logit_bias,
     penalties, logits_processors, structured_outputs; then, for requests that sample, temperature,
-    min_p, top_k, top_p. Tokens tied with the last kept one are kept with it, so the result does not
-    depend on how a sort breaks ties.
+    min_p, top_k, top_p. (vLLM applies structured_outputs first.) Tokens tied with the last kept
+    token are kept with it, so the result does not depend on how a sort breaks ties.
 
     Raises `ValueError` that names the value and the allowed range. Lists have generous limits:
     1,024 stop strings of 16,384 characters together, 4,096 bad words of 65,536, and 524,288 token
@@ -199,7 +199,7 @@ class SamplingParams:
         )
         require(
             self.detokenize or not self.stop,
-            "stop needs detokenize=True, because stop strings are found in text: give "
+            "stop needs detokenize=True, because stop strings are found in text: use "
             "stop_token_ids instead",
         )
 
@@ -207,7 +207,7 @@ class SamplingParams:
 if not TYPE_CHECKING:  # otherwise a type checker would accept every attribute name
 
     def __getattr__(name: str) -> Any:
-        """Return the other classes of vLLM's module of this name (PEP 562)."""
+        """Return the other classes of vLLM's module with this name (PEP 562)."""
         if name.startswith("__"):  # for example, an import looks up __path__
             raise AttributeError(name)
         import nanoserve

@@ -1,1 +1,1 @@
-"""Attention over the paged KV cache: one interface, several backends."""
+"""Attention over the paged KV cache, with one interface and several backends."""

@@ -1,4 +1,4 @@
-"""Attention with flash-attn, if it is installed: version 3 on Hopper, version 2 on other GPUs.
+"""Attention with flash-attn, if installed: version 3 on Hopper, version 2 on other GPUs.
 
 FlashAttention-2 (Dao 2023) is the package flash_attn. It has two paged entry points, which share
 the batch: `flash_attn_with_kvcache` gets the decode rows, `flash_attn_varlen_func` the packed rows
@@ -31,7 +31,7 @@ def check_flash_attention(
 ) -> str:
     """Return the version to use: "flash_attn3" or "flash_attn".
 
-    Raises `ValueError`, with the number and what to do, if neither supports the configuration.
+    Raises `ValueError`, which says what to do, if neither supports the configuration.
     """
     option = "attention_backend='flash_attn'"
     is_3 = _has_version_3(device)
@@ -84,7 +84,7 @@ class _FlashBackend(AttentionBackend):
 
 
 class FlashAttention3(_FlashBackend):
-    """FlashAttention-3.
+    """The backend of FlashAttention-3.
 
     According to its source, tiles of keys need not begin where a page does, so a tile in which a
     window begins may include pages before the window and multiply their V by 0: finite values do no
@@ -110,7 +110,7 @@ class FlashAttention3(_FlashBackend):
 
 
 class FlashAttention(_FlashBackend):
-    """FlashAttention-2.
+    """The backend of FlashAttention-2.
 
     According to its source, a tile of keys lies within a page, so all that it reads of the page in
     which a window begins belongs to the sequence.

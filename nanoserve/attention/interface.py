@@ -1,4 +1,4 @@
-"""Interface of attention backends: their inputs, and the operation they implement."""
+"""The interface that attention backends implement, and its inputs."""
 
 from dataclasses import dataclass, field, replace
 
@@ -10,19 +10,19 @@ from nanoserve.attention.kv_cache import KVCache, KVCacheSpec
 
 @dataclass(frozen=True)
 class AttentionLayer:
-    """Parameters of the attention layer that a backend computes."""
+    """The parameters of an attention layer."""
 
     num_heads: int
     num_kv_heads: int  # query head h reads KV head h // (num_heads // num_kv_heads)
     head_dim: int
     scale: float
-    sliding_window: int | None = None  # number of tokens that a query attends to, its own included
+    sliding_window: int | None = None  # number of tokens that a query attends to, including its own
     soft_cap: float | None = None  # c: scores become c tanh(score / c)
 
 
 @dataclass
 class AttentionMetadata:
-    """Metadata of a batch for attention: a few tensors and integers, the same for every layer.
+    """The attention metadata of a batch: a few tensors and integers that all layers share.
 
     A row is a sequence; its tokens are q[cu_seqlens_q[row] : cu_seqlens_q[row + 1]], the last
     tokens of its context, and each attends to itself and to all tokens before it. `slot_mapping`
@@ -50,7 +50,7 @@ class AttentionMetadata:
         self._other_groups.append(group)
 
     def of_group(self, group: int) -> "AttentionMetadata":
-        """Return the metadata for the layers of a group; `self` is that of group 0."""
+        """Return the metadata for the layers of a group; `self` is the metadata of group 0."""
         return self._other_groups[group - 1] if group else self
 
     @property
@@ -59,10 +59,10 @@ class AttentionMetadata:
 
 
 class AttentionBackend:
-    """Base class of attention backends.
+    """The base class of attention backends.
 
     A backend attends over a KV cache in which K and V of the whole batch are already stored: a
-    sequence may read blocks that another one of the same batch fills.
+    sequence may read blocks that another sequence of the same batch fills.
     """
 
     capturable = False  # whether a decode step can be captured in a CUDA graph

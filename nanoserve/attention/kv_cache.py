@@ -1,4 +1,4 @@
-"""Paged KV cache of a layer: layout, writes and reads, in floating point or in 8 bits.
+"""The paged KV cache of a layer, in floating point or 8-bit: layout, writes and reads.
 
 K and V are stored in blocks of `block_size` tokens. A token's location is its *slot*: its block's
 number x block_size + offset. The head dimension precedes the token dimension, so what one head
@@ -17,7 +17,7 @@ from nanoserve.checkpoint.kv_formats import head_bytes, kv_format
 
 @dataclass(frozen=True)
 class KVCacheSpec:
-    """Layout of a layer's cache on one rank."""
+    """The layout of a layer's cache on one rank."""
 
     block_size: int  # tokens
     num_kv_heads: int  # of this rank
@@ -68,7 +68,7 @@ class KVCacheSpec:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class KVCache:
-    """KV cache of one layer, K before V."""
+    """The KV cache of one layer, K before V."""
 
     values: Tensor  # or codes: [2, num_blocks, num_kv_heads, block_size, head_dim]
     scales: Tensor | None = None  # float32 [2, num_blocks, num_kv_heads, block_size]

@@ -20,10 +20,10 @@ FEW = 33
 
 
 class NumbaAttention(AttentionBackend):
-    """Backend with a compiled kernel for rows of few tokens, and torch for longer ones.
+    """A backend with a compiled kernel for rows of few tokens, and torch for longer ones.
 
-    The kernel reads the K and V of a row in place and once for all its tokens. It also reads 8-bit
-    codes, which have half the bytes of 16 bits.
+    The kernel reads the K and V of a row in place and once for all its tokens. It also reads an
+    8-bit KV cache, which takes half the bytes of a 16-bit cache.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ def _refuse_forks() -> None:
 def _few_and_longer(metadata: AttentionMetadata) -> tuple[Tensor, ...]:
     """Return the rows after the decode rows, split by length, both int32.
 
-    Those of few tokens: [num_few]. Longer ones: [num_longer, 3], each (row, its first token, the
+    Rows of few tokens: [num_few]. Longer rows: [num_longer, 3], each (row, its first token, the
     next row's first token).
     """
     if "numba" not in metadata.scratch:

@@ -1,4 +1,4 @@
-"""Input validation of CPU attention: its kernel gets addresses, without bounds checks."""
+"""Validates the inputs of CPU attention, whose kernel gets addresses without bounds checks."""
 
 from collections.abc import Sequence
 from typing import NoReturn

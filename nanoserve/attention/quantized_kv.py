@@ -1,4 +1,4 @@
-"""KV cache in 8 bits: codes, and a scale for every token and head.
+"""The 8-bit KV cache stores codes, and a scale for every token and head.
 
     value = code x scale        scale = largest magnitude of the head's values / largest code
 
@@ -8,8 +8,8 @@ fp8 with 4 bits of exponent and 3 of mantissa (Micikevicius et al. 2022, arXiv 2
 error of at most a sixteenth of the value, or 2^-10 of a scale: better for values much smaller than
 the largest, worse for all others.
 
-With a head_dim of 128, a scale of 4 bytes makes 132 bytes of a head that takes 256 in 16 bits: 1.94
-times the tokens in the same pool.
+With head_dim=128, a head takes 132 bytes with its 4-byte scale, and 256 bytes in a 16-bit cache. So
+the same pool holds 1.94 times as many tokens.
 """
 
 import torch
@@ -24,8 +24,8 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return codes of x [..., head_dim], of the same shape and in this dtype, and scales [...].
 
     dtype: int8, or uint8 for the bits of e4m3. The computation is in float32 for any dtype of x.
-    Codes cannot be infinite or NaN: if a value is, the scale of its head is NaN, which makes the
-    whole head NaN, so that the request ends with an error and not with wrong tokens.
+    Codes cannot be infinite or NaN. If a value is, the scale of its head becomes NaN, and so does
+    the whole head, so that the request ends with an error and not with wrong tokens.
     """
     x = x.float()
     largest = x.abs().amax(dim=-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Registry of attention backends and the operations used with each; does not import torch."""
+"""The registry of attention backends and their operations. It does not import torch."""
 
 from typing import Any
 

@@ -27,7 +27,7 @@ class TorchAttention(AttentionBackend):
             longest = min(longest, layer.sliding_window + kv_cache.values.shape[3])
         rows_at_once = max(1, _SLOTS_AT_ONCE // longest)
         decodes = metadata.num_decode_rows
-        # Each longer row is computed alone, as a large product. [0, 2, 4, 5, 6, 7]: two, two and
+        # Each longer row is computed alone, as a large matmul. [0, 2, 4, 5, 6, 7]: two, two and
         # one of the decode rows, then two longer rows.
         borders = [*range(0, decodes, rows_at_once), *range(decodes, metadata.num_rows + 1)]
         parts = [attend_rows(layer, q, kv_cache, metadata, *rows) for rows in pairwise(borders)]
@@ -54,14 +54,14 @@ def attend_rows(
     length = k.shape[2]
 
     # 2) The queries: the last n tokens of each row's context. The query heads of a group share a KV
-    #    head. For one token, they are the rows of one product; of several, the KV head is repeated.
+    # head. For one token, they are the rows of one matmul; for several, the KV head is repeated.
     if n == 1:
         queries = q[tokens].unflatten(1, (num_kv_heads, group))
     else:
         queries = q[tokens].transpose(0, 1)[None]
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
 
-    # 3) The mask. For a whole prompt, torch has a causal mode that skips half of the products. But
+    # 3) The mask. For a whole prompt, torch has a causal mode that skips half of the matmuls. But
     # if fewer than a vector of 16 scores are all NaN, torch's fast path returns zeros.
     is_whole = 16 <= n == length and layer.sliding_window is layer.soft_cap is None
     visible = None if is_whole else _visible(lens, n, length, layer.sliding_window)
@@ -128,7 +128,7 @@ def _capped_attention(
 ) -> Tensor:
     """Compute attention with soft-capped scores (Gemma 2): cap x tanh(score / cap)."""
     assert layer.soft_cap is not None
-    # Queries are scaled before the product: in float16, unscaled scores could overflow.
+    # Queries are scaled before the matmul: in float16, unscaled scores could overflow.
     scores = (queries * layer.scale @ k.mT).float() / layer.soft_cap
     scores = (layer.soft_cap * scores.tanh()).masked_fill(~visible, -torch.inf)
     return scores.softmax(dim=-1).to(v.dtype) @ v

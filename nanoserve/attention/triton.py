@@ -8,10 +8,10 @@ from nanoserve.kernels.triton.paged_attention import paged_attention
 
 
 class TritonAttention(AttentionBackend):
-    """Backend of Triton kernels.
+    """A backend of Triton kernels.
 
     longest_cut: if no row of a step has more tokens, the keys of its rows are split into shares, as
-    those of decode rows are.
+    in decode rows.
     """
 
     capturable = captures_mixed_steps = True

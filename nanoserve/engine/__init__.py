@@ -1,1 +1,1 @@
-"""Scheduler side of the engine: it plans steps with plain integers and imports no torch."""
+"""The scheduler side of the engine, which plans steps with plain integers and without torch."""

@@ -1,4 +1,4 @@
-"""Token sequences of bad words: every sequence that completes one, whatever precedes it."""
+"""Turns bad words into all token sequences that complete them, whatever precedes the words."""
 
 from nanoserve.text.detokenizer import Tokenizer
 
@@ -10,7 +10,7 @@ _MOST_KEPT = 2**14  # words in the cache
 
 
 class BadWords:
-    """Token sequences of words under one tokenizer, cached because requests repeat words."""
+    """A cache of the token sequences of words under one tokenizer; requests often repeat words."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -19,8 +19,8 @@ class BadWords:
     def sequences(self, words: list[str]) -> list[list[int]]:
         """Return the token sequences that complete one of `words`; none of them ends with another.
 
-        A tokenizer encodes a word differently at the beginning of a text, after a space and after a
-        bracket; the first token may include the bracket.
+        A tokenizer encodes a word differently at the beginning of a string, after a space and after
+        a bracket; the first token may include the bracket.
         """
         found = {spelling: None for word in words for spelling in self._spellings(word)}
         return [

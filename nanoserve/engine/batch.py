@@ -1,4 +1,4 @@
-"""Packed batch: every integer that the device needs for a step, in one flat buffer.
+"""A packed batch holds every integer that the device needs for a step, in one flat buffer.
 
 Sequences of different lengths lie one after the other, without padding. Three rows: a and b decode,
 c is a prefill of four tokens. Blocks have 4 tokens; the block tables are a: [5, 2], b: [8], c: [3].
@@ -7,11 +7,11 @@ c is a prefill of four tokens. Blocks have 4 tokens; the block tables are a: [5,
     positions      [ 7 |  3 |  0  1  2  3]
     slot_mapping   [11 | 35 | 12 13 14 15]      a7 is token 3 of a's second block, 2: 2 x 4 + 3
     cu_seqlens_q   [0, 1, 2, 6]                 where each row's tokens begin and end
-    context_lens   [8, 4, 4]                    tokens each row attends to, its own included
+    context_lens   [8, 4, 4]                    tokens each row attends to, including its own
     output_rows    [0, 1, 5]                    tokens whose hidden states are needed
 
-The executor provides the memory of the buffer: plain, pinned, or shared with worker processes. So a
-step is transferred by one copy and nothing is pickled. The buffer cannot overflow, because its
+The executor provides the memory of the buffer: pageable, pinned, or shared with worker processes.
+So a step is transferred by one copy and nothing is pickled. The buffer cannot overflow, because its
 capacities are the limits that the scheduler keeps to.
 """
 
@@ -26,7 +26,7 @@ PENDING = -1  # input id known only to the device: `last_token` of the row's slo
 
 
 class Batch:
-    """Integers of one step, as numpy views of `memory` (uint8, `layout.num_bytes` long)."""
+    """The integers of one step, as numpy views of `memory` (uint8, `layout.num_bytes` long)."""
 
     input_ids: np.ndarray
     positions: np.ndarray
@@ -63,7 +63,7 @@ class Batch:
         return self._before_tables + tables * 4
 
     def pack(self, plan: Plan, block_tables: np.ndarray, block_size: int) -> None:
-        """Write `plan` into this buffer; `block_tables` are the scheduler's, by group and slot.
+        """Write `plan` into this buffer; `block_tables` are the scheduler's tables.
 
         Costs a few list operations per sequence; all work per token is done by numpy.
         """

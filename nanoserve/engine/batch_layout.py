@@ -1,4 +1,4 @@
-"""Layout of a packed batch: its header and its fields."""
+"""The layout of a packed batch, which has a header and fields."""
 
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -21,12 +21,12 @@ class BatchHeader(NamedTuple):
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """Position of each field in a batch buffer. All fields are int32.
+    """The position of each field in a batch buffer. All fields are int32.
 
     `block_tables` is last and only as wide as a step needs, so that a step copies only the first
     `Batch.num_bytes_used` bytes. `heads` are the names of the heads that read outputs of prompt
-    tokens, in the order of these outputs. `num_groups` is the number of layer groups with block
-    tables of their own.
+    tokens, in the order of these outputs. `num_groups` is the number of layer groups, each of which
+    has its own block tables.
     """
 
     max_num_tokens: int
@@ -50,7 +50,7 @@ class BatchLayout:
             "output_rows": tokens,  # index of each token whose hidden state is needed
             "output_slots": tokens,  # the slot of each output's sequence
             "next_ids": tokens,  # for an output that is not sampled: the token after it
-            "head_counts": len(self.heads),  # outputs of each head, after those of the sampler
+            "head_counts": len(self.heads),  # outputs of each head, after the sampler's outputs
             "block_tables": self.num_groups * rows * self.max_blocks_per_row,
         }
 

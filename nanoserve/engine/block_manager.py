@@ -1,4 +1,4 @@
-"""Block manager: allocates the blocks of the KV cache and knows which sequences use them.
+"""The block manager allocates KV cache blocks and tracks which sequences use them.
 
 PagedAttention (Kwon et al. 2023, section 4): the cache is a pool of blocks of `block_size` tokens,
 and a sequence's *block table* lists the blocks that hold its tokens. With block size 16 and block
@@ -31,7 +31,7 @@ Hits = AbstractSequence[
 
 
 class BlockManager:
-    """Block allocator with reference counts, and a prefix cache over the full blocks.
+    """A block allocator with reference counts and a prefix cache over the full blocks.
 
     A freed block keeps its content and stays in the prefix cache until it is allocated again, so
     the free queue *is* the prefix cache's eviction order: least recently used first, after the
@@ -229,7 +229,7 @@ class BlockManager:
         """Free the blocks that no later token of `seq` sees.
 
         Only computed tokens that cannot be rejected count, so the sequence must have no draft
-        tokens under way. A block that other sequences use stays allocated to them.
+        tokens in flight. A block that other sequences use stays allocated to them.
         """
         num_prompt_blocks = seq.num_prompt_tokens // self.block_size
         for table, window in zip(seq.block_tables, self.windows, strict=True):
@@ -243,7 +243,7 @@ class BlockManager:
                 self._give_back(table.release_first(), is_useful=index < num_prompt_blocks)
 
     def _give_back(self, block: int, is_useful: bool = True) -> None:
-        """Drop one reference; a block without any joins the free queue, from which it is evicted.
+        """Drop one reference; a block without references joins the free queue, to be evicted.
 
         It joins at the back, or at the front if no lookup needs its content: it is not cached,
         another block of its group has the same prefix, or `is_useful` is False.

@@ -1,4 +1,4 @@
-"""Room for draft tokens in a step that is being planned.
+"""Reserves room for draft tokens in a step that is being planned.
 
 Draft tokens use only the remaining token budget, and blocks that are free and not cached. So no
 sequence is preempted or kept waiting because of them, and no cached block is evicted.

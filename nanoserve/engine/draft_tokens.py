@@ -1,4 +1,4 @@
-"""Verification of the draft tokens of a step.
+"""Verifies the draft tokens of a step.
 
 A row with k draft tokens is computed at k + 1 positions, and a token is sampled at each of them:
 one *output* each. The sampler itself verifies: its noise is a function of the position, so the
@@ -13,7 +13,7 @@ import numpy as np
 
 
 class AcceptedRows(NamedTuple):
-    """Accepted tokens of a step, by row.
+    """The accepted tokens of a step, by row.
 
     token_ids: the new tokens of each row. first_outputs: the index of its first output.
     last_outputs: the output at which its last token was sampled; the first output if it has no
@@ -32,7 +32,7 @@ class AcceptedRows(NamedTuple):
     def places(self, outputs: Sequence[int]) -> list[tuple[int, int] | None]:
         """Return the places of the tokens of these outputs: (row, index among its tokens).
 
-        None is for an output without a token, and for one after a rejected draft token.
+        An output without a token, or after a rejected draft token, has None.
         """
         accepted = {
             first + index: (row, index)

@@ -1,4 +1,4 @@
-"""Further methods of vLLM's `LLMEngine`, besides adding and aborting requests and stepping."""
+"""The less common methods of vLLM's `LLMEngine`, in addition to add_request, abort and step."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +25,7 @@ _ELSEWHERE = {
         ("start_profile", "stop_profile"),
         "trace='run.jsonl' records every step, and torch.profiler profiles the whole program",
     ),
-    **dict.fromkeys(
-        ("collective_rpc", "apply_model"), "workers do not run functions of the caller"
-    ),
+    **dict.fromkeys(("collective_rpc", "apply_model"), "workers do not run the caller's functions"),
     **dict.fromkeys(
         ("model_executor", "driver_worker", "model_runner", "engine_core"),
         "with one process, llm.engine.executor.model is the model, for inspection only: most "
@@ -44,7 +42,7 @@ _ELSEWHERE = {
 
 
 class EngineMethods:
-    """Base class of `GuardedEngine` with the less common methods of vLLM's class."""
+    """The base class of `GuardedEngine` with the less common methods of vLLM's class."""
 
     model_config: "ModelConfig"
     tokenizer: Any

@@ -1,7 +1,7 @@
-"""Interface between the engine loop, which imports no torch, and the model's executor.
+"""The interface between the engine loop, which imports no torch, and the model's executor.
 
-The inputs of a step besides its packed batch are two values: `ForwardInputs` for the model and
-`SampleInputs` for the sampler. Every field of them may be empty, and usually is.
+In addition to its packed batch, a step has two inputs: `ForwardInputs` for the model and
+`SampleInputs` for the sampler. All their fields may be empty, and usually are.
 """
 
 from dataclasses import dataclass, field
@@ -17,7 +17,7 @@ from nanoserve.sampling_params import SamplingParams
 
 @dataclass(frozen=True)
 class SlotUpdate:
-    """Slot update: a sequence that was just given `slot`, and how to sample for it.
+    """A sequence that was just assigned to `slot`, with its sampling parameters.
 
     Only updates are sent to the workers, not the whole slot table. After a preemption,
     `output_token_ids` includes what the sequence had generated before it.
@@ -49,14 +49,14 @@ class SlotUpdate:
 
 
 class TokenMask(Protocol):
-    """Token masks of one sequence in a step: after its last token and after each draft token.
+    """The token masks of a sequence in a step, after its last token and after each draft token.
 
     It is called when the tokens of the previous step are known. Raises `ValueError` if a mask
     cannot be computed, which ends the request.
     """
 
     def first_illegal(self, token_ids: list[int]) -> int | None:
-        """Return the index of the first sampled token that is not allowed; None if all are.
+        """Return the index of the first sampled token that is not allowed; None if all are allowed.
 
         token_ids: the tokens sampled after the last token and after each draft token, in order.
         Tokens after one that differs from its draft token are ignored.
@@ -71,7 +71,7 @@ class TokenMask(Protocol):
 
 @dataclass
 class ForwardInputs:
-    """Inputs of the model besides the batch.
+    """The model's inputs in addition to the batch.
 
     slot_updates: sequences that are new in their slots.
     draft_tokens: by slot, the draft tokens that are packed after the last token of its row.
@@ -83,7 +83,7 @@ class ForwardInputs:
 
 @dataclass
 class SampleInputs:
-    """Inputs of the sampler besides the logits.
+    """The sampler's inputs in addition to the logits.
 
     token_masks: by slot, the masks of the tokens that its sequence may sample.
     """
@@ -93,7 +93,7 @@ class SampleInputs:
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of a step, by row: row i is `Plan.sampled[i]`, in batch order.
+    """The result of a step, by row; row i is `Plan.sampled[i]`, in batch order.
 
     token_ids: zero or more new tokens of each row. With k draft tokens a row gets up to k + 1: the
         accepted draft tokens and the token sampled after them.
@@ -119,7 +119,7 @@ class ExecutorDeadError(RuntimeError):
 
 
 class Executor(Protocol):
-    """Executor: runs the model. Steps run in the order in which they are launched.
+    """Runs the model. Steps run in the order in which they are launched.
 
     An executor that can fail between two steps, such as one with worker processes, also has an
     attribute `failure`: the reason why every later call raises `ExecutorDeadError`, or None.

@@ -1,8 +1,8 @@
-"""Extensions: the interface by which features take part in the engine's steps.
+"""Extensions are the interface through which features take part in the engine's steps.
 
     step      methods called                          what they may do
     --------  --------------------------------------  --------------------------------------------
-    add       on_add(seq)                             have the sequence held
+    add       on_add(seq)                             hold the sequence
     schedule  on_step_start()                         release held sequences, finish sequences
               token_budget(n)                         lower the budget of this step
               may_admit(seq, plan)                    leave a waiting sequence out of this step
@@ -16,8 +16,7 @@
 
 Extensions are called in the order of the engine's list. They never call each other: they
 communicate through the plan. They use the public methods of `Scheduler`, such as `hold`, `release`,
-`grow` and `finish`. An exception in any of these methods counts as an exception of the step, which
-is then rolled back.
+`grow` and `finish`. An exception in any of these methods fails the step, which is then rolled back.
 """
 
 from collections.abc import Callable
@@ -30,7 +29,7 @@ from nanoserve.utils.registry import Registry
 
 
 class Extension:
-    """Base class of all extensions; every method does nothing."""
+    """The base class of all extensions; every method does nothing."""
 
     def on_add(self, seq: Sequence) -> str | None:
         """Return a reason to hold a new sequence until `Scheduler.release(..., reason)`, or None.
@@ -62,7 +61,7 @@ class Extension:
         """Add draft tokens to rows that catch up; see `nanoserve.engine.draft_room`."""
 
     def forward_inputs(self, plan: Plan, inputs: ForwardInputs) -> None:
-        """Add to the inputs that the model gets besides the batch."""
+        """Add to the inputs that the model gets in addition to the batch."""
 
     def sample_inputs(self, plan: Plan, inputs: SampleInputs) -> None:
         """Add to the inputs of the sampler. All tokens of the previous steps are known."""
@@ -77,7 +76,7 @@ class Extension:
         """
 
     def on_reset(self) -> None:
-        """Called when all steps under way are discarded: after an error, or without requests."""
+        """Called when all steps in flight are discarded: after an error, or without requests."""
 
     def close(self) -> None:
         """Release threads, memory and files. The engine is not used again."""

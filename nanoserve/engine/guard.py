@@ -1,6 +1,6 @@
-"""Guard around the engine loop: it may be shared, interrupted and called from anywhere.
+"""A guard around the engine loop, which may be shared, interrupted and called from anywhere.
 
-- Threads may share an engine: one at a time is inside, and the others wait.
+- Threads may share an engine: one thread at a time is inside, and the other threads wait.
 - Ctrl-C waits for the end of a step. A call that must not wait, such as an abort from within a
   step, is deferred to the end of that step.
 - A step that raises is rolled back: the loop is reset to the tokens of finished steps.
@@ -33,8 +33,8 @@ class GuardedEngine(EngineMethods):
     """A thread-safe `LLMEngine` for users: `LLM.engine`, exported as `nanoserve.LLMEngine`.
 
     Every error in a request raises `ValueError` before the request is queued, and leaves the engine
-    unchanged. The arguments are those of `LLMEngine`, and make_executor: creates a new executor
-    from a configuration, for an engine that has slept.
+    unchanged. It takes the arguments of `LLMEngine`. In addition, `make_executor` creates a new
+    executor from a configuration, for an engine that has slept.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class GuardedEngine(EngineMethods):
         params: SamplingParams | None = None,
         priority: int = 0,
     ) -> None:
-        """Queue a request: text, token ids, or `{"prompt": ...}` / `{"prompt_token_ids": ...}`.
+        """Queue a request: a string, token ids, or `{"prompt": ...}` / `{"prompt_token_ids": ...}`.
 
         Raises `ValueError` for an invalid request, and if the engine is suspended or closed.
         """
@@ -142,10 +142,10 @@ class GuardedEngine(EngineMethods):
         """Evict all cached prefixes; returns True.
 
         Running sequences keep their blocks; with `reset_running_requests` they recompute their KV,
-        too. Raises `ValueError` for `reset_connector`: there is no KV connector.
+        too. Raises `ValueError` for `reset_connector`: nanoserve has no KV connector.
         """
         if reset_connector:
-            raise ValueError("reset_connector=True: this engine has no KV connector; leave it out")
+            raise ValueError("reset_connector=True: this engine has no KV connector; omit it")
         self._lock.call_soon(lambda: self._reset_prefix_cache(reset_running_requests))
         return True
 
@@ -158,7 +158,7 @@ class GuardedEngine(EngineMethods):
         """Advance every scheduled sequence; returns finished and streamed outputs.
 
         Outputs of a subscribed request go to its queue; a subscriber steps with `fetch=False` and
-        leaves all other outputs for later. If anything raises, the steps under way are rolled back:
+        leaves all other outputs for later. If anything raises, the steps in flight are rolled back:
         all their sequences wait to be computed again, and the exception's `request_ids` are the
         requests of those steps. Ctrl-C is raised at the end of the step; the next step returns the
         outputs of this one.

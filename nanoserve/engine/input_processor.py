@@ -1,4 +1,4 @@
-"""Input processor: turns a user's prompt and parameters into a `Request`, or raises `ValueError`.
+"""The input processor turns a prompt and parameters into a `Request`, or raises `ValueError`.
 
 All checks are made before anything is queued.
 """
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from nanoserve.text.detokenizer import Tokenizer
 
 _TOKENIZERS_OUTPUT = (
-    ": for the output of a tokenizer, give prompt['input_ids'], or call apply_chat_template with "
+    ": for the output of a tokenizer, pass prompt['input_ids'], or call apply_chat_template with "
     "return_dict=False"
 )
 Prompt = str | AbstractSequence[int] | Mapping[str, Any]
@@ -50,14 +50,12 @@ def one_per_prompt(name: str, value: Any, kind: type, num_prompts: int) -> list[
     if not isinstance(value, AbstractSequence):
         raise ValueError(f"{name} must be {kind.__name__}, not {type(value).__name__}")
     if len(value) != num_prompts:
-        raise ValueError(
-            f"{num_prompts} prompts, but {len(value)} {name}: give one for each prompt"
-        )
+        raise ValueError(f"{num_prompts} prompts, but {len(value)} {name}: pass one per prompt")
     return list(value)
 
 
 class InputProcessor:
-    """Tokenizes and checks requests. It keeps no state of them, so a rejected one has no effect."""
+    """Tokenizes and checks requests. It keeps no state, so a rejected request has no effect."""
 
     def __init__(
         self,
@@ -91,7 +89,7 @@ class InputProcessor:
 
     @cached_property
     def text_limit(self) -> "TextLimit":
-        """Limit on the length of a text prompt."""
+        """Limit on the length of a string prompt."""
         assert self._tokenizer is not None
         return TextLimit(self._tokenizer.backend, self.max_model_len)
 
@@ -169,24 +167,24 @@ class InputProcessor:
             unknown = [name for name, v in prompt.items() if name not in known and v is not None]
             if unknown or not prompt:
                 raise ValueError(
-                    f"a prompt dictionary holds 'prompt', 'prompt_token_ids' or both, and perhaps "
-                    f"'cache_salt' (messages are for chat); {unknown=}"
+                    f"a prompt dictionary has 'prompt', 'prompt_token_ids' or both, and optionally "
+                    f"'cache_salt' (pass messages to chat); {unknown=}"
                     + _TOKENIZERS_OUTPUT
                     * ("input_ids" in unknown)
                 )
             text = prompt.get("prompt")  # with token ids, it is only copied to the output
             token_ids = prompt.get("prompt_token_ids")
             if not isinstance(text, (str, NoneType)) or isinstance(token_ids, str):
-                raise ValueError("'prompt' must be text and 'prompt_token_ids' token ids")
+                raise ValueError("'prompt' must be a string and 'prompt_token_ids' token ids")
             prompt = text if token_ids is None else token_ids  # type: ignore[assignment]  # or None
         if isinstance(prompt, str):
             if self._tokenizer is None:
-                raise ValueError("a text prompt needs a tokenizer, and this engine has none")
+                raise ValueError("a string prompt needs a tokenizer, and this engine has none")
             self.text_limit.check(prompt, max_tokens)
             return prompt, self._tokenizer.encode(prompt)
         is_array = isinstance(prompt, np.ndarray) and prompt.ndim == 1
         if not is_array and (not isinstance(prompt, AbstractSequence) or isinstance(prompt, bytes)):
-            raise ValueError(f"a prompt is text or token ids, not {type(prompt).__name__}")
+            raise ValueError(f"a prompt is a string or token ids, not {type(prompt).__name__}")
         self._check_prompt_length(len(prompt), max_tokens)  # before the loops over all tokens
         numbers: Any = prompt
         return text, numbers.tolist() if is_array else list(numbers)
@@ -199,7 +197,7 @@ class InputProcessor:
     def _check_params(self, params: SamplingParams, max_logprobs: int) -> None:
         if self._tokenizer is None and (params.stop or params.bad_words):
             raise ValueError(
-                "stop and bad_words are texts and need a tokenizer, and this engine has none"
+                "stop and bad_words are strings and need a tokenizer; this engine has none"
             )
         if params.structured_outputs is not None:
             self.check_constraint(params.structured_outputs)
@@ -213,7 +211,7 @@ class InputProcessor:
                     f"{name}={number} exceeds max_logprobs={max_logprobs}, which is an option of "
                     f"the engine (-1: the whole vocabulary)"
                 )
-        if params.logprob_token_ids is not None:  # selected from those of the whole vocabulary
+        if params.logprob_token_ids is not None:  # selected from the whole vocabulary
             params.logprobs = self.vocab_size
         for check in self._validators:
             check(params)
@@ -238,9 +236,9 @@ class InputProcessor:
 def key_of_salt(salt: Any) -> tuple[str, ...]:
     """Return the part of the cache key that `cache_salt` adds.
 
-    Only requests with the same salt share KV blocks. Raises `ValueError` unless it is a
-    text that is not empty.
+    Only requests with the same salt share KV blocks. Raises `ValueError` unless it is a non-empty
+    string.
     """
     if not isinstance(salt, str) or not salt:
-        raise ValueError(f"cache_salt={salt!r} must be a text that is not empty")
+        raise ValueError(f"cache_salt={salt!r} must be a non-empty string")
     return ("cache_salt", salt)

@@ -1,4 +1,4 @@
-"""Critical sections: Ctrl-C waits for their end, and other threads wait as well."""
+"""Critical sections, at whose end Ctrl-C takes effect, and for which other threads wait."""
 
 import signal
 import threading

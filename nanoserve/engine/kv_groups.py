@@ -1,9 +1,9 @@
-"""Layer groups: layers whose K and V are kept for the same number of tokens.
+"""A layer group consists of layers whose K and V are kept for the same number of tokens.
 
 A layer with full attention reads K and V of all earlier tokens; one with a sliding window (Mistral,
-Gemma, gpt-oss) reads those of the last `window` tokens only, its own included. So layers of one
-kind form a group that has its own block table, and a group with a window frees the blocks that have
-left the window.
+Gemma, gpt-oss) reads only K and V of the last `window` tokens, including the current one. So layers
+of one kind form a group that has its own block table, and a group with a window frees the blocks
+that have left the window.
 
 All groups take their blocks from one pool, so a block must have the same size in each group. Hence
 all groups have the same number of layers, and a kind with more layers forms several groups. Gemma 3
@@ -24,7 +24,7 @@ _MOST_PADDING = 1.5  # up to this ratio, the groups of the smaller kind are padd
 
 
 class KVCacheGroup(NamedTuple):
-    window: int | None  # tokens that a query sees, its own included; None for all
+    window: int | None  # tokens that a query sees, including its own; None for all
     layers: tuple[int, ...]  # layer indices in the model
 
 
@@ -69,7 +69,7 @@ def blocks_needed(num_tokens: int, block_size: int) -> int:
 
 @dataclass(frozen=True)
 class SequenceRoom:
-    """Number of KV blocks that a sequence needs, for layer groups with these windows.
+    """Computes the number of KV blocks that a sequence needs, given the layer groups' windows.
 
     A step of n tokens in a group with a window of w tokens reads w - 1 + n tokens, in blocks of
     which the first may begin before them. Two blocks are kept in any case: `BlockManager` caches a

@@ -20,7 +20,7 @@ L = TypeVar("L")
 
 
 class RequestListener:
-    """Base class of listeners to requests; every method does nothing."""
+    """The base class of listeners to requests; every method does nothing."""
 
     def on_start(self, request: "Request") -> None:
         """Called when a request has been added."""
@@ -35,7 +35,7 @@ class CachedBlock(NamedTuple):
     block: its id in the pool.
     block_hash, parent_hash: the chain hashes of this block and of the block before it; the latter
         is None for the first block of a sequence.
-    token_ids: its `block_size` token ids. The list is the prefix cache's own: do not change it.
+    token_ids: its `block_size` token ids. The list belongs to the prefix cache: do not change it.
     cache_key: what else its K and V depend on, such as a tenant's salt; see `Sequence.cache_key`.
     group: the layer group of its K and V: an index of `nanoserve.engine.kv_groups.group_layers`.
     is_copy: True if another block of the group already holds the same.
@@ -51,7 +51,7 @@ class CachedBlock(NamedTuple):
 
 
 class BlockListener:
-    """Base class of listeners to blocks in the prefix cache; every method does nothing.
+    """The base class of listeners to blocks in the prefix cache; every method does nothing.
 
     A block is cached when the step that fills it is planned, so its K and V are valid when that
     step has run. Methods are called after the change, in the thread that makes it.

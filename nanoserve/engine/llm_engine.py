@@ -35,7 +35,7 @@ Observer = Callable[[Plan, Batch, StepResult, StepTimes], None]
 
 @dataclass
 class Step:
-    """A step under way; `result` and `outputs` are set when it has ended."""
+    """A step in flight; `result` and `outputs` are set when it has ended."""
 
     plan: Plan
     batch: Batch
@@ -46,7 +46,7 @@ class Step:
 
 
 class LLMEngine:
-    """Engine loop: accepts requests at any time and advances all of them step by step.
+    """Accepts requests at any time and advances all of them step by step.
 
     executor: runs the model; it is closed with the engine. tokenizer: None for token ids only.
     clock: returns seconds; no other clock is read. Requests are validated by `input_processor`.
@@ -159,7 +159,7 @@ class LLMEngine:
     def advance(self) -> list[Step]:
         """Run one turn of the loop; returns the steps that have ended in it.
 
-        With `async_scheduling` there is always a step under way: while the device computes it, its
+        With `async_scheduling` there is always a step in flight: while the device computes it, its
         successor is planned and launched, so the device never waits for this loop.
         """
         finished: list[Step] = []
@@ -273,9 +273,9 @@ class LLMEngine:
 
         These are the requests of the steps that were undone. For use after an exception at any
         line: tables that depend on each other may be half updated, so none of them is repaired. The
-        results of unfinished steps are discarded, and every sequence recomputes its KV from its
-        tokens, which are those of the finished steps. The recomputed steps sample the same tokens,
-        because a sampled token does not depend on the step or the batch in which it is sampled.
+        results of unfinished steps are discarded, and every sequence recomputes its KV from the
+        tokens of the finished steps. The recomputed steps sample the same tokens, because a sampled
+        token does not depend on the step or the batch in which it is sampled.
         """
         steps, processor = list(self._in_flight), self.output_processor
         plans = [step.plan for step in steps]
@@ -296,7 +296,7 @@ class LLMEngine:
         """Evict all cached prefixes, which is needed after the weights have changed.
 
         Running sequences keep their blocks, which lookups no longer find; with
-        `reset_running_requests` they recompute their KV, too, after the steps under way have ended.
+        `reset_running_requests` they recompute their KV, too, after the steps in flight have ended.
         """
         if reset_running_requests:
             while self._in_flight:
@@ -329,7 +329,7 @@ class LLMEngine:
         return [seq for request in requests for seq in request.sequences]
 
     def _discard_idle_steps(self) -> None:
-        """Cancel the steps under way if no request is left in them."""
+        """Cancel the steps in flight if no request is left in them."""
         if self._in_flight and not self.scheduler.has_unfinished():
             self._cancel_steps()
             for extension in self.extensions:

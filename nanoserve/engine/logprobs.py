@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, and the texts of these tokens, for the request's output."""
+"""Adds the log-probabilities of tokens, and the tokens' strings, to the request's output."""
 
 import math
 from collections.abc import Callable
@@ -21,8 +21,8 @@ def collect_logprobs(
 ) -> dict[Request, Exception]:
     """Append the log-probabilities of a step to the completions that requested them.
 
-    joined: by row, how many of its tokens were appended. Returns the requests whose token texts
-    could not be decoded, with their exceptions.
+    joined: by row, how many of its tokens were appended. Returns the requests whose tokens could
+    not be decoded, with their exceptions.
     """
     failed: dict[Request, Exception] = {}
     for entry, (row, index) in enumerate(result.logprob_places):
@@ -78,7 +78,7 @@ def _candidates(
     text_of_token: Callable[[int], str],
     listed: list[int] | None = None,
 ) -> dict[int, Logprob]:
-    """Return the row's own token and its k most likely ones, or of these only the `listed` ones."""
+    """Return the row's token and the k most likely tokens, or only the `listed` ones among them."""
     columns: Any = slice(k + 1)
     if listed is not None:
         found = np.flatnonzero(np.isin(values.token_ids[row, 1 : k + 1], listed)) + 1

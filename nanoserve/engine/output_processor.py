@@ -1,4 +1,4 @@
-"""Output processor: turns a step's tokens into text, log-probabilities and `RequestOutput`s."""
+"""The output processor turns a step's tokens into text, log-probabilities and `RequestOutput`s."""
 
 import logging
 from collections.abc import Callable, Iterable

@@ -1,4 +1,4 @@
-"""Output queues: one for each subscribed request, and one for all other requests."""
+"""The output queues: one for each subscribed request, and one for all other requests."""
 
 from collections import deque
 from collections.abc import Collection, Iterable

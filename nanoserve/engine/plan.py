@@ -1,8 +1,8 @@
-"""Plan of one step: which sequences run, from which position, and how many tokens of each.
+"""The plan of one step: which sequences run, from which position, and how many tokens of each.
 
 Nothing about a step is read from a sequence after the step was planned, and nothing is written into
 a plan after its step was launched. So a plan means the same before, during and after the step, and
-the plans of two steps can be under way together.
+the plans of two steps can be in flight together.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ DraftFilter = Callable[[list[int]], list[int]]
 
 
 class Row(NamedTuple):
-    """One sequence in one step, by positions in its tokens.
+    """One sequence's share of a step, given as positions in its tokens.
 
         0 ...... start ...................... start + n
         | cached | computed in this step ...... |
@@ -38,7 +38,7 @@ class Row(NamedTuple):
 
 @dataclass
 class Plan:
-    """Plan of one step. `rows` are in batch order: rows with a single token come first.
+    """The plan of one step. `rows` are in batch order: rows with a single token come first.
 
     draft_tokens: by sequence, the tokens that an extension proposes after its last token. They are
         computed in this step, and accepted if the sampler yields the same tokens.

@@ -1,4 +1,4 @@
-"""Selection of the scheduler class by the option `scheduler_cls`."""
+"""Selects the scheduler class from the option `scheduler_cls`."""
 
 from importlib import import_module
 from typing import Any

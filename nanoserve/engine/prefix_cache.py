@@ -1,4 +1,4 @@
-"""Prefix cache: finds blocks whose K and V can be reused.
+"""The prefix cache finds blocks whose K and V can be reused.
 
 K and V of a token depend on its whole prefix. So a cache entry is a *prefix*: a full block of
 tokens together with its parent, which is a prefix again, up to the root. The prefixes form a tree:
@@ -54,7 +54,7 @@ class Prefix:
 
 
 class PrefixCache:
-    """The tree of prefixes, found by chain hash. `listeners` are notified of every change.
+    """A tree of prefixes, found by chain hash. `listeners` are notified of every change.
 
     `num_needed` is, by layer group, the number of last blocks of a hit that must be cached: None
     for all of them, a number for layers with a sliding window.
@@ -165,8 +165,8 @@ class PrefixCache:
     def add(self, seq: Sequence, index: int) -> list[int]:
         """Cache the blocks, one per layer group, that hold the tokens of block `index` of `seq`.
 
-        Returns the blocks that were not cached before. If another prefix has the same hash, that
-        one stays, and neither this prefix nor its descendants are cached.
+        Returns the blocks that were not cached before. If another prefix has the same hash, the
+        other prefix stays, and neither this prefix nor its descendants are cached.
         """
         tables = seq.block_tables
         parent = self._prefix_of[tables[0][index - 1]] if index else seq.cache_key

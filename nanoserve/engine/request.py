@@ -1,4 +1,4 @@
-"""One request: its prompt, its sequences, and the results collected for each of them."""
+"""A request has a prompt, sequences, and the results collected for each sequence."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ from nanoserve.sampling_params import SamplingParams
 
 @dataclass(eq=False)
 class Completion:
-    """Results collected for one sequence, besides its tokens."""
+    """The results collected for one sequence, in addition to its tokens."""
 
     seq: Sequence
     latest: CompletionOutput | None = None

@@ -1,4 +1,4 @@
-"""Scheduler: decides which sequences run in the next step, and how many tokens of each.
+"""The scheduler decides which sequences run in the next step, and how many tokens of each.
 
 It has one rule: every step gives each sequence some tokens so that `num_computed_tokens` catches up
 with `num_tokens`. Prefill is a large number of tokens, decode is one, chunked prefill is a number
@@ -9,8 +9,8 @@ A step goes through three calls: `schedule` plans it, `commit` counts its progre
 launched, and `update` appends its tokens when they have been sampled. With async scheduling the
 next step is planned in between.
 
-A custom scheduling policy is a subclass that is passed to the engine as `scheduler_cls`; most need
-to override `order` only. A feature is an `Extension`, and works with every policy.
+A custom scheduling policy is a subclass that is passed to the engine as `scheduler_cls`. Most
+policies only override `order`. A feature is an `Extension`, and works with every policy.
 """
 
 from bisect import insort
@@ -30,7 +30,7 @@ SIBLING = "its sibling computes their prompt"  # reason for which a sequence is 
 
 
 class Scheduler:
-    """Continuous batching (Yu et al. 2022, Orca) with chunked prefill and preemption by recompute.
+    """Continuous batching (Yu et al. 2022, Orca), chunked prefill and preemption by recomputation.
 
     `waiting` is sorted by `order`, `running` is in order of admission. The sequence that is
     preempted is the running one with the largest `order`. Under FCFS that is the last one that
@@ -118,7 +118,7 @@ class Scheduler:
     def finish(self, seq: Sequence, reason: str, stop_reason: int | str | None = None) -> None:
         """End `seq` from outside the loop, in any state, and free its blocks and its slot.
 
-        This is safe while steps that contain it are under way: one device runs its steps in order,
+        This is safe while steps that contain it are in flight: one device runs its steps in order,
         so what these steps still write is written before any later step can reuse the blocks.
         """
         if seq.finished:
@@ -130,7 +130,7 @@ class Scheduler:
     def reset(self, sequences: Iterable[Sequence]) -> None:
         """Start again with all given sequences that have not finished.
 
-        `sequences` are those of all requests. They keep their tokens and lose their slots and
+        `sequences` belong to all requests. They keep their tokens and lose their slots and
         blocks, and the prefix cache is emptied. So the state of the queues and tables before the
         call does not matter.
         """
@@ -157,8 +157,8 @@ class Scheduler:
     def schedule(self) -> Plan:
         """Plan the next step: running sequences first, then waiting ones, then draft tokens.
 
-        The plan has no rows if every running sequence is held or is about to end with a step under
-        way.
+        The plan has no rows if every running sequence is held or is about to end with a step in
+        flight.
         """
         budget = self.max_num_batched_tokens
         for extension in self.extensions:
@@ -240,7 +240,7 @@ class Scheduler:
     def _drop_rejected(self, row: Row, num_joined: int) -> None:
         """Subtract rejected draft tokens from the computed tokens, and free their blocks."""
         seq = row.seq
-        # False if the sequence has ended, or was preempted while the step was under way.
+        # False if the sequence has ended, or was preempted while the step was in flight.
         is_here = seq.num_computed_tokens == row.start + row.n
         if seq.status is SequenceStatus.RUNNING and is_here:
             num_drafts = row.num_sampled - 1
@@ -326,7 +326,7 @@ class Scheduler:
     def _count_hits(self, seq: Sequence) -> None:
         """Count a prefix-cache lookup, once per request.
 
-        A preempted sequence is not counted again: it would hit its own blocks.
+        A preempted sequence is not counted again: it would hit blocks that it has computed itself.
         """
         if seq.index == 0 and seq.metrics.num_preemptions == 0:
             if seq.metrics.num_cached_prompt_tokens is not None:  # None: it must not be reported

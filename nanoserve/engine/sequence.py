@@ -1,4 +1,4 @@
-"""State of one sequence: its tokens, its progress through the model, its place in the KV cache."""
+"""The state of a sequence: its tokens, progress through the model, and place in the KV cache."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import InitVar, dataclass, field
@@ -8,7 +8,7 @@ from nanoserve.outputs import RequestMetrics
 from nanoserve.sampling_params import SamplingParams
 
 StopCondition = Callable[["Sequence"], tuple[str, str | None] | None]
-CacheKey = tuple[str, ...]  # what K and V depend on besides the tokens, such as a tenant's salt
+CacheKey = tuple[str, ...]  # what else K and V depend on, such as a tenant's salt
 
 
 class SequenceStatus(Enum):
@@ -19,7 +19,7 @@ class SequenceStatus(Enum):
 
 
 class BlockTable(list[int]):
-    """KV blocks of a sequence: entry i holds positions i x block_size to (i + 1) x block_size.
+    """A sequence's KV blocks. Entry i holds positions i x block_size to (i + 1) x block_size.
 
     The first `num_released` entries are 0: a layer group with a sliding window has freed these
     blocks, or a prefix-cache hit did not need them.
@@ -52,14 +52,14 @@ class BlockTable(list[int]):
 
 @dataclass(slots=True, eq=False)  # two sequences are never equal, so they can be dictionary keys
 class Sequence:
-    """State of one completion, in plain integers.
+    """The state of one completion, in plain integers.
 
     There is no prefill phase and no decode phase: a step gives a sequence `n` new tokens, so that
     `num_computed_tokens` (tokens whose K and V are in the cache) catches up with `num_tokens`. When
     it does, the logits of the last token yield the next one, and `num_tokens` moves ahead by one.
     Hence the last token's K and V are never stored while it is the last token.
 
-    A token that a step under way will yield is *pending*: it counts in `num_tokens`, so that the
+    A token that a step in flight will yield is *pending*: it counts in `num_tokens`, so that the
     next step can be planned, but only the device knows its id yet. With draft tokens several tokens
     may be pending, and their number is not known either until the step has been verified.
 

@@ -1,4 +1,4 @@
-"""Slots of running sequences, and their block tables as one array.
+"""The slots of running sequences, and their block tables as one array.
 
 A running sequence keeps its slot, and its row of `block_tables` is extended in place. So a step
 packs the block tables of its rows with one indexing operation, and state that a device keeps by
@@ -11,7 +11,7 @@ from nanoserve.engine.sequence import Sequence
 
 
 class SlotTable:
-    """Slots and block tables of the running sequences.
+    """The slots and block tables of the running sequences.
 
     block_tables: int32 [num_groups, num_slots, max_blocks], by layer group and slot.
     """

@@ -1,4 +1,4 @@
-"""Stopwatch: measures how long each part of a step takes."""
+"""A stopwatch that measures how long each part of a step takes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

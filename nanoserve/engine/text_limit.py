@@ -1,6 +1,6 @@
-"""Text limit: rejects a text without tokenizing it if its tokens certainly do not fit.
+"""Rejects a prompt without tokenizing it if its tokens certainly do not fit.
 
-A tokenizer needs seconds for a text of some megabytes, and Ctrl-C cannot interrupt it.
+A tokenizer needs seconds for a string of a few MB, and Ctrl-C cannot interrupt it.
 """
 
 import json
@@ -12,7 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer as TokenizerBackend
 from tokenizers.pre_tokenizers import ByteLevel
 
-_ORDINARY = 16  # texts of at most this times max_model_len characters are not checked
+_ORDINARY = 16  # strings of at most this times max_model_len characters are not checked
 # Unicode's normal forms compose at most 4 characters to one (such as alpha with three accents).
 _MOST_COMPOSED = 4
 _UNICODE_FORMS = {"NFC", "NFD", "NFKC", "NFKD"}
@@ -66,10 +66,10 @@ def prompt_too_long(
 
 
 class TextLimit:
-    """Limit on the length of texts for the tokenizer `backend` and `max_model_len`.
+    """A limit on the length of prompts, for the tokenizer `backend` and `max_model_len`.
 
-    It follows from three facts: a text is split into tokens, no part of it is lost, and no token
-    stands for more characters than the longest one. A tokenizer that may lose something (unknown
+    It follows from three facts: a string is split into tokens, no part of it is lost, and no token
+    stands for more characters than the longest token. A tokenizer that may lose something (unknown
     characters, white space, accents) has no limit. A prompt must have fewer than `max_model_len`
     tokens.
     """
@@ -91,12 +91,12 @@ class TextLimit:
             )
 
     def error(self, max_tokens: int | None, reason: str) -> ContextLengthError:
-        """Return the error for a text whose tokens have not been counted."""
+        """Return the error for a string whose tokens have not been counted."""
         least = self._max_model_len
         return ContextLengthError.of(least, least, max_tokens, reason, is_at_least=True)
 
     def most_characters(self, is_ascii: bool) -> int | None:
-        """Return the maximum number of characters of a text that fits; None without a limit."""
+        """Return the maximum number of characters of a string that fits; None without a limit."""
         if self._longest_token is None:
             return None
         composed = 1 if is_ascii else _MOST_COMPOSED

@@ -1,1 +1,1 @@
-"""Sampling: from logits to tokens, for a whole batch at once."""
+"""Samples tokens from logits, for a whole batch at once."""

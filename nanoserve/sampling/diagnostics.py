@@ -1,4 +1,4 @@
-"""Errors of rows for which no token can be sampled: each ends its request.
+"""Explains why no token can be sampled for a row; the error ends the row's request.
 
 `best_tokens` returns no token if a row's largest logit is not finite. Argmax would return token 0
 for NaN, and also if all logits are -inf, and an output made of these tokens looks like any other.
@@ -43,7 +43,7 @@ def errors_of_rows(
 
 
 def _error_without_logits() -> Exception:
-    """Return the error of a row that samples unmodified logits: nothing else can be the cause."""
+    """Return the error of a row with unmodified logits: nothing else can be the cause."""
     return FloatingPointError(
         "no token can be chosen: a logit that the model computed is NaN or infinite, or is beyond "
         "float32 when divided by the temperature (run with capture_sampling=False to see which)"

@@ -1,4 +1,4 @@
-"""Filters min-p, top-k and top-p, which restrict the tokens that can be sampled.
+"""The filters min-p, top-k and top-p, which restrict the tokens that can be sampled.
 
 The filter of a row is reduced to one number: the smallest logit that is kept. Equal logits are kept
 or dropped together, so the result does not depend on how a sort orders them.
@@ -16,8 +16,8 @@ def apply_filters(
 ) -> None:
     """Set to -inf, in place, the logits [num_rows, vocab_size] of tokens that are filtered out.
 
-    The order is vLLM's, and each filter applies to the tokens that the one before has left: min_p,
-    top_k, top_p. The settings are [num_rows]; top_k <= 0, top_p = 1 and min_p = 0 are off.
+    The order is min_p, top_k, top_p; each filter applies to the tokens that the previous filter has
+    left. The settings are [num_rows]; top_k <= 0, top_p = 1 and min_p = 0 are off.
     """
     vocab_size = logits.shape[1]
     top_k = torch.where(top_k <= 0, vocab_size, top_k).clamp(max=vocab_size)

@@ -1,4 +1,4 @@
-"""Sampler for a GPU: greedy and random rows, filtered or not, without a copy or synchronization."""
+"""The GPU sampler: greedy and random rows, filtered or not, without copies or synchronization."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class FusedSampler(Sampler):
-    """Sampler with temperatures, seeds and filters on the device, by slot; copied after a change.
+    """A sampler with settings (temperatures, seeds, filters) on the device, copied after a change.
 
     The kernel reads the slots and positions of a step's rows from the batch itself.
     """
@@ -74,7 +74,7 @@ class FusedSampler(Sampler):
     def update_settings(self) -> None:
         """Copy the settings to the device if any has changed since the last copy.
 
-        The copy is asynchronous, and from a buffer of its own, since `_host` may change before it
+        The copy is asynchronous, and from a separate buffer, since `_host` may change before it
         runs.
         """
         if self._is_stale:

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: no generator, no state, the same bits on every machine.
+"""Counter-based random numbers, without generator or state, the same bits on every machine.
 
 A random number depends only on the seed of a request, the position of the new token in prompt and
 output, the index of the completion, and the token id. So the noise does not depend on the rest of
@@ -6,7 +6,7 @@ the batch, on chunks or on preemption. `kernels/cpu/choose_tokens.py` and
 `kernels/triton/choose_tokens.py` compute the same bits where they use them; their logarithms may
 differ in the last bit. The token is argmax(logit / temperature - log E), E from Exp(1): Gumbel
 noise, as an exponential race. The idea is from Salmon et al. 2011, "Parallel random numbers: as
-easy as 1, 2, 3"; the mixer is a 32-bit multiply-xorshift finaliser, because 64-bit integer products
+easy as 1, 2, 3"; the mixer is a 32-bit multiply-xorshift finaliser, because 64-bit multiplications
 are five times as slow on a CPU.
 """
 
@@ -42,7 +42,7 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 
 class Noise:
-    """Generator of log E, with E from Exp(1), for every token of a vocabulary."""
+    """A generator of log E, with E from Exp(1), for every token of a vocabulary."""
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
         token_ids = torch.arange(vocab_size, dtype=torch.int64)

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-_ALIGNMENT = 64  # bytes; a kernel is compiled anew for addresses that are not multiples of 16
+_ALIGNMENT = 64  # bytes; a kernel is compiled again for addresses that are not multiples of 16
 
 
 def to_device(device: torch.device, *arrays: np.ndarray) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Log-probabilities of sampled and most likely tokens, from the model's unmodified logits."""
+"""Log-probabilities of sampled and most likely tokens, computed from unmodified logits."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from nanoserve.sampling.rows import tensor_of
 
 
 class LogprobTensors(NamedTuple):
-    """Tensors of a `TokenLogprobs`, which may not have been computed yet."""
+    """The tensors of a `TokenLogprobs`, which may not have been computed yet."""
 
     token_ids: torch.Tensor
     logprobs: torch.Tensor
@@ -56,7 +56,7 @@ def gather_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> Lo
 def logprobs_of_rows(
     logits: torch.Tensor, token_ids: torch.Tensor, rows: np.ndarray, k: int
 ) -> LogprobTensors:
-    """Return log-probabilities for those `rows` of a step that want them, copied to the host.
+    """Return log-probabilities for the `rows` of a step that requested them, copied to the host.
 
     logits: [num_rows, vocab_size], of the model; token_ids: [num_rows], the sampled tokens. If the
     model's logits are not finite, a row has no log-probabilities. Then it gets no token either,

@@ -1,4 +1,4 @@
-"""Sampler for a CPU with numba: each row is sampled in one pass, without a copy of its logits."""
+"""The CPU sampler with numba samples each row in one pass, without a copy of its logits."""
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from nanoserve.sampling.stages import apply_stages
 
 
 class NumbaSampler(Sampler):
-    """Sampler with the same noise as `Sampler`, except for the last bit of its logarithms."""
+    """A sampler with the same noise as `Sampler`, except for the last bit of its logarithms."""
 
     direct = Program.RACE
 

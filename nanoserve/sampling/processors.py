@@ -1,14 +1,17 @@
-"""Stages that change a row's logits before a token is sampled, greedily or at random.
+"""The stages that change a row's logits before a token is sampled, greedily or at random.
 
-In vLLM's order, each applied to the result of the one before:
+The order is fixed. Each stage is applied to the result of the stage before:
 
-1. `allowed_token_ids`: everything else becomes -inf;
-2. `bad_words`: the token that would complete one becomes -inf;
+1. `allowed_token_ids`: all other tokens become -inf;
+2. `bad_words`: tokens that would complete a bad word become -inf;
 3. `min_tokens`: EOS and stop tokens become -inf until there are enough tokens;
-4. `logit_bias`: is added;
+4. `logit_bias`: the biases are added;
 5. penalties: repetition over prompt and output, then frequency and presence over the output;
-6. the request's own `logits_processors`, then those of the engine;
-7. `structured_outputs`: tokens that its grammar does not allow become -inf.
+6. `logits_processors`: the request's processors change the logits, then the engine's;
+7. `structured_outputs`: tokens that the grammar does not allow become -inf.
+
+In vLLM, the grammar comes first, and logits processors that can change the argmax come before the
+penalties.
 
 Rows that need none of these bypass this module. Each of 1 to 6 is a function below, or in
 `nanoserve.sampling.stages`, which lists them in this order, followed by temperature, filters and
@@ -20,7 +23,7 @@ logits) with one row [vocab_size] and uses the result, which has the same shape;
 row. An engine-wide processor, `LLM(..., logits_processors=[g])`, gets all rows of a step at once
 and changes them in place:
 
-    class NoRepeats:  # the token that came last may not come again
+    class NoRepeats:  # forbid repeating the previous token
         def __call__(self, logits: torch.Tensor, states: list[SlotState]) -> None:
             for row, state in enumerate(states):
                 if state.output_token_ids:
@@ -92,7 +95,7 @@ def penalise(logits: torch.Tensor, rows: Rows) -> None:
 
 
 def run_own_processors(logits: torch.Tensor, rows: Rows) -> None:
-    """Call each request's own processors; an error ends only the request that it belongs to."""
+    """Call each request's own processors; an error ends only that request."""
     for row, (place, state) in enumerate(zip(rows.places.tolist(), rows.states, strict=True)):
         try:
             for processor in state.params.logits_processors:

@@ -1,4 +1,4 @@
-"""Head that computes the log-probabilities of a prompt's tokens."""
+"""The head that computes the log-probabilities of a prompt's tokens."""
 
 from collections.abc import Callable
 
@@ -11,7 +11,7 @@ from nanoserve.sampling.logprobs import LogprobTensors, gather_logprobs
 
 
 class PromptLogprobs:
-    """Log-probabilities of all prompt tokens but the first, each given the tokens before it."""
+    """The log-probabilities of all prompt tokens but the first, given the tokens before each."""
 
     def __init__(self, num_slots: int) -> None:
         self._rows_at_once = num_slots

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 class Rows(NamedTuple):
-    """Rows of a step, while they are processed from logits to tokens.
+    """Some or all rows of a step, while they are processed from logits to tokens.
 
     settings: [num_rows] of `SETTINGS`. slots, positions: [num_rows], the row's slot and the
         position that its new token will have.
     tensors: the batch on the device, if these are all rows of the step. errors: by row of the step,
-    why it has no token: see `fail`. outputs: [num_rows], the row of the step that each one is; None
-    if these are all. places: [num_rows], for a stage: the row of its logits that each one is.
+    why it has no token: see `fail`. outputs: [num_rows], the index of each row in the step; None
+    for all rows. places: [num_rows], for a stage: the index of each row in the stage's logits.
     states: by row, the state of its sequence for stages; None if no stage needs it. masks: by row,
     its token mask and the row's index in that mask, or None.
     """
@@ -37,7 +37,7 @@ class Rows(NamedTuple):
     masks: Sequence[tuple[TokenMask, int] | None] = ()
 
     def take(self, index: np.ndarray) -> "Rows":
-        """Return some of the rows, whose logits are copied into a matrix of their own."""
+        """Return some of the rows, whose logits are copied into a new matrix."""
         return Rows(
             self.settings[index],
             self.slots[index],

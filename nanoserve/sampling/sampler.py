@@ -1,4 +1,4 @@
-"""Sampler: one token for each row of logits, each row under its own request's settings.
+"""The sampler samples a token for each row of logits, with the settings of the row's request.
 
 A row passes through those stages of `nanoserve.sampling.stages` that its request needs:
 
@@ -54,7 +54,7 @@ def best_tokens(logits: torch.Tensor) -> torch.Tensor:
 
 
 class Sampled(NamedTuple):
-    """Sampled tokens of a step; tensors may not have been computed yet.
+    """The sampled tokens of a step; tensors may not have been computed yet.
 
     token_ids: int64 [num_rows], -1 if no token can be sampled: see
     `nanoserve.sampling.diagnostics`. logprob_rows: the rows that `logprobs` has entries for, int64
@@ -71,7 +71,7 @@ class Sampled(NamedTuple):
 
 
 class Sampler:
-    """Sampler with a table of each slot's settings: a step sends only those of new sequences.
+    """A sampler with a table of settings by slot; a step sends only the settings of new sequences.
 
     A greedy row costs an argmax. All others are copied once, in float32, and processed together.
     Samplers of other devices override how a row is sampled from its logits (`_choose`), and declare
@@ -223,9 +223,9 @@ class Sampler:
     def _logprobs(
         self, logits: torch.Tensor, token_ids: torch.Tensor, settings: np.ndarray
     ) -> "tuple[LogprobTensors | None, np.ndarray]":
-        """Compute log-probabilities of the rows that want them; each gets the largest number.
+        """Compute log-probabilities of the rows that requested them; each gets the largest number.
 
-        They are those of the model's unmodified logits.
+        They are computed from the model's unmodified logits.
         """
         rows = np.flatnonzero(settings["num_logprobs"] >= 0)
         if not len(rows):

@@ -1,4 +1,4 @@
-"""Table of sampling settings, a row for each slot, so that one index selects a step's rows."""
+"""The table of sampling settings by slot, so that one index selects a step's rows."""
 
 from enum import IntEnum
 from typing import NamedTuple
@@ -12,8 +12,8 @@ from nanoserve.sampling_params import SamplingParams
 class Program(IntEnum):
     """The processing that a row's logits need until its token is sampled.
 
-    Each program includes those before it. A sampler reads unmodified logits for programs up to its
-    own `Sampler.direct`; rows beyond that are copied first, in float32.
+    Each program includes the programs before it. A sampler reads unmodified logits for programs up
+    to `Sampler.direct`; for later programs, it first copies the rows in float32.
     """
 
     GREEDY = 0  # argmax

@@ -1,4 +1,4 @@
-"""State of the sequence in a slot, as input of the sampler's stages."""
+"""The state of the sequence in a slot, which the sampler's stages read."""
 
 import copy
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from nanoserve.engine.executor import SlotUpdate
 
 
 class TokenCounts:
-    """Distinct tokens of a sequence, and how often each was generated; O(1) per new token."""
+    """The distinct tokens of a sequence, and how often each was generated; O(1) per new token."""
 
     def __init__(self, prompt_token_ids: list[int], output_token_ids: list[int]) -> None:
         self._index: dict[int, int] = {}
@@ -48,7 +48,7 @@ class TokenCounts:
 
 
 class SlotState:
-    """State of the sequence in a slot for the stages of the sampler.
+    """The state of the sequence in a slot for the sampler's stages.
 
     It is created on admission, from the prompt and from the tokens generated before a preemption.
     own_stages: names of the registered stages that its rows pass through.

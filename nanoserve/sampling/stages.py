@@ -1,11 +1,15 @@
-"""Stages from a row's logits to its token, in vLLM's order.
+"""The stages from a row's logits to its token.
+
+The order is fixed: allowed_token_ids, bad_words, min_tokens, logit_bias, penalties, the request's
+and then the engine's logits processors, the grammar's token mask, temperature, filters (min_p,
+top_k, top_p), and the exponential race. See `nanoserve.sampling.processors` for vLLM's order.
 
 A stage decides which slots need it, and changes the logits of their rows in place. A step calls
-each stage once, for those of its rows that need it, so a row never pays for a stage that only
-another row needs. The functions of most stages are in modules of their own, which are loaded when
-the first row needs them.
+each stage once, for the rows that need it, so a row never pays for a stage that only another row
+needs. The functions of most stages are in separate modules, which are loaded when the first row
+needs them.
 
-A stage of your own is a class whose constructor takes no arguments:
+A custom stage is a class whose constructor takes no arguments:
 
     class TopNSigma:  # Tang et al. 2024: keep logits within n standard deviations of the largest
         def wants(self, update: SlotUpdate) -> bool:
@@ -77,7 +81,7 @@ class Stage(NamedTuple):
 
 
 def make_stages(processors: "Sequence[BatchProcessor]" = ()) -> list[Stage]:
-    """Return all stages, in order. processors: those of the engine, which get every row."""
+    """Return all stages, in order. processors: the engine's, which get every row."""
     stages = [
         Stage(
             "allowed_token_ids",
@@ -131,7 +135,7 @@ def make_stages(processors: "Sequence[BatchProcessor]" = ()) -> list[Stage]:
 
 
 def register_stage(name: str, location: str, before: str = "temperature") -> None:
-    """Add a stage of your own, a class as "module:Class", to engines that are created later.
+    """Add a custom stage, given as "module:Class", to engines that are created later.
 
     before: the stage that it comes directly before. Raises `ValueError` for a name that another
     stage has, and for a position after the temperature: the stages that follow are one kernel on a
@@ -155,7 +159,7 @@ def apply_stages(stages: Sequence[Stage], logits: "torch.Tensor", rows: "Rows") 
 
 
 class BatchProcessors:
-    """Stage of the engine's own `logits_processors`: each gets all rows and their states."""
+    """The stage of the engine's `logits_processors`; each gets all rows and their states."""
 
     def __init__(self, processors: "Sequence[BatchProcessor]") -> None:
         self._processors = processors
@@ -184,7 +188,7 @@ def filter_logits(logits: "torch.Tensor", rows: "Rows") -> None:
 
 
 class Race:
-    """Exponential race: token t takes a time E / p(t), E from Exp(1); the first token wins.
+    """The exponential race: token t takes a time E / p(t), E from Exp(1); the first token wins.
 
     Token t wins with probability p(t). In logarithms the winner is argmax(logit - log E), and no
     softmax is needed.

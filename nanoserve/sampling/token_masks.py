@@ -1,4 +1,4 @@
-"""Token masks: rows that may only take the tokens that a grammar allows at this point.
+"""Token masks restrict rows to the tokens that their grammars allow at this point.
 
 A token mask comes with the sampling of a step, and is applied in one of two places.
 
@@ -28,7 +28,7 @@ RowMask = tuple[TokenMask, int]  # a mask, and the index that a row has in it
 
 
 def masks_of_rows(slots: np.ndarray, token_masks: Mapping[int, TokenMask]) -> list[RowMask | None]:
-    """Return the mask of each row, from those of the slots; the rows of a slot are in order."""
+    """Return the mask of each row, given the slots' masks; the rows of a slot are in order."""
     num_seen = dict.fromkeys(token_masks, 0)
     masks: list[RowMask | None] = []
     for slot in slots.tolist():
@@ -150,7 +150,7 @@ def _first_illegal(
     if index is None:
         return None
     if of_slot[index] in replaced:
-        message = "structured_outputs: its grammar rejects a token that its mask allows"
+        message = "structured_outputs: the grammar rejects a token that its mask allows"
         rows.fail(of_slot[index], ValueError(message))
         return None
     return of_slot[index]
@@ -159,6 +159,6 @@ def _first_illegal(
 def error_of_none() -> ValueError:
     """Return the error of a row whose grammar allows none of the model's tokens."""
     return ValueError(
-        "no token can be chosen after structured_outputs: its grammar is complete, or needs text "
+        "no token can be chosen after structured_outputs: the grammar is complete, or needs text "
         "that this tokenizer cannot produce, and EOS is not allowed (is ignore_eos set?)"
     )

@@ -1,1 +1,1 @@
-"""Text and token ids: tokenizer, chat templates, special tokens, detokenizer, stop strings."""
+"""Converts between text and token ids: tokenizer, chat templates, detokenizer, stop strings."""

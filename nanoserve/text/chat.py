@@ -1,4 +1,4 @@
-"""Conversations to prompts, by the checkpoint's chat template; typed special tokens stay text."""
+"""Renders conversations as prompts. Special tokens that users type stay ordinary text."""
 
 import re
 from collections.abc import Mapping
@@ -26,8 +26,8 @@ _FUNCTIONS = (FunctionType, MethodType)  # tools that transformers describes to 
 _LOOKS_INTO_CONTENT = re.compile(
     r"""\{%-?\s*for\s+\w+\s+in\s+(?:[^%]*[.\s]|[^%]*\[['"])?content\b"""
 )
-# Content parts that are text, and the field of the text: those of requests, of answers sent back
-# as messages, and of both in OpenAI's newer protocol.
+# Types of text parts, and the field that holds the text: in requests, in answers sent back as
+# messages, and for both in OpenAI's newer protocol.
 _TEXT_PARTS = {
     "text": "text",
     "input_text": "text",
@@ -35,7 +35,7 @@ _TEXT_PARTS = {
     "refusal": "refusal",
     "thinking": "thinking",
 }
-_MOST_CHARACTERS = 2**20  # limit for messages, if that of the prompt is not higher
+_MOST_CHARACTERS = 2**20  # limit for messages, if the prompt's limit is not higher
 _DEEPEST = 64  # maximum nesting depth of lists and dictionaries
 
 
@@ -110,10 +110,11 @@ def chat_prompts(
 ) -> list[dict[str, Any]]:
     """Render one conversation or several: return prompts with their text and token ids.
 
-    `content_as_text`: join a content that is a list of parts into one text, which templates expect.
+    `content_as_text`: join a content that is a list of parts into one string, which templates
+    expect.
 
     Raises `ValueError` for an invalid conversation, for one that the template cannot render, and
-    for one that cannot fit into `max_model_len`, the last before it is tokenized.
+    for one that cannot fit into `max_model_len`, which is checked before tokenization.
     """
     if engine.tokenizer is None:
         raise ValueError("chat() needs a tokenizer, and this engine has none")
@@ -131,7 +132,7 @@ def chat_prompts(
 
 
 def _with_text(message: Any) -> Any:
-    """Return the message with its content joined into one text."""
+    """Return the message with its content joined into one string."""
     return {**message, "content": text_of(message["content"])} if _has_no_text(message) else message
 
 
@@ -151,7 +152,7 @@ def text_of(content: Any) -> str:
         return ""
     if isinstance(content, Mapping):
         raise ValueError(
-            f"messages: content={shown(content)} must be a text or a list of parts, such as "
+            f"messages: content={shown(content)} must be a string or a list of parts, such as "
             f"[{{'type': 'text', 'text': ...}}]"
         )
     parts = content if isinstance(content, (list, tuple)) else [content]
@@ -164,7 +165,7 @@ def _text_of_part(part: Any) -> str:
     if not isinstance(part, Mapping):
         kind = type(part).__name__
         raise ValueError(
-            f"messages: content must be a text or a list of text parts; it is or has a {kind}"
+            f"messages: content must be a string or a list of text parts; it is or has a {kind}"
         )
     kind = part.get("type", "text")
     field = _TEXT_PARTS.get(kind) if isinstance(kind, str) else None
@@ -176,7 +177,7 @@ def _text_of_part(part: Any) -> str:
     if text is None and field in part:
         return ""
     if not isinstance(text, str):
-        raise ValueError(f"messages: a part of type {kind!r} must have a text as {field!r}")
+        raise ValueError(f"messages: a part of type {kind!r} must have a string as {field!r}")
     return text
 
 
@@ -218,10 +219,10 @@ def _prompt_of(
 
 
 def _texts_in(value: Any, most: int | None) -> tuple[list[str], bool]:
-    """Return all texts in nested lists and dictionaries, keys included.
+    """Return all strings in nested lists and dictionaries, including keys.
 
     The second value is False if together they are longer than `most`. Raises `ValueError` for other
-    types, which could contain texts that this would miss.
+    types, which could contain strings that this would miss.
     """
     texts, size, waiting = [], 0, [(value, 0)]
     while waiting:
@@ -231,7 +232,7 @@ def _texts_in(value: Any, most: int | None) -> tuple[list[str], bool]:
         if isinstance(part, (str, Mapping, list, tuple)):
             size += len(part)
         elif not isinstance(part, (int, float, np.number, NoneType, *_FUNCTIONS)):
-            raise ValueError(f"{shown(part)} in messages is not a text, number, list or dictionary")
+            raise ValueError(f"{shown(part)} in messages is no string, number, list or dictionary")
         if most is not None and size > most:
             return texts, False
         if depth > _DEEPEST:

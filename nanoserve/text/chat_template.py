@@ -1,4 +1,4 @@
-"""Chat templates that users give instead of the checkpoint's: a file, or the template's text."""
+"""Loads a chat template that replaces the checkpoint's, from a file or a string."""
 
 import json
 from functools import lru_cache
@@ -8,24 +8,24 @@ from typing import Any
 from nanoserve.utils.checks import require, shown
 
 _LONGEST_PATH = 4096
-_LARGEST_FILE = 2**20  # bytes; templates of models have some thousand
+_LARGEST_FILE = 2**20  # bytes; models' templates have a few thousand
 
 
 def load_chat_template(
     given: Any, has_tokenizer: bool = True, must_show_messages: bool = True
 ) -> str:
-    """Return the text of a Jinja template; `given` is a file name or that text, as in vLLM.
+    """Return a Jinja template as a string; `given` is a file name or the template, as in vLLM.
 
-    A file may be JSON with the text as "chat_template", as in checkpoints. Raises `ValueError` if
-    `given` is neither a file nor a template, is not valid Jinja or does not use `messages`.
+    A file may be JSON with the template as "chat_template", as in checkpoints. Raises `ValueError`
+    if `given` is neither a file nor a template, is not valid Jinja or does not use `messages`.
     `must_show_messages`: False for a template that need not use them.
     """
     require(
         has_tokenizer,
-        f"chat_template={_shown(given)} needs a tokenizer: leave out skip_tokenizer_init=True",
+        f"chat_template={_shown(given)} needs a tokenizer: remove skip_tokenizer_init=True",
     )
     is_path = isinstance(given, str | Path)
-    require(is_path, f"chat_template={_shown(given)} must be a file, or the text of a template")
+    require(is_path, f"chat_template={_shown(given)} must be a file or a template string")
     text = str(given)
     path = Path(text)
     if _is_file(path):
@@ -35,7 +35,7 @@ def load_chat_template(
         is_text = isinstance(given, str) and may_be_text
         require(
             is_text,
-            f"chat_template={_shown(given)} is not a file, and not the text of a template",
+            f"chat_template={_shown(given)} is neither a file nor a template",
         )
     _check(text)
     is_good = "messages" in text or not must_show_messages

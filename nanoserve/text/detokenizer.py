@@ -1,4 +1,4 @@
-"""Detokenizer: tokens to text, once at the end of a request, or token by token if needed.
+"""The detokenizer turns tokens into text, at the end of a request, or token by token if needed.
 
 Decoding the whole output once costs a fraction of decoding it token by token, and suffices for most
 requests. Streams and stop strings use a `TextStream`, which is created with the first of their
@@ -17,11 +17,11 @@ from nanoserve.text.text_stream import TextStream
 if TYPE_CHECKING:
     from nanoserve.engine.sequence import Sequence
 
-_MOST_STOPS_KEPT = 16  # lists of stop strings; the largest takes some megabytes
+_MOST_STOPS_KEPT = 16  # lists of stop strings; the largest takes a few MB
 
 
 class Tokenizer(Protocol):
-    """Tokenizer of a checkpoint; see `nanoserve.text.tokenizer.Tokenizer`."""
+    """The tokenizer of a checkpoint; see `nanoserve.text.tokenizer.Tokenizer`."""
 
     @property
     def backend(self) -> TokenizerBackend: ...
@@ -43,7 +43,7 @@ class Detokenizer:
         self._stops: dict[tuple[str, ...], StopStrings] = {}  # most recently used last
 
     def text_of_token(self, token_id: int) -> str:
-        """Return what a token adds to a text, with its space; U+FFFD for part of a character."""
+        """Return the text that a token adds, with its space; U+FFFD for part of a character."""
         return self._texts.text_of_token(token_id)
 
     def context(self, prompt_token_ids: list[int], params: SamplingParams) -> list[int]:

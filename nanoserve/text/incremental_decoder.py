@@ -1,12 +1,12 @@
-"""Incremental decoder: token ids to text, a few at a time; returned text is final.
+"""The incremental decoder turns token ids into text, a few at a time. Returned text is final.
 
 The text of an output depends on what precedes it. A tokenizer of the SentencePiece kind writes
-"▁Paris" for " Paris", and its decoder removes the first space of a text; but an output is not the
-beginning of a text: it continues its prompt. So a decoder is primed with the prompt's last tokens,
-and `decode(prompt) + output text == decode(prompt + output)`, as in vLLM.
+"▁Paris" for " Paris", and its decoder removes the first space of a string; but an output continues
+its prompt. So a decoder is primed with the prompt's last tokens, and the text of an output is what
+`decode(prompt + output)` adds to `decode(prompt)`, as in vLLM.
 
-Where a text is the concatenation of the texts of its tokens, this module concatenates them itself,
-and holds back the last bytes until they are whole characters. For other decoders of the tokenizers
+Where a text is the concatenation of its tokens' strings, this module concatenates them itself, and
+holds back the last bytes until they are whole characters. For other decoders of the tokenizers
 library it decodes a window of tokens.
 """
 
@@ -48,7 +48,7 @@ class IncrementalDecoder(Protocol):
 
 
 class ByteLevelDecoder:
-    """Decoder of byte-level BPE (GPT-2, Llama 3, Qwen): each token is some bytes of UTF-8."""
+    """Decodes byte-level BPE (GPT-2, Llama 3, Qwen), in which each token is a few UTF-8 bytes."""
 
     def __init__(self, bytes_of: dict[int, bytes], context: list[int]) -> None:
         self._bytes_of = bytes_of.__getitem__
@@ -75,7 +75,7 @@ class ByteLevelDecoder:
 
 
 class ByteFallbackDecoder:
-    """Decoder of the SentencePiece kind (Llama 2, Mistral, Gemma): pieces of text and single bytes.
+    """Decodes SentencePiece tokens (Llama 2, Mistral, Gemma): pieces of text and single bytes.
 
     The tokenizers library decodes neighbouring byte tokens, a *run*, together: into characters if
     the whole run is valid UTF-8, otherwise into one U+FFFD per byte, even for whole characters. A
@@ -113,7 +113,7 @@ class ByteFallbackDecoder:
         return self._stripped(self._end_run())[0]
 
     def _take_cut_character(self, prompt: str) -> None:
-        """Start with the bytes of an incomplete character at the end of the prompt, if any."""
+        """Carry over the bytes of a UTF-8 character that the prompt leaves incomplete."""
         *_, last_run, rest = "", *_BYTES.split(prompt)
         run = _bytes(last_run)[-3:] if not rest else b""
         for begin in range(len(run)):
@@ -176,7 +176,7 @@ class ByteFallbackDecoder:
 
 
 class WindowDecoder:
-    """Decoder for any other decoder of the library: decodes each token with those before it.
+    """Decodes each token with the tokens before it, for any other decoder of the library.
 
     `apart` are the special tokens that are written without spaces around them.
     """
@@ -230,7 +230,7 @@ class _Table(dict[int, T], Generic[T]):
 
 
 class TokenTexts:
-    """Texts of one tokenizer's tokens; creates the decoders of all outputs."""
+    """Creates the decoders of all outputs, from the strings of one tokenizer's tokens."""
 
     def __init__(self, backend: TokenizerBackend) -> None:
         self._backend = backend
@@ -245,7 +245,7 @@ class TokenTexts:
         self._tables: dict[tuple[bool, bool], Any] = {}
 
     def text_of_token(self, token_id: int) -> str:
-        """Return what a token adds to a text; U+FFFD for part of a character."""
+        """Return the text that a token adds; U+FFFD for part of a character."""
         table = self._table(False, False)
         if self._is_byte_level:
             return table[token_id].decode("utf-8", "replace")
@@ -253,7 +253,7 @@ class TokenTexts:
         return _bytes(text).decode("utf-8", "replace") if _BYTES.fullmatch(text) else text
 
     def context(self, prompt: list[int], num_tokens: int, skips_specials: bool) -> list[int]:
-        """Return the last prompt tokens with a text, on which the text that follows depends.
+        """Return the last visible prompt tokens, on which the text that follows depends.
 
         These are at most `NUM_CONTEXT_TOKENS` of the first `num_tokens` tokens of `prompt`.
         """
@@ -352,7 +352,7 @@ def decoder_steps(backend: TokenizerBackend) -> list[dict[str, Any]]:
 def _strip_of_sum(parts: list[dict[str, Any]]) -> tuple[str, int] | None:
     """Return the character stripped from the beginning of a text, and at most how often.
 
-    Returns None if the text is not the concatenation of the texts of its tokens.
+    Returns None if a text is not the concatenation of its tokens' strings.
     """
     kinds = [part["type"] for part in parts]
     strip = ("", 0)

@@ -13,7 +13,7 @@ class _Salted(TypedDict, total=False):
 
 
 class TextPrompt(_Salted):
-    """A text to continue. The tokenizer adds the special tokens around it, such as BOS."""
+    """A string to continue. The tokenizer adds the special tokens around it, such as BOS."""
 
     prompt: str
 
@@ -23,7 +23,7 @@ class _WithText(_Salted, total=False):
 
 
 class TokensPrompt(_WithText):
-    """Token ids to continue, without any change."""
+    """Token ids to continue, which are used unchanged."""
 
     prompt_token_ids: AbstractSequence[int]
 

@@ -1,4 +1,4 @@
-"""Special tokens that a chat template wrote, as opposed to message text that looks like them.
+"""Distinguishes special tokens of the chat template from message text that looks like them.
 
 To a tokenizer `<|im_end|>` is one control token, wherever it comes from. So a user who types it
 could end the user's turn and continue in another role.
@@ -17,7 +17,7 @@ _NAME = "\U00100000{}\U00100001"  # from another range for private use
 
 
 class SpecialTokens:
-    """Added tokens of `backend` that are marked as special.
+    """The added tokens of `backend` that are marked as special.
 
     Other added tokens, such as `<think>` of Qwen3, are excluded: they stay in the text of an
     output, and must become the same tokens again when that text is sent back as a message.
@@ -44,7 +44,7 @@ class SpecialTokens:
         return any(character in text for character in self.first_characters)
 
     def make_marks(self, texts: list[str]) -> "Marks":
-        """Return marks: characters that occur in none of these texts."""
+        """Return marks: characters that occur in none of these strings."""
         unused = (
             mark for mark in map(chr, _PRIVATE_USE) if not any(mark in text for text in texts)
         )
@@ -53,7 +53,7 @@ class SpecialTokens:
     def encode(self, text: str, marks: "Marks") -> list[int]:
         """Return the token ids of a text in which `marks` mask the special tokens that were typed.
 
-        Masked ones are encoded as ordinary text, and so is the text around them.
+        Masked special tokens are encoded as ordinary text, and so is the text around them.
         """
         backend, stand_ins, ids_of = self._reader
         text, num_special = self._pattern.subn(lambda found: stand_ins[found[0]], text)
@@ -97,7 +97,7 @@ class SpecialTokens:
 
 
 class Marks:
-    """Characters that replace the first ones of special tokens while a template is rendered.
+    """Replacements for the first characters of special tokens while a template is rendered.
 
     A marked text is not a special token, whatever a template does to it: it may be cut, trimmed or
     joined with others. The worst that can happen is that a mark is lost.

@@ -1,4 +1,4 @@
-"""Search for several strings in a growing text, at the same small cost per character.
+"""Searches a growing text for several strings at once, at a constant cost per character.
 
 This is the automaton of Aho and Corasick (1975, "Efficient string matching: an aid to bibliographic
 search", CACM 18(6)). Its state after a text is the longest suffix of the text that is a prefix of
@@ -10,7 +10,7 @@ from collections import deque
 
 
 class StopStrings:
-    """Automaton for a list of strings, built in time proportional to their total length.
+    """An automaton for a list of strings, built in time proportional to their total length.
 
     State 0 is "no string has begun". Reading n characters takes at most 2 n moves, regardless of
     the number and the length of the strings: each move to a shorter state undoes one forward move.

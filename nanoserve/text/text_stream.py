@@ -1,4 +1,4 @@
-"""Text of one sequence while it grows, and the search for stop strings that end it.
+"""The growing text of a sequence, and the search for stop strings that end it.
 
 A token is not a character: a byte-level tokenizer may split one Chinese character into three
 tokens. The decoder holds back what a later token may still change.
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TextStream:
-    """Growing text of one sequence. Costs about 0.4 us a token; stop strings 0.1 us a character."""
+    """The growing text of a sequence. It costs 0.4 us a token; stop strings 0.1 us a character."""
 
     def __init__(
         self, seq: "Sequence", decoder: IncrementalDecoder, stops: StopStrings | None

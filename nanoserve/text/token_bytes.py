@@ -1,4 +1,4 @@
-"""Bytes of tokens, which their decoded texts may have lost.
+"""Recovers the bytes of tokens, which decoding may lose.
 
 A token may be part of a character: byte-level BPE splits the UTF-8 of a llama emoji into three
 tokens, and SentencePiece falls back to tokens of one byte, `<0xF0>`. Decoded alone, each is U+FFFD.
@@ -15,10 +15,10 @@ _SPACE = "\u2581"  # SentencePiece's
 
 
 class TokenBytes:
-    """Bytes of the tokens of `backend`, computed according to its decoder.
+    """The bytes of the tokens of `backend`, computed according to its decoder.
 
-    For decoders other than those of byte-level BPE and SentencePiece, a token's bytes are those of
-    its text when it is decoded alone.
+    For decoders other than byte-level BPE and SentencePiece, a token's bytes are the UTF-8 bytes of
+    its string when it is decoded alone.
     """
 
     def __init__(self, backend: TokenizerBackend) -> None:
@@ -84,7 +84,7 @@ class TokenBytes:
 
 
 def name_of(content: bytes) -> str:
-    """Return the name of a token of these bytes: its text, if they are valid UTF-8.
+    """Return the name of a token with these bytes: the decoded string, if they are valid UTF-8.
 
     Otherwise, as in OpenAI's API, escaped bytes: `\\xf0\\x9f`.
     """
@@ -95,7 +95,7 @@ def name_of(content: bytes) -> str:
 
 
 class TextPositions:
-    """Positions, in characters, at which the tokens of a growing text begin.
+    """Computes the positions, in characters, at which the tokens of a growing text begin.
 
     A token that continues a character begins where that character does.
     """
@@ -162,7 +162,7 @@ def _goes_on(begun: bytes, content: bytes) -> bool:
 
 
 def _num_whole(content: bytes) -> int:
-    """Count the characters before an unfinished one."""
+    """Count the characters before an unfinished character."""
     return len(content[: len(content) - len(_unfinished(content))].decode("utf-8", "replace"))
 
 

@@ -1,8 +1,9 @@
-"""Tokenizer: text to token ids and back, with the checkpoint's own Hugging Face tokenizer.
+"""Converts text to token ids and back with the checkpoint's Hugging Face tokenizer.
 
-The ids are those of its tokenizer.json. The transformers classes named in tokenizer_config.json
-build their own way from text to tokens; some, such as LlamaTokenizer and GPT2Tokenizer, use only
-the vocabulary and the merges of the file. Only the roles of tokens, such as EOS, come from them.
+Token ids follow its tokenizer.json. The transformers classes named in tokenizer_config.json
+construct their own pipeline from text to tokens; some, such as LlamaTokenizer and GPT2Tokenizer,
+use only the vocabulary and the merges of the file. So only the roles of tokens, such as EOS, come
+from these classes.
 """
 
 import copy
@@ -35,9 +36,9 @@ _FROM_OUTSIDE = {"tools", "documents"}  # template arguments with untrusted text
 
 
 class Tokenizer:
-    """Tokenizer with the methods that the engine and `LLM.chat` need.
+    """A tokenizer with the methods that the engine and `LLM.chat` need.
 
-    source: a folder, or a GGUF file or its path. chat_template: the text of a template that
+    source: a folder, or a GGUF file or its path. chat_template: a template, as a string, that
     replaces the checkpoint's. Raises `ValueError` if the folder has no tokenizer (transformers
     would create an empty one), and if one of its files is damaged. Code in a checkpoint runs only
     with `trust_remote_code`.
@@ -121,14 +122,14 @@ class Tokenizer:
     ) -> str:
         """Render a conversation as the text that the model was trained on, with special tokens.
 
-        `mark_text` is applied to all texts that come from users, before the template sees them.
+        `mark_text` is applied to all strings that come from users, before the template sees them.
         Raises `ValueError` if there is no template, or if the template raises.
         """
         if not self.has_chat_template and kwargs.get("chat_template") is None:
             raise ValueError(
-                "this model has no chat template, which is needed to render messages as a prompt: "
-                "give one as chat_template=FILE (--chat-template FILE of a server), or give a text "
-                "as the prompt (generate(), or /v1/completions of a server)"
+                "this model has no chat template, so messages cannot be rendered as a prompt. Pass "
+                "chat_template=FILE (server: --chat-template FILE), or pass the prompt as a string "
+                "(generate(); server: /v1/completions)"
             )
         try:
             seen = list(messages)
@@ -149,7 +150,7 @@ def _read_folder(folder: Path, trust_remote_code: bool) -> "PreTrainedTokenizerB
     """Return the tokenizer of a folder. Raises `ValueError` as `Tokenizer` does."""
     if not (folder / "tokenizer.json").is_file():
         raise ValueError(
-            f"{folder} has no tokenizer.json: give tokenizer=FOLDER, or "
+            f"{folder} has no tokenizer.json: pass tokenizer=FOLDER, or "
             f"skip_tokenizer_init=True to use token ids only"
         )
     _reject_pipes(folder)
@@ -160,8 +161,8 @@ def _read_folder(folder: Path, trust_remote_code: bool) -> "PreTrainedTokenizerB
         raise ValueError(f"the tokenizer in {folder} cannot be loaded: {reason}") from error
     if not isinstance(getattr(found, "backend_tokenizer", None), TokenizerBackend):
         raise ValueError(
-            f"the tokenizer in {folder} is a {type(found).__name__}, not a fast one: it must be a "
-            f"tokenizer of the tokenizers library"
+            f"the tokenizer in {folder} is a {type(found).__name__}; only fast tokenizers "
+            f"(of the tokenizers library) are supported"
         )
     return found
 
@@ -182,11 +183,11 @@ def _load(folder: Path, trust_remote_code: bool) -> "PreTrainedTokenizerBase":
 
 
 def _as_its_file_says(hf: "PreTrainedTokenizerBase", folder: Path) -> "PreTrainedTokenizerBase":
-    """Return a tokenizer that encodes as tokenizer.json defines, with the token roles of `hf`.
+    """Return a tokenizer that follows tokenizer.json and keeps the special-token roles of `hf`.
 
-    The tokens added around a text are also those of the file; `add_bos_token` and `add_eos_token`
-    in tokenizer_config.json have no effect on it, as in transformers 5. A class from the
-    checkpoint's own code is returned unchanged.
+    Special tokens added before and after the input also come from tokenizer.json; as in
+    transformers 5, `add_bos_token` and `add_eos_token` in tokenizer_config.json have no effect.
+    Custom tokenizer classes (remote code) are returned unchanged.
     """
     if not type(hf).__module__.startswith("transformers."):
         return hf
@@ -214,7 +215,7 @@ def _as_its_file_says(hf: "PreTrainedTokenizerBase", folder: Path) -> "PreTraine
 
 
 def _with_marks(value: Any, mark_text: Callable[[str], str]) -> Any:
-    """Return a copy of nested lists and dictionaries with `mark_text` applied to all texts.
+    """Return a copy of nested lists and dictionaries with `mark_text` applied to all strings.
 
     This includes the keys of dictionaries.
     """

@@ -1,4 +1,4 @@
-"""Arguments of tool calls in messages: templates expect objects, but clients send JSON text."""
+"""Parses the arguments of tool calls: templates expect objects, but clients send JSON strings."""
 
 import json
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from nanoserve.utils.checks import require, shown
 def arguments_of(function: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the arguments of a call's `function` as an object; None, "" and "null" are empty.
 
-    OpenAI's clients keep them as the JSON text that they have received. Raises `ValueError` for
+    OpenAI clients keep them as the JSON string that they have received. Raises `ValueError` for
     anything that is not an object.
     """
     arguments = function.get("arguments")

@@ -1,1 +1,1 @@
-"""Validation, registries and the table of sampling parameters: used by every other package."""
+"""Validation, registries and the table of sampling parameters, used by all other packages."""

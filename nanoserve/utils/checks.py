@@ -1,7 +1,7 @@
-"""Validation helpers: a `ValueError` of the form `name=value must be ...`.
+"""Validation helpers, which raise `ValueError` with a message `name=value must be ...`.
 
-Integers and numbers may be Python's or numpy's, and are returned as Python's: numpy's have a fixed
-size, so that 127 + 1 may be -128. A bool counts as neither.
+Python and numpy numbers are accepted and returned as Python numbers, because numpy integers have a
+fixed size, so that 127 + 1 may be -128. A bool is not accepted as a number.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""Checks of the lists and dictionaries of a request, which are bounded and copied.
+"""Checks and copies the lists and dictionaries of a request, and limits their sizes.
 
 They come from clients, and some are searched at each token of a request, in the same step as all
 other requests. So their sizes have limits, far above any useful size, which are checked first:
@@ -38,12 +38,12 @@ def token_ids(
 
 
 def check_stop(name: str, value: Any) -> str | list[str]:
-    """Check stop strings: one string, which is returned as such, or a list of them."""
+    """Check stop strings: one string, which is returned as such, or a list of strings."""
     if not isinstance(value, str):
         return _check_texts(name, value, MOST_STOPS, MOST_STOP_CHARACTERS)
     require(
         value != "",
-        f"{name}='' would end the output before it begins: leave it out, or give a text",
+        f"{name}='' would end the output before it begins: omit it or pass a non-empty string",
     )
     return _check_texts(name, [value], MOST_STOPS, MOST_STOP_CHARACTERS)[0]
 
@@ -53,7 +53,7 @@ def check_bad_words(name: str, value: Any) -> list[str]:
     longest = max(map(len, words), default=0)
     require(
         longest <= LONGEST_BAD_WORD,
-        f"{name} has a text of {longest} characters; at most {LONGEST_BAD_WORD} are allowed",
+        f"{name} has a string of {longest} characters; at most {LONGEST_BAD_WORD} are allowed",
     )
     return words
 
@@ -91,7 +91,7 @@ def check_named(name: str, value: Any) -> dict[str, Any]:
 
 def _check_texts(name: str, value: Any, most: int, most_characters: int) -> list[str]:
     _check_size(name, value, most)
-    check_list(name, value, is_text, "texts that are not empty")
+    check_list(name, value, is_text, "non-empty strings")
     texts = [str.__str__(text) for text in value]  # plain strings, also of subclasses of str
     num_characters = sum(map(len, texts))
     require(

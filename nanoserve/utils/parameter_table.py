@@ -1,4 +1,4 @@
-"""Table of sampling parameters, from which every list of them is derived.
+"""The table of sampling parameters, from which all other lists of parameters are derived.
 
 A parameter is a field of `SamplingParams` and a row of `PARAMETERS`. The columns are used by:
 
@@ -43,7 +43,7 @@ class Parameter:
 
     check: returns the value that a request keeps. optional: True if the value may be None.
     stage: the stage of the sampler that uses it; None if it does not change which token is sampled.
-    neutral: the value at which that stage does nothing, besides 0, None and an empty list.
+    neutral: the value at which that stage does nothing, in addition to 0, None and an empty list.
     is_http: True if a field of HTTP requests has its name and meaning.
     recommended_as: its name in a generation_config.json; None if no checkpoint can recommend it.
     flag: parses the argument of its flag of `nanoserve chat`; None if there is no such flag.

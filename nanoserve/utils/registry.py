@@ -8,7 +8,7 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """Entries of one kind, by name: models, attention backends, heads, draft methods, ...
+    """A table of entries of one kind, such as models, attention backends or heads, by name.
 
     An entry is the object itself, or "package.module:Name", which `get` imports. Other processes,
     such as the ranks of a model, receive the entries and import the objects themselves.

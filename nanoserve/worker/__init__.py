@@ -1,1 +1,1 @@
-"""Worker side of the engine: it imports torch, and executes the steps that the scheduler plans."""
+"""The worker side of the engine imports torch and executes the steps that the scheduler plans."""

@@ -1,4 +1,4 @@
-"""Requirements of attention backends on machine and model, and of CUDA graphs on the backend."""
+"""Checks whether an attention backend can run here, and whether it can be in CUDA graphs."""
 
 import os
 from importlib.util import find_spec
@@ -18,8 +18,8 @@ def check_attention_backend(
 ) -> str:
     """Return `name`, or "flash_attn3" if `name` is "flash_attn" and version 3 is to be used.
 
-    name: "numba", "triton" or "flash_attn". Raises `ValueError`, with what to do, if the backend
-    cannot run here.
+    name: "numba", "triton" or "flash_attn". Raises `ValueError`, which says what to do, if the
+    backend cannot run here.
     """
     is_cpu = device.type == "cpu"
     if name == "numba" and (
@@ -27,7 +27,7 @@ def check_attention_backend(
     ):
         raise ValueError(
             f"attention_backend='numba' needs the package numba (pip install 'nanoserve[cpu]'), a "
-            f"CPU, and float32 or bfloat16, not device {device} and {model_config.dtype}"
+            f"CPU, and float32 or bfloat16 (got device {device} and {model_config.dtype})"
         )
     if name == "triton" and is_cpu and os.environ.get("TRITON_INTERPRET") != "1":
         raise ValueError(

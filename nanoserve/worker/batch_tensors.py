@@ -1,4 +1,4 @@
-"""Tensor views of a packed step."""
+"""Provides tensor views of a packed step."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Factory of the executor: choice of device, attention backend, kernels and runner."""
+"""Creates the executor, and chooses its device, attention backend, kernels and runner."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -113,8 +113,8 @@ def make_context(
         from nanoserve.sampling.numba_sampler import NumbaSampler
 
         return context, CpuDevice(num_threads, NumbaSampler, is_compiled=True)
-    # If numba is installed, it computes the products of quantized weights under every attention
-    # backend but Triton.
+    # If numba is installed, it computes matrix products with quantized weights under every
+    # attention backend but Triton.
     is_compiled = bool(is_quantized) and name != "triton" and find_spec("numba") is not None
     return context, CpuDevice(num_threads, is_compiled=is_compiled)
 
@@ -130,8 +130,8 @@ def device_kind(requested: str) -> str:
 def choose_device(config: EngineConfig, rank: int = 0, num_ranks: int = 1) -> torch.device:
     """Return the device of a rank.
 
-    On "cuda", rank i of several uses GPU i; a single rank, or one placed by Ray, uses the current
-    GPU. Raises `ValueError` if there are fewer GPUs than ranks.
+    With several ranks, rank i uses GPU i. A single rank, or a rank placed by Ray, uses the current
+    CUDA device. Raises `ValueError` if there are fewer GPUs than ranks.
     """
     if config.device == "cpu":
         return torch.device("cpu")
@@ -150,8 +150,8 @@ def choose_attention_backend(
 ) -> str:
     """Return the attention backend to use, a name in `ATTENTION_BACKENDS`.
 
-    It is the configured one, or for "auto" the fastest that can run here. Raises `ValueError` if
-    the configured one cannot.
+    It is the configured backend, or for "auto" the fastest backend that can run here. Raises
+    `ValueError` if the configured backend cannot run here.
     """
     name = config.attention_backend
     if name == "auto" and device.type == "cpu":

@@ -1,4 +1,4 @@
-"""Warm-up of a CPU with numba: kernels are compiled before the first request arrives."""
+"""Warms up a CPU with numba: kernels are compiled before the first request arrives."""
 
 import sys
 import threading
@@ -25,8 +25,8 @@ def compile_ahead(
     """Run the model on one token, then on a long prompt, in the dummy block.
 
     The long prompt is long enough for threads to share the small operations, too, within the token
-    capacity of `batch`. Numba saves what it compiles in files beside the source, or in its cache
-    folder: later starts read them.
+    capacity of `batch`. Numba saves compiled code next to the source, or in its cache folder, for
+    later starts.
     """
     with _report_slow("compiling for this processor, once"):
         many = FEW // model.config.hidden_size + 1

@@ -1,10 +1,10 @@
-"""Run every variant of the Triton kernels that a configuration can reach, before it serves.
+"""Runs every variant of the Triton kernels that a configuration can reach, before serving.
 
-Triton compiles a kernel anew for each combination of its constants, which takes one to two seconds
-in which all requests would wait. Compiled kernels are cached on disk: so this time is spent once on
-a machine, and later starts only run some small steps. The variants depend on
+Triton compiles a kernel again for each combination of its constants, which takes one to two seconds
+in which all requests would wait. Compiled kernels are cached on disk, so this time is spent once on
+a machine, and later starts only run a few small steps. The variants depend on
 
-    tokens of a step    tile sizes of quantized products, and whether they split their inputs
+    tokens of a step    tile sizes of quantized matmuls, and whether they split their inputs
     tokens of a row     attention over chunks; with graphs of draft tokens, over few tokens too
     sampling of a row   from logits in the model's dtype, or in float32 once stages have changed
                         them; with or without a filter; with or without a grammar's mask
@@ -33,7 +33,7 @@ from nanoserve.worker.gpu_memory import most_outputs
 logger = logging.getLogger(__name__)
 
 # Numbers of tokens. Together with 1 and the worst case, these reach each tile size of quantized
-# products, with the most and the fewest programs that split the inputs.
+# matmuls, with the most and the fewest programs that split the inputs.
 _QUANTIZED_SIZES = (17, 128, 129)
 _GRAMMAR_PACKAGES = ("llguidance", "xgrammar")
 _PLAIN, _FILTERED = SamplingParams(temperature=0), SamplingParams(top_p=0.9)

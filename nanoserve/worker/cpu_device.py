@@ -1,4 +1,4 @@
-"""Interface between a runner and its device, and its implementation for a CPU.
+"""The interface between a runner and its device, with the implementation for a CPU.
 
 A runner knows the model and the order of a step; its device knows where the batch is stored, when
 to wait, and which steps can be replayed as graphs. A device is given values and functions; it never
@@ -80,7 +80,7 @@ class StepOutput(NamedTuple):
 
 
 class Device(Protocol):
-    """Interface of the device of a runner; `CpuDevice` and `CudaDevice` implement it."""
+    """The interface of a runner's device; `CpuDevice` and `CudaDevice` implement it."""
 
     sampler_class: type[Sampler]
 
@@ -88,7 +88,7 @@ class Device(Protocol):
         """Return a context in which work is launched on this device, whatever device is current."""
 
     def memory_bytes(self, parallel: ParallelContext) -> int:
-        """Return the bytes of memory that a rank has in total."""
+        """Return the total bytes of memory that a rank has."""
 
     def num_kv_blocks(
         self, config: EngineConfig, model_config: ModelConfig, block_bytes: int, memory_bytes: int
@@ -135,7 +135,10 @@ class Device(Protocol):
     def run(
         self, batch: Batch, header: BatchHeader, last_token: Tensor, forward: "Forward"
     ) -> StepOutput:
-        """Copy the batch to the device, fill in pending tokens, and compute its hidden states."""
+        """Copy the batch to the device, fill in pending tokens, and run the forward pass.
+
+        Pending tokens were sampled asynchronously, so only the device knows them.
+        """
 
     def fetch(self, token_ids: Tensor) -> Any:
         """Start to copy sampled ids [num_rows] to the host."""

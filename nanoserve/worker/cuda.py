@@ -18,7 +18,7 @@ _FREE_STREAMS: dict[torch.device, list[torch.cuda.Stream]] = {}
 
 
 class Cuda:
-    """Interface of one engine to one CUDA device."""
+    """The interface of one engine to one CUDA device."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -99,7 +99,7 @@ class Cuda:
         return torch.cuda.memory_allocated(self.device)
 
     def held_by_others(self) -> int:
-        """Return the bytes in use that are not torch's here: CUDA's own, and other processes'."""
+        """Return the bytes in use outside this process's torch: by CUDA and by other processes."""
         free, total = self.memory_info()
         return total - free - torch.cuda.memory_reserved(self.device)
 

@@ -1,4 +1,4 @@
-"""Device buffers of the batch, at the fixed addresses that graphs use."""
+"""The batch's device buffers, at the fixed addresses that graphs use."""
 
 from collections import deque
 from typing import Any
@@ -16,7 +16,7 @@ from nanoserve.worker.dummy_rows import pack_dummy_step
 class CudaBuffers:
     """The device's copy of a step, and its block tables in rows of full width.
 
-    Each step overwrites the one before; as both are on one stream, that one has been read by then.
+    Each step overwrites the previous one. Both run on one stream, so that has been read by then.
     """
 
     def __init__(self, cuda: Cuda, layout: BatchLayout) -> None:
@@ -53,7 +53,7 @@ class CudaBuffers:
 
     def own_copy(self, batch: Batch, header: BatchHeader) -> Batch:
         """Return a copy of a step that may be modified: other ranks may still read `batch`."""
-        if not self._own:  # one for each step under way
+        if not self._own:  # one for each step in flight
             self._own.extend((self.new_batch(), self.new_batch()))
         own, used = self._own[0], batch.num_bytes_used(header)
         self._own.rotate()
@@ -62,7 +62,7 @@ class CudaBuffers:
         return own
 
     def new_batch(self) -> Batch:
-        """Return a batch in page-locked memory of its own."""
+        """Return a batch in new page-locked memory."""
         memory = self._cuda.pinned(self.layout.num_bytes, dtype=torch.uint8)
         return Batch(self.layout, memory.numpy())
 

@@ -1,4 +1,4 @@
-"""GPU device: one copy in, CUDA graphs, one copy out; and measurement of memory for KV blocks.
+"""The GPU device: one copy in, CUDA graphs, one copy out. It also measures the KV cache's memory.
 
 A step's integers are packed into page-locked memory and copied to one fixed buffer on the device.
 Decode steps replay a captured graph that reads this buffer; LM head and sampling follow it, and are
@@ -59,7 +59,7 @@ class CudaDevice:
     """One NVIDIA GPU.
 
     is_capturable, captures_mixed_steps: whether the attention backend can be part of a graph of
-    decode steps, and of one of mixed steps.
+    decode steps, and of a graph of mixed steps.
 
     beside: functions that return the memory that second models will take on this GPU. Raises
     `ValueError` for graphs that are configured and cannot be captured.
@@ -235,7 +235,7 @@ class CudaDevice:
         if not sizes:
             return []
         programs = make_programs(self.config, self.cuda, self.buffers, self._computation, sizes)
-        for program in reversed(programs):  # some use outputs of the graphs behind them
+        for program in reversed(programs):  # some use outputs of the graphs after them
             program.capture(shows_progress=shows_progress)
         return programs
 

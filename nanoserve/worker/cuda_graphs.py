@@ -1,6 +1,6 @@
 """CUDA graphs: the launches of a step are captured once and replayed with one call.
 
-A step of a small model launches some hundred kernels of a few microseconds each; when Python
+A step of a small model launches a few hundred kernels of a few microseconds each; when Python
 launches them one by one, the GPU is idle most of the time. A captured graph has fixed addresses and
 a fixed number of rows: so every graph reads the one device buffer that batches are copied to, and a
 batch between two captured sizes is padded with dummy rows.

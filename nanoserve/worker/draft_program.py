@@ -1,7 +1,7 @@
-"""CUDA graphs of steps with draft tokens: `speculative_config={..., "enforce_eager": False}`.
+"""CUDA graphs for steps with draft tokens: `speculative_config={..., "enforce_eager": False}`.
 
 The rows of such a step differ in length, and those of a graph do not. So every row is padded to the
-largest possible length, `num_speculative_tokens` + 1, by tokens in front of its own:
+largest possible length, `num_speculative_tokens` + 1, by padding tokens before its tokens:
 
     row       [ a7 a8 ]            a7 is known, a8 a draft token; the context has 9 tokens
     filled    [ 0 0 0 a7 a8 ]      at positions 4 ... 8
@@ -53,7 +53,7 @@ def fill_rows(batch: Batch, header: BatchHeader, length: int, block_size: int) -
 
 
 class DraftProgram:
-    """Program of steps with draft tokens, in which no row has more than `query_len` tokens."""
+    """CUDA graphs for steps with draft tokens, whose rows have at most `query_len` tokens."""
 
     def __init__(
         self,

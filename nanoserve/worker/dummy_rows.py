@@ -1,4 +1,4 @@
-"""Dummy rows: they pad a batch to the size of a graph, or make up a whole step.
+"""Dummy rows pad a batch to the size of a graph, or make up a whole step.
 
 They are valid rows: tokens from position 0 on, in dummy block 0, with a context of their own
 tokens. So no kernel has to test for padding, and their results are never read.

@@ -1,4 +1,4 @@
-"""GPU memory that is left for KV blocks, measured in steps of dummy rows."""
+"""Measures the GPU memory that is left for KV blocks, in steps of dummy rows."""
 
 import logging
 from collections.abc import Callable
@@ -28,7 +28,7 @@ _PLENTY = 2**20  # KV blocks; the block manager takes half a second to initializ
 
 @dataclass(frozen=True)
 class GPUMemory:
-    """Memory of a GPU in bytes, measured with the weights loaded and after a worst-case step."""
+    """The bytes of a GPU's memory, measured with the weights loaded and after a worst-case step."""
 
     total: int
     free: int  # with only the weights loaded; other processes may hold some of the rest
@@ -64,9 +64,9 @@ class GPUMemory:
         missing = (num_blocks + 1) * block_bytes + still_wanted - self.free
         if missing > 0:
             raise ValueError(
-                f"{_gib(missing)} are missing: {numbers}, so {num_blocks} KV blocks would fit, but "
-                f"only {_gib(self.free)} are free. Other processes, other engines of this one, or "
-                f"CUDA itself hold the rest; lower gpu_memory_utilization"
+                f"not enough free GPU memory: {num_blocks} KV blocks need {_gib(missing)} more "
+                f"than the {_gib(self.free)} that are free. Other processes, other engines in this "
+                f"process or CUDA itself use the rest; lower gpu_memory_utilization ({numbers})"
             )
         return num_blocks
 
@@ -141,7 +141,7 @@ def run_worst_case(executor: Executor, batch: Batch, config: EngineConfig) -> No
 
 
 class StepMemory(NamedTuple):
-    """Bytes of the weights, and what a step takes in addition, in torch's memory and outside."""
+    """Bytes of the weights, and what a step adds to them, in torch's memory and outside it."""
 
     weights: int
     activations: int
@@ -191,7 +191,7 @@ def measure_graphs(cuda: Cuda, sizes: list[int], capture: Callable[[list[int]], 
 def measure_mixed_graphs(cuda: Cuda, sizes: list[int], capture: Callable[[list[int]], Any]) -> int:
     """Return the bytes that the graphs of mixed steps will take, as `measure_graphs` does.
 
-    These sizes range from tens to thousands of tokens and differ more than those of decode steps.
+    These sizes range from tens to thousands of tokens and differ more than sizes of decode steps.
     So the amount that each graph adds to the largest is the mean over the smallest and the second
     largest.
     """

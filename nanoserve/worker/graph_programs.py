@@ -1,4 +1,4 @@
-"""Graph programs: parts of a step that are captured once, and replayed in each step they cover.
+"""Graph programs are parts of a step that are captured once and replayed in the steps they cover.
 
 A device has a list of them and uses the first that covers a step; a step that none covers is
 launched kernel by kernel. So options combine: each adds a program that is independent of the
@@ -28,7 +28,7 @@ from nanoserve.worker.dummy_rows import append_dummy_rows
 
 
 class GraphProgram(Protocol):
-    """Interface of a captured part of a step, which is replayed instead of launched."""
+    """The interface of a captured part of a step, which is replayed instead of launched."""
 
     def covers(self, batch: Batch, header: BatchHeader) -> bool:
         """Return True if `replay` computes this step. All ranks must reach the same decision."""
@@ -48,7 +48,7 @@ class RowsProgram(GraphProgram, Protocol):
 
 
 class DecodeProgram:
-    """Program of steps in which every row has one token.
+    """CUDA graphs for steps in which every row has one token.
 
     fills_in_pending: True if the graph itself fills in pending tokens; otherwise that is launched
     before the graph, in steps that have some.

@@ -1,4 +1,4 @@
-"""Heads: computations, other than sampling, on the hidden states of prompt tokens; by name.
+"""Heads are computations, other than sampling, on the hidden states of prompt tokens.
 
 A sequence names its head (`Sequence.prompt_head`), a step passes the head its outputs, and the
 result of the head is delivered to the collector of the same name in `OutputProcessor.collectors`. A
@@ -19,7 +19,7 @@ from nanoserve.worker.batch_tensors import BatchTensors
 
 
 class Head(Protocol):
-    """Interface of a head; constructed as `HeadClass(num_slots)`, on every rank."""
+    """The interface of a head, constructed as `HeadClass(num_slots)`, on every rank."""
 
     def set_slot(self, change: SlotUpdate) -> None:
         """Prepare for a new sequence in a slot; called on rank 0 only."""
@@ -50,7 +50,7 @@ HEADS: Registry[Callable[[int], Head]] = Registry(
 
 
 def register_head(name: str, location: str) -> None:
-    """Add a head of your own, as "module:Class"; other ranks import it from there."""
+    """Add a custom head, given as "module:Class"; other ranks import it from there."""
     HEADS.register(name, location)
 
 

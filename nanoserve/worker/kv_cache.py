@@ -1,6 +1,6 @@
-"""KV cache of one rank: the number of blocks that fit, and the memory they take.
+"""The KV cache of one rank: the number of blocks that fit, and the memory they take.
 
-Worked example (the course's first chapter): LLaMA-2-7B in 16 bits stores half a MiB per token.
+Worked example (the course's first chapter): LLaMA-2-7B in 16-bit stores half a MiB per token.
 Reserving 4,096 tokens for each user takes 2 GiB, so 64 GiB serve 32 users. In blocks of 16, a user
 with 300 tokens takes 19 blocks = 152 MiB, and the same 64 GiB serve 431.
 """
@@ -49,7 +49,7 @@ def kv_block_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
 
 
 class KVCacheLayout(NamedTuple):
-    """Layout of a KV block on one rank."""
+    """The layout of a KV block on one rank."""
 
     spec: KVCacheSpec  # of each layer
     groups: tuple[KVCacheGroup, ...]  # of all layers of the model

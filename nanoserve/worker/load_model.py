@@ -1,4 +1,4 @@
-"""Construction of one rank's model and KV caches, with checks that they fit into memory."""
+"""Builds one rank's model and KV caches, and checks that they fit into memory."""
 
 import logging
 from collections.abc import Set
@@ -91,7 +91,7 @@ def kept_bytes(model: nn.Module) -> int:
 
 
 class MemoryBeside(NamedTuple):
-    """Bytes that a second model, such as a draft model, takes on the same GPU.
+    """The bytes that a second model, such as a draft model, takes on the same GPU.
 
     block_bytes: of a block of its KV cache, which has as many blocks as the first model's.
     """

@@ -1,4 +1,4 @@
-"""Program of `capture_mixed_steps`: CUDA graphs of steps that contain prompt chunks.
+"""CUDA graphs for mixed steps (`capture_mixed_steps`), i.e. steps that contain prompt chunks.
 
 Launched kernel by kernel, such a step of a small model takes the host longer than the GPU. But a
 graph has fixed numbers of tokens and of rows, and mixed steps have any number of decode rows and of
@@ -58,10 +58,11 @@ def pad_step(batch: Batch, header: BatchHeader, num_tokens: int, block_size: int
 
 
 class MixedProgram:
-    """Program of steps in which some row has several tokens; `sizes` are token counts, ascending.
+    """CUDA graphs for mixed steps, i.e. steps in which a sequence computes more than one token.
 
-    The largest graph is captured first, and the smaller ones fit into the memory that it has
-    reserved. Their outputs share one buffer: separate outputs would fill that memory.
+    `sizes` are the captured token counts, ascending. The largest is captured first so that smaller
+    graphs reuse its memory pool. All graphs share one output buffer, because separate buffers would
+    use up that pool.
     """
 
     def __init__(

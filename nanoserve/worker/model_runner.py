@@ -1,4 +1,4 @@
-"""Model runner, the executor of one device: batch -> model -> logits -> sampled tokens."""
+"""The model runner is the executor of one device: batch -> model -> logits -> sampled tokens."""
 
 import logging
 from collections.abc import Callable
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Handle:
-    """A step under way. Its tensors on the device may not have been computed yet."""
+    """A step in flight. Its tensors on the device may not have been computed yet."""
 
     batch: Batch
     header: BatchHeader
@@ -286,7 +286,7 @@ class ModelRunner:
             self.sampler = self._make_sampler()
 
     def restore_kv_caches(self) -> None:
-        """Allocate the KV cache anew, with as many blocks as before."""
+        """Allocate the KV cache again, with as many blocks as before."""
         with self.device.guard():
             shape = self.kv_cache_layout, self.num_kv_blocks, self.context.device
             self.kv_caches = allocate_pool(self.config, self.model_config, *shape)

@@ -1,4 +1,4 @@
-"""Program of `capture_sampling=True`: steps whose sampling runs in a CUDA graph too.
+"""CUDA graphs for steps whose sampling runs in a graph, too (`capture_sampling=True`).
 
 A second graph is replayed after the graph of the model: LM head, sampler, and the store of the
 tokens as inputs of the next step. A decode step then takes three copies and two replays, instead of
@@ -41,7 +41,7 @@ class SamplingProgram:
     ) -> None:
         self.choices = SizedGraphs(rows.graphs.sizes)  # token ids, int64 [size * query_len]
         self._cuda, self._buffers, self._computation = cuda, buffers, computation
-        self._sampler = cast("FusedSampler", computation.sampler)  # that of a GPU
+        self._sampler = cast("FusedSampler", computation.sampler)  # the GPU's
         self._rows, self._keeps = rows, keeps
         self._padding_slot = len(computation.last_token) - 1
 

@@ -1,4 +1,4 @@
-"""One log line about the loaded model, with suggestions that would make it faster."""
+"""Logs one line about the loaded model, with suggestions that would make it faster."""
 
 import logging
 import sys

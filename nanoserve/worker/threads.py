@@ -1,4 +1,4 @@
-"""Number of threads on a CPU, in effect only while the engine itself computes."""
+"""Sets the number of CPU threads, which is in effect only while the engine itself computes."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 # A model of fewer bytes gets one thread. Reading it takes less time than waking a second thread for
-# each of some hundred products, and on a machine with other work, threads that wait for each other
+# each of a few hundred matmuls, and on a machine with other work, threads that wait for each other
 # take a hundred times as long.
 SMALL_MODEL_BYTES = 2**26
 

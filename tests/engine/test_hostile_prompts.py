@@ -241,7 +241,7 @@ LIMITS = [
     ("stop", ["x" * 8192] * 2, ["x" * 8192] * 3, "stop has 24576 characters"),
     ("bad_words", ["x"] * 4096, ["x"] * 4097, "bad_words has 4097 entries; at most 4096"),
     ("bad_words", ["x" * 1024] * 64, [*["x" * 1024] * 64, "x"], "bad_words has 65537 characters"),
-    ("bad_words", ["x" * 1024], ["x" * 1025], "bad_words has a text of 1025 characters; at most"),
+    ("bad_words", ["x" * 1024], ["x" * 1025], "bad_words has a string of 1025 characters; at most"),
     *(
         (name, [5] * 2**19, [5] * (2**19 + 1), f"{name} has 524289 entries; at most 524288")
         for name in ("stop_token_ids", "allowed_token_ids")

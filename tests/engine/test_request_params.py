@@ -50,9 +50,9 @@ BAD_VALUES = [
         ("allowed_token_ids", value, "list of integers, at least one")
         for value in ([], (), [1.5], ["1"], [True], [1, None], "12", 5, {1: 2}, {1})
     ),
-    *(("bad_words", value, "list of texts that are not empty") for value in [*NO_TEXTS, "abc"]),
-    *(("stop", value, "list of texts that are not empty") for value in NO_TEXTS[1:]),
-    ("stop", "", "leave it out, or give a text"),
+    *(("bad_words", value, "list of non-empty strings") for value in [*NO_TEXTS, "abc"]),
+    *(("stop", value, "list of non-empty strings") for value in NO_TEXTS[1:]),
+    ("stop", "", "omit it or pass a non-empty string"),
     *(
         ("min_tokens", value, f"[0, {INT32_MAX}]")
         for value in (-1, 1.5, "1", None, True, 2**31, math.nan)

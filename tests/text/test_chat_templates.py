@@ -61,14 +61,14 @@ def test_a_template_is_a_file_or_a_text(llm: LLM, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ("no-such-file.jinja", "not a file, and not the text"),
-        ("", "not a file, and not the text"),
-        (5, "must be a file, or the text"),
+        ("no-such-file.jinja", "neither a file nor a template"),
+        ("", "neither a file nor a template"),
+        (5, "must be a file or a template string"),
         ("{% for m in messages %}", r"chat_template is not valid Jinja: .*\(line 1\)"),
         ("{{ messages", "chat_template is not valid Jinja"),
         ("{{ 1 }}", "does not use the variable `messages`"),
         ("x" * 5000, "does not use the variable `messages`"),
-        ("\0", "not a file, and not the text"),
+        ("\0", "neither a file nor a template"),
     ],
 )
 def test_what_is_no_template_is_refused_before_a_model_is_loaded(given: Any, told: str) -> None:
@@ -109,7 +109,7 @@ def test_a_checkpoints_several_templates_have_names(llm: LLM, monkeypatch) -> No
     vars(llm.engine.tokenizer).pop("hugging_face", None)
     try:
         assert prompt(llm, chat_template="rag") == "Hi found"
-        with pytest.raises(ValueError, match="not a file, and not the text"):
+        with pytest.raises(ValueError, match="neither a file nor a template"):
             prompt(llm, chat_template="rags")
     finally:
         vars(llm.engine.tokenizer).pop("hugging_face", None)

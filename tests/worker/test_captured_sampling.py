@@ -212,7 +212,7 @@ def test_close_lets_go_of_both(checkpoint: Path) -> None:
 
 def test_what_cannot_be_captured_is_refused(checkpoint: Path) -> None:
     for other in ({"enforce_eager": True}, {"tensor_parallel_size": 2}):
-        with pytest.raises(ValueError, match=r"capture_sampling=True is for the CUDA graphs of"):
+        with pytest.raises(ValueError, match="capture_sampling=True requires enforce_eager=False"):
             EngineConfig(str(checkpoint), capture_sampling=True, **other)
     with pytest.raises(ValueError, match=r"attention_backend='torch' cannot be part of a CUDA"):
         make_runner(checkpoint, FakeCuda(), TorchAttention(), attention_backend="torch")

@@ -451,9 +451,9 @@ def test_they_are_captured_anew_after_a_sleep(checkpoint: Path) -> None:
 
 def test_what_cannot_be_captured_is_refused(checkpoint: Path) -> None:
     wanted = {"capture_mixed_steps": True}
-    with pytest.raises(ValueError, match="enforce_eager=True records none: leave out one of them"):
+    with pytest.raises(ValueError, match="enforce_eager=True disables them: remove one of them"):
         EngineConfig(str(checkpoint), enforce_eager=True, **wanted)
-    with pytest.raises(ValueError, match="pipeline_parallel_size=2 records no CUDA graphs"):
+    with pytest.raises(ValueError, match="pipeline_parallel_size=2 captures no CUDA graphs"):
         EngineConfig(str(checkpoint), pipeline_parallel_size=2, **wanted)
     config = EngineConfig(str(checkpoint), attention_backend="torch", **wanted)
     told = r"attention_backend='torch' cannot be part of a CUDA graph of mixed steps"

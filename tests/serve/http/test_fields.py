@@ -314,10 +314,10 @@ def test_what_agents_send_back_is_taken(server) -> None:
 @pytest.mark.parametrize(
     ("content", "told"),
     [
-        ({"a": 1}, "must be a text or a list of parts"),
+        ({"a": 1}, "must be a string or a list of parts"),
         ([{"type": "image_url", "image_url": {}}], "'image_url', and this model reads only text"),
-        ([{"type": "text"}], "must have a text as 'text'"),
-        ([{"type": "refusal", "text": "no"}], "must have a text as 'refusal'"),
+        ([{"type": "text"}], "must have a string as 'text'"),
+        ([{"type": "refusal", "text": "no"}], "must have a string as 'refusal'"),
         ([5], "has a int"),
         ([{"type": ["text"]}], "this model reads only text"),
         (5, "has a int"),
@@ -341,7 +341,7 @@ def test_what_is_no_content_is_told_in_plain_words(content: Any, told: str) -> N
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "top_logprobs=21"),
         ({"logprobs": True, "top_logprobs": -2}, "top_logprobs", "top_logprobs=-2"),
         ({"logprobs": True, "top_logprobs": -1}, "logprobs", "max_logprobs"),
-        ({"stop": ""}, "stop", "leave it out"),
+        ({"stop": ""}, "stop", "omit it"),
         ({"n": 2}, "n", "Give a temperature"),
         ({"max_completion_tokens": 10**6}, "max_completion_tokens", "maximum context length"),
     ],
