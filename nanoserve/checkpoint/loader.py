@@ -24,7 +24,7 @@ from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
 from nanoserve.checkpoint.errors import describe_mismatches
 from nanoserve.checkpoint.weight_files import SINGLE_FILE, open_weights, shard_files
 
-# Bytes of a value. Any other type is a quantised format, whose values need decoding.
+# Bytes of a value. Any other type is a quantized format, whose values need decoding.
 _STORED_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _MAX_THREADS = 16  # a few threads saturate the disk or the memory bandwidth
 _MAX_PIECE = 64 * 2**20  # bytes that a thread copies before it unmaps the file

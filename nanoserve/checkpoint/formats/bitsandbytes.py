@@ -1,7 +1,7 @@
 """bitsandbytes: NF4 and FP4 (QLoRA, Dettmers et al., 2023), LLM.int8() (Dettmers et al., 2022).
 
 Four bits: `weight` holds two codes per byte, the first in the high nibble, for all rows as one run;
-code c of block b is quant_map[c] x absmax[b]. With double quantisation, `weight.absmax` holds codes
+code c of block b is quant_map[c] x absmax[b]. With double quantization, `weight.absmax` holds codes
 as well: nested_quant_map[c] x nested_absmax[b'] + nested_offset. `weight.quant_state` is JSON, as
 bytes: the shape and the block sizes. Eight bits: `weight` is int8, and `SCB` is each row's largest
 magnitude, which has the code 127.

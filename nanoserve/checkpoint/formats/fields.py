@@ -37,7 +37,7 @@ _FIELDS: dict[str, dict[str, _Field]] = {
         "fmt": _Field((None, "e4m3", "float8_e4m3fn"), "use a checkpoint in e4m3"),
         "scale_fmt": _Field((None, "float", "ue8m0"), "use float or ue8m0 scales"),
         "expert_dtype": _Field((None, "fp8"), "use a checkpoint whose experts are FP8"),
-        "modules_to_convert": _Field(_NOTHING, "use a checkpoint of quantised linears only"),
+        "modules_to_convert": _Field(_NOTHING, "use a checkpoint of quantized linears only"),
         "kv_cache_scheme": _KV,
     },
     "awq": {
@@ -63,12 +63,12 @@ _FIELDS: dict[str, dict[str, _Field]] = {
     },
     "bitsandbytes": {
         "llm_int8_has_fp16_weight": _Field(_NOTHING, "save the weights in 8 bits"),
-        "bnb_4bit_quant_type": _Field((None, "nf4", "fp4"), "quantise to nf4"),
+        "bnb_4bit_quant_type": _Field((None, "nf4", "fp4"), "quantize to nf4"),
     },
     "gguf": {},  # `nanoserve.checkpoint.gguf.config` writes no other fields
 }
 # Fields without effect: how the file was made, which kernel its authors used, or which modules are
-# not quantised, which follows from the stored tensors.
+# not quantized, which follows from the stored tensors.
 _OF_GPTQ = {
     "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs",
     "damp_auto_increment", "damp_percent", "dataset", "disable_exllama", "dynamic",
@@ -118,7 +118,7 @@ def check_quantization_config(config: Any) -> dict[str, Any]:
     require(
         isinstance(method, str) and method in FORMATS.names(),
         f"quantization_config: quant_method={shown(method)} is not implemented: use the plain "
-        f"model, or one quantised as {', '.join(FORMATS.names())}",
+        f"model, or one quantized as {', '.join(FORMATS.names())}",
     )
     if method not in _FIELDS:
         return dict(config)

@@ -1,4 +1,4 @@
-"""`QuantizedMatrix`: canonical form of quantised weights, to which all readers convert.
+"""`QuantizedMatrix`: canonical form of quantized weights, to which all readers convert.
 
     w[n, k] = codes[n, k] x scale[n, g] + offset[n, g]          with g = k // group_size
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """Quantised weight of a linear.
+    """Quantized weight of a linear.
 
     codes: int8 [out, in]; scale and offset (None is all zeros): float32 [out, groups].
     bits: 4 if codes are -8 to 7, 8 if they are -128 to 127.
@@ -135,7 +135,7 @@ class QuantizedMatrix:
 
 
 def stack_rows(parts: list[Tensor | QuantizedMatrix]) -> Tensor | QuantizedMatrix:
-    """Concatenate outputs; dequantises them unless all parts are quantised in equal groups."""
+    """Concatenate outputs; dequantizes them unless all parts are quantized in equal groups."""
     if len(parts) == 1:
         return parts[0]
     quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]

@@ -1,4 +1,4 @@
-"""Base class of the format readers: it maps stored tensors to weights, quantised or plain."""
+"""Base class of the format readers: it maps stored tensors to weights, quantized or plain."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,9 +17,9 @@ _PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 class Reader:
     """Base class of a `WeightSource` for a format with several tensors (`parts`) per weight.
 
-    A linear is quantised if and only if it has one of the `marks`: the stored tensors are more
+    A linear is quantized if and only if it has one of the `marks`: the stored tensors are more
     reliable than the lists of modules in the config. All `parts` (names within a module) that
-    `layout` returns must be present, in the given shapes; a quantised module may have no other
+    `layout` returns must be present, in the given shapes; a quantized module may have no other
     tensors except the `optional` parts and a bias.
     """
 
@@ -59,7 +59,7 @@ class Reader:
         raise NotImplementedError
 
     def weight(self, module: str) -> Tensor | QuantizedMatrix:
-        """Return the weight of a quantised module."""
+        """Return the weight of a quantized module."""
         raise NotImplementedError
 
     def has(self, module: str, part: str) -> bool:
@@ -68,7 +68,7 @@ class Reader:
     def header(self, module: str, part: str) -> Stored:
         name = f"{module}.{part}"
         require(
-            self.has(module, part), f"{name:.199} is missing, although {module:.99} is quantised"
+            self.has(module, part), f"{name:.199} is missing, although {module:.99} is quantized"
         )
         return self._tensors.headers[name]
 

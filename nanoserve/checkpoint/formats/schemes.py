@@ -1,4 +1,4 @@
-"""Parser of `config_groups` of compressed-tensors: the quantisation scheme of each module.
+"""Parser of `config_groups` of compressed-tensors: the quantization scheme of each module.
 
 This module does not import torch: `config.json` is checked before anything is read.
 """
@@ -36,7 +36,7 @@ _CLASSES = ("Linear",)
 
 @dataclass(frozen=True)
 class Scheme:
-    """Quantisation scheme of weights; fields are named as in `config.json`."""
+    """Quantization scheme of weights; fields are named as in `config.json`."""
 
     format: str
     num_bits: int
@@ -76,16 +76,16 @@ def read_schemes(config: Mapping[str, Any]) -> list[tuple[list[str], Scheme]]:
 
 
 def scheme_of(module: str, config: Mapping[str, Any], schemes: list) -> Scheme:
-    """Return the scheme of a quantised module. A name or pattern takes precedence over "Linear"."""
+    """Return the scheme of a quantized module. A name or pattern takes precedence over "Linear"."""
     if any(_matches(module, target) for target in config.get("ignore") or []):
-        raise ValueError(f"{module:.199} is stored quantised, but `ignore` has it as not quantised")
+        raise ValueError(f"{module:.199} is stored quantized, but `ignore` has it as not quantized")
     for is_class in (False, True):
         for targets, scheme in schemes:
             if any(
                 (t in _CLASSES) == is_class and (is_class or _matches(module, t)) for t in targets
             ):
                 return scheme
-    raise ValueError(f"{module:.199} is stored quantised, but matches no target in config_groups")
+    raise ValueError(f"{module:.199} is stored quantized, but matches no target in config_groups")
 
 
 def _matches(module: str, target: str) -> bool:
@@ -121,7 +121,7 @@ def _check_activations(where: str, group: Mapping[str, Any]) -> None:
     outputs, inputs = group.get("output_activations"), group.get("input_activations")
     require(
         outputs is None, f"{where}.output_activations={shown(outputs)} is not implemented: "
-        "use a checkpoint without quantised outputs",
+        "use a checkpoint without quantized outputs",
     )  # fmt: skip
     require(
         inputs is None or (isinstance(inputs, Mapping) and inputs.get("dynamic") is True),

@@ -1,6 +1,6 @@
 """Weight sources: a view of a checkpoint with plain names and shapes, whatever its format.
 
-Sources are plain files, formats of quantised weights, and random numbers for benchmarks.
+Sources are plain files, formats of quantized weights, and random numbers for benchmarks.
 """
 
 from collections.abc import Mapping
@@ -30,8 +30,8 @@ class WeightSource(Protocol):
     def read(self, name: str) -> Tensor | QuantizedMatrix:
         """Return a whole tensor; a linear's weight is [out, in].
 
-        A tensor that is not quantised keeps its stored dtype. Codes other than integers (FP8, NF4)
-        are dequantised to float32, exactly as in the format's own library before it rounds to the
+        A tensor that is not quantized keeps its stored dtype. Codes other than integers (FP8, NF4)
+        are dequantized to float32, exactly as in the format's own library before it rounds to the
         model's dtype. Raises `ValueError` for an unknown name, and for contradictory contents.
         """
 

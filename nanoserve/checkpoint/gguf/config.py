@@ -124,9 +124,9 @@ def _own_settings(settings: Settings, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dtype(file: GGUFFile, form: Form) -> str:
-    """Return the type of the matrices, or bfloat16 for a quantised file.
+    """Return the type of the matrices, or bfloat16 for a quantized file.
 
-    A quantised file does not contain the original type, and nearly all of these models were trained
+    A quantized file does not contain the original type, and nearly all of these models were trained
     with bfloat16's range. Gemma's activations overflow float16, whatever type its weights have.
     """
     types = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) > 1}

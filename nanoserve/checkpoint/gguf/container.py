@@ -145,7 +145,7 @@ class _Parser:
             self._require(
                 kind in BLOCKS,
                 f"stores {name:.99} as {kind}, which is not implemented; implemented are "
-                f"{', '.join(BLOCKS)}: use a file of another quantisation, such as Q4_K_M or "
+                f"{', '.join(BLOCKS)}: use a file of another quantization, such as Q4_K_M or "
                 f"Q8_0, or create one with llama-quantize",
             )
             values, num_bytes = BLOCKS[kind]
@@ -176,7 +176,7 @@ class _Parser:
         return struct.unpack(form, self._bytes(struct.calcsize(form)))[0]
 
     def _text(self) -> str:
-        # Some tokens of a vocabulary are invalid UTF-8, but none that matters for tokenisation.
+        # Some tokens of a vocabulary are invalid UTF-8, but none that matters for tokenization.
         return bytes(self._bytes(self._scalar("<Q"))).decode(errors="replace")
 
     def _bytes(self, count: int) -> memoryview:

@@ -74,7 +74,7 @@ class GGUFSource:
         except ValueError as error:
             raise ValueError(f"{tensor.file}: {tensor.name}: {error}") from error
         if self._form.adds_one_to_norms and name.endswith("norm.weight"):
-            assert isinstance(values, Tensor)  # only matrices can be quantised
+            assert isinstance(values, Tensor)  # only matrices can be quantized
             return values.float() - 1
         if self._form.has_permuted_heads and ".attn_q." in tensor.name:
             return _in_halves(values, self._num_heads)

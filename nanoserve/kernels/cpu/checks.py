@@ -173,7 +173,7 @@ def check_codes(codes: Tensor, scale: Tensor, offset: Tensor | None, bits: int) 
     inputs, and all groups are of one size. bits: 4 or 8.
     """
     if codes.dtype == torch.float8_e4m3fn:
-        raise ValueError("codes must be integers, not 8-bit floats: quantise the weight to int8")
+        raise ValueError("codes must be integers, not 8-bit floats: quantize the weight to int8")
     check_weight(codes, (torch.int8,))
     outputs, inputs = codes.shape
     for values in (scale, offset):

@@ -20,7 +20,7 @@ class DequantizedPanels:
     """Integer weights in panels: x [..., inputs] -> [..., outputs] in x's dtype.
 
     The arguments are those of `nanoserve.kernels.cpu.integer_linear.IntegerPanels`. The result
-    equals, bit for bit, that of `FloatPanels` with the dequantised weight in float32, but only 4 or
+    equals, bit for bit, that of `FloatPanels` with the dequantized weight in float32, but only 4 or
     8 bits per weight are read: x and sums are float32, and a row does not depend on other rows.
     """
 

@@ -59,7 +59,7 @@ def store_kv(
     cos, sin: [num_positions, head_dim / 2].
     q_weight, k_weight: [head_dim], the RMSNorm of every query and key head, or both None.
     kv_cache: [2, num_blocks, num_kv_heads, block_size, head_dim], in the dtype of `heads`; or
-    codes, int8 or uint8 (e4m3), quantised from float32.
+    codes, int8 or uint8 (e4m3), quantized from float32.
     kv_scales: scales of the codes, float32 [2, num_blocks, num_kv_heads, block_size].
     All are contiguous. Raises `ValueError` for shapes and dtypes that do not match, and for
     positions and slots that do not exist, after the other tokens have been stored.

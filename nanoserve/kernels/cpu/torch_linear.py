@@ -15,7 +15,7 @@ from nanoserve.kernels.cpu import checks, packed_linear
 Form = Callable[[Tensor], Tensor]
 
 _TILE = 512  # outputs that are widened at a time: they stay in the processor's cache
-_TILE_VALUES = 2**19  # weights that are dequantised at a time: 2 MiB
+_TILE_VALUES = 2**19  # weights that are dequantized at a time: 2 MiB
 
 
 class Plain:
@@ -55,7 +55,7 @@ class WidenedTiles:
 
 
 class DequantizedTiles:
-    """Weight of 4-bit or 8-bit integers, dequantised tile by tile for a float32 product.
+    """Weight of 4-bit or 8-bit integers, dequantized tile by tile for a float32 product.
 
     A weight is code x scale + offset. codes: int8 [outputs, inputs]; scale and offset: float32
     [outputs, groups]; a group is a run of inputs.

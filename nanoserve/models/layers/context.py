@@ -14,7 +14,7 @@ from nanoserve.models.layers.tensor_parallel import TensorParallel
 
 
 class LinearMethod(Protocol):
-    """Storage and use of a linear's weight: plain here; prepacked or quantised elsewhere."""
+    """Storage and use of a linear's weight: plain here; prepacked or quantized elsewhere."""
 
     def create_weights(
         self, layer: nn.Module, in_features: int, out_features: int, context: "LayerContext"

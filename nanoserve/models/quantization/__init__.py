@@ -1,1 +1,1 @@
-"""Quantised weights: a canonical form, readers of checkpoint formats, and linear methods."""
+"""Quantized weights: a canonical form, readers of checkpoint formats, and linear methods."""

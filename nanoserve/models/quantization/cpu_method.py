@@ -46,9 +46,9 @@ class IntegerLinearMethod(FormLinearMethod):
     """Linear method for integer weights, if the scheme or the checkpoint has them, or else floats.
 
     `make_integer` creates the form of integer weights from `QuantizedMatrix.operands`. The form
-    determines whether activations are quantised; `activations` and `weights` describe both.
+    determines whether activations are quantized; `activations` and `weights` describe both.
 
-    Quantised activations have one scale per 32 inputs. If a rank has a multiple of 32 inputs, its
+    Quantized activations have one scale per 32 inputs. If a rank has a multiple of 32 inputs, its
     codes equal those of a single rank; otherwise its groups are smaller, with less rounding error.
     """
 

@@ -1,4 +1,4 @@
-"""`LinearMethod` for quantised weights on a GPU."""
+"""`LinearMethod` for quantized weights on a GPU."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,16 +21,16 @@ from nanoserve.models.quantization.schemes import Scheme
 from nanoserve.utils.checks import require
 
 GROUP_SIZE = 32  # inputs of a token per scale, as on a CPU
-_MAX_VALUES = 2**26  # values quantised at a time: several float32 tensors of 256 MiB
+_MAX_VALUES = 2**26  # values quantized at a time: several float32 tensors of 256 MiB
 
 
 class QuantizedLinearMethod(UnquantizedLinearMethod):
-    """Linear method that dequantises weights in registers, or multiplies 8-bit operands.
+    """Linear method that dequantizes weights in registers, or multiplies 8-bit operands.
 
-    By default, weights are dequantised and activations are floats. There are two exceptions. With
-    e4m3 weights, activations are quantised to e4m3, with a scale per token, unless `activations` is
+    By default, weights are dequantized and activations are floats. There are two exceptions. With
+    e4m3 weights, activations are quantized to e4m3, with a scale per token, unless `activations` is
     "none". If it is "int8", weights must be int8 with a scale per output, and activations are
-    quantised to int8 with a scale per token and 32 inputs: with one scale per token, the few large
+    quantized to int8 with a scale per token and 32 inputs: with one scale per token, the few large
     inputs of a real model would make all others 0. Other weights then raise `ValueError`.
 
     Where the inputs are split over ranks, scales are those of the whole row, so the codes equal
@@ -59,7 +59,7 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
         setattr(layer, name, deferred_weight(shape, 8))
 
     def to_integers(self, weight: Weight, is_quantized: bool) -> Weight:
-        """Quantise a weight like `Scheme.to_integers`, on the GPU; the result stays there."""
+        """Quantize a weight like `Scheme.to_integers`, on the GPU; the result stays there."""
         if isinstance(weight, QuantizedMatrix):
             return _on(weight, self._device)
         pieces = weight.split(max(1, _MAX_VALUES // weight.shape[1]))
@@ -125,7 +125,7 @@ def _on(matrix: QuantizedMatrix, device: torch.device) -> QuantizedMatrix:
 
 
 def expert_codes(experts: list[QuantizedMatrix]) -> ExpertCodes:
-    """Stack experts as int8 with a scale per output; other formats are requantised."""
+    """Stack experts as int8 with a scale per output; other formats are requantized."""
     experts = [each if _is_int8(each) else quantize_int8(each.dequantize()) for each in experts]
     codes = torch.stack([each.codes for each in experts])
     return ExpertCodes(codes, torch.stack([each.scale[:, 0] for each in experts]))
@@ -141,7 +141,7 @@ def _is_row_scaled(matrix: QuantizedMatrix) -> bool:
 
 
 class _Floats(nn.Module):
-    """Float weight, which the checkpoint has not quantised."""
+    """Float weight, which the checkpoint has not quantized."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()

@@ -23,7 +23,7 @@ def choose_linear_method(
 ) -> LinearMethod | None:
     """Return the linear method, or None for plain weights.
 
-    num_bytes: the size of the model without quantisation. Raises `ValueError` for options that the
+    num_bytes: the size of the model without quantization. Raises `ValueError` for options that the
     device does not support.
     """
     dtype = getattr(torch, model_config.dtype)
@@ -52,7 +52,7 @@ def _integer_form(config: EngineConfig) -> tuple[Callable[..., Form], str]:
     )
     if not has_numba:
         logger.info(
-            "without numba, integer weights are dequantised for each product: "
+            "without numba, integer weights are dequantized for each product: "
             "pip install 'nanoserve[cpu]' has integer products"
         )
         return DequantizedTiles, "stay floats"
@@ -80,7 +80,7 @@ def _gpu_method(
     )
     if config.quantization is None:
         logger.warning(
-            "on a GPU, a quantised checkpoint is dequantised and takes the memory of a plain one, "
+            "on a GPU, a quantized checkpoint is dequantized and takes the memory of a plain one, "
             "unless quantization= names its format, which selects kernels that have not been "
             "measured on a GPU"
         )

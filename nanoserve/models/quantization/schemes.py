@@ -1,4 +1,4 @@
-"""Quantisation schemes: the number of bits of an engine's weights, and their conversion."""
+"""Quantization schemes: the number of bits of an engine's weights, and their conversion."""
 
 from dataclasses import dataclass, replace
 
@@ -18,7 +18,7 @@ _GROUP_SIZE = 32  # default for int4: larger groups degrade tiny-qwen3
 class Scheme:
     """Conversion of a linear's weight after it has been read from a checkpoint.
 
-    bits: 4 or 8, from the option `quantization`; None keeps a checkpoint's integers, and quantises
+    bits: 4 or 8, from the option `quantization`; None keeps a checkpoint's integers, and quantizes
     its other codes (FP8, NF4) to 8 bits.
     is_fp8: weights become 8-bit floats (e4m3).
     """
@@ -44,7 +44,7 @@ class Scheme:
     def to_integers(
         self, weight: Tensor | QuantizedMatrix, is_quantized: bool
     ) -> Tensor | QuantizedMatrix:
-        """Quantise a weight; integers of the checkpoint are returned unchanged.
+        """Quantize a weight; integers of the checkpoint are returned unchanged.
 
         is_quantized: True if the checkpoint stores the weight in fewer bits.
         """
@@ -68,11 +68,11 @@ def describe_integers(bits: int, group_size: int | None, num_inputs: int | None 
 
 
 def check_activations(config: EngineConfig, model_config: ModelConfig) -> None:
-    """Raise `ValueError` for `quantization_activations` where weights are not quantised."""
+    """Raise `ValueError` for `quantization_activations` where weights are not quantized."""
     is_quantized = config.quantization or model_config.quantization_config
     require(
         config.quantization_activations is None or bool(is_quantized),
-        f"quantization_activations={config.quantization_activations!r} needs quantised weights, "
+        f"quantization_activations={config.quantization_activations!r} needs quantized weights, "
         f"but these are plain: omit it, or give quantization='int8' or 'int4'",
     )
 
@@ -93,7 +93,7 @@ def scheme_of(config: EngineConfig, model_config: ModelConfig) -> Scheme | None:
     require(
         requested in (None, *SCHEMES.names()),
         f"quantization={requested!r} is a checkpoint format, but this checkpoint's weights are "
-        f"plain: they can be quantised with {' or '.join(SCHEMES.names())}",
+        f"plain: they can be quantized with {' or '.join(SCHEMES.names())}",
     )
     if requested is None:
         return None
