@@ -1,4 +1,4 @@
-"""Loader of models whose linear weights are quantized in the file or during loading.
+"""Load models whose linear weights are quantized in the file or during loading.
 
 The model is built with weights that have a shape but no memory (torch's "meta" device). Each tensor
 is read from the checkpoint and quantized as a whole, so that a rank's slice has the scales of the
@@ -106,7 +106,7 @@ def fill(
             num_since += num_values
             if num_since > _MAX_VALUES:
                 # Free the tensors of earlier weights, the last one's included, before this weight's
-                # temporary tensors are allocated: the peak then has those of one weight only.
+                # temporary tensors are allocated: the peak then has the temporary tensors of one weight only.
                 weight = own = None
                 give_back_freed()
                 num_since = num_values
@@ -166,7 +166,7 @@ def _fill_head(
 
 
 class _Pending:
-    """Deferred weight, some rows of which have been read."""
+    """A deferred weight, some rows of which have been read."""
 
     def __init__(self, fill: Callable[[Weight], None], num_rows: int) -> None:
         self._fill, self._num_missing = fill, num_rows
@@ -214,4 +214,4 @@ def _check(
     others = model.tied_tensors.keys() | elsewhere
     if wanted != {name: found[name] for name in found.keys() - others}:
         mismatches = describe_mismatches(wanted, found, others)
-        raise ValueError(f"the weights do not fit the model: {mismatches}")
+        raise ValueError(f"the weights do not match the model: {mismatches}")

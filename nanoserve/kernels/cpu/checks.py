@@ -109,7 +109,7 @@ def check_heads(
         rule = "positions and slot_mapping must be int32"
         refuse(rule, positions=positions, slot_mapping=slot_mapping)
     if (q_weight is None) != (k_weight is None):
-        rule = "q_weight and k_weight must both be given, or neither"
+        rule = "q_weight and k_weight must both be tensors, or both None"
         refuse(rule, q_weight=q_weight, k_weight=k_weight)
     if q_weight is not None and k_weight is not None:
         _check_head_norms(q_weight, k_weight, head_dim)
@@ -185,4 +185,4 @@ def check_codes(codes: Tensor, scale: Tensor, offset: Tensor | None, bits: int) 
     if offset is not None and offset.shape != scale.shape:
         refuse("scale and offset must have the same shape", scale=scale, offset=offset)
     if bits not in (4, 8):
-        raise ValueError(f"codes must be of 4 or 8 bits, not {bits}")
+        raise ValueError(f"bits={bits} must be 4 or 8")

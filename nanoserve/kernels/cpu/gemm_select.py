@@ -51,8 +51,8 @@ def choose_form(dtype: torch.dtype, num_bytes: int) -> Choice:
     name = next(iter(found))
     if find_spec("numba") is None:
         logger.info(
-            "without numba, matrix products are torch's: pip install 'nanoserve[cpu]' has faster "
-            "ones"
+            "without numba, torch computes matrix products; for faster products: "
+            "pip install 'nanoserve[cpu]'"
         )
     if num_bytes < calibration.MATRIX_BYTES or len(found) == 1:
         return Choice(name, found[name])

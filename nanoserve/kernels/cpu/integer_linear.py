@@ -48,7 +48,7 @@ class IntegerPanels:
         self.own = KINDS[self.kind]
         if self.own.bits < bits or not self.own.takes(self.size):
             raise ValueError(
-                f"kind={self.kind!r} does not support codes of {bits} bits in groups of {self.size}"
+                f"kind={self.kind!r} does not support {bits}-bit codes in groups of {self.size}"
             )
         self.codes = pack_codes(codes, self.own)
         self.scale = pack_scales(scale, scale_dtype(scale))

@@ -30,7 +30,7 @@ def works() -> bool:
     try:
         return torch.equal(linear(x, pack(weight)), F.linear(x, weight))
     except (AttributeError, RuntimeError) as error:
-        logger.info("packed weights are not available with this processor and torch: %s", error)
+        logger.info("packed weights are not available on this processor with this torch: %s", error)
         return False
 
 

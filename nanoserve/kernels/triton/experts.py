@@ -167,7 +167,7 @@ def _check(
         )
     if hidden.dtype not in _TRITON_DTYPES or not kinds <= {hidden.dtype}:
         raise ValueError(
-            f"hidden, gate_up and down must have the same floating-point dtype: {given}"
+            f"hidden, gate_up and down must share one of float32, float16, bfloat16: {given}"
         )
     if expert_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"expert_ids must be int32 or int64: {given}")

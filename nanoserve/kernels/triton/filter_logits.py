@@ -39,7 +39,7 @@ def filter_borders(
     num_rows, vocab_size = logits.shape
     if logits.dtype not in _UNUSED_BITS or vocab_size >= 2**24:
         raise ValueError(
-            f"logits must have a vocabulary below {2**24} and dtype float32, float16 or bfloat16, "
+            f"logits must have a vocab_size below {2**24} and dtype float32, float16 or bfloat16, "
             f"not {vocab_size} and {logits.dtype}"
         )
     check_tensor("slots", slots, torch.int32, num_rows)

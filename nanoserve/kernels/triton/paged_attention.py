@@ -159,7 +159,7 @@ def _check(batch: _Batch) -> None:
         raise ValueError(f"{q.shape[1]} heads must be a multiple of {kv_cache.shape[2]} KV heads")
     if kv_cache.shape[4] != q.shape[2]:
         raise ValueError(
-            f"head_dim must be equal: {q.shape[2]} in q, {kv_cache.shape[4]} in kv_cache"
+            f"q and kv_cache must have the same head_dim, not {q.shape[2]} and {kv_cache.shape[4]}"
         )
     if q.stride(-1) != 1 or kv_cache.stride(-1) != 1:
         raise ValueError(f"last strides must be 1: q {q.stride()}, kv_cache {kv_cache.stride()}")

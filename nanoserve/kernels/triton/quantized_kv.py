@@ -53,7 +53,7 @@ def check_cache(kv_cache: torch.Tensor, kv_scales: torch.Tensor | None, dtype: t
         )
     if not (kv_cache.is_contiguous() and kv_scales.is_contiguous()):
         raise ValueError(
-            f"codes and scales must be contiguous: {kv_cache.stride()}, {kv_scales.stride()}"
+            f"codes and scales must be contiguous, not {kv_cache.stride()}, {kv_scales.stride()}"
         )
 
 

@@ -15,9 +15,9 @@ _PIECE = 2**20  # values that are quantized at a time
 
 
 def quantize_int8(weight: Tensor, group_size: int | None = None) -> QuantizedMatrix:
-    """Quantize to int8, with a scale per row or group: its largest magnitude / 127.
+    """Quantize to int8 with one scale per row or group: absmax / 127.
 
-    An element's error is at most half a scale. A group with NaN or infinity gets a scale of NaN.
+    The rounding error is at most scale / 2. A group containing NaN or inf gets a NaN scale.
     """
     num_inputs = weight.shape[1]
     size = num_inputs if group_size is None else group_size_for(num_inputs, group_size)
@@ -25,9 +25,9 @@ def quantize_int8(weight: Tensor, group_size: int | None = None) -> QuantizedMat
 
 
 def quantize_fp8(weight: Tensor) -> QuantizedMatrix:
-    """Quantize to e4m3 (Micikevicius et al. 2022), with a scale per row: max magnitude / 448.
+    """Quantize to e4m3 (Micikevicius et al. 2022) with one scale per row: absmax / 448.
 
-    An element's error is at most a sixteenth of its value, or 2^-10 scales if that is more.
+    The rounding error is at most 1/16 of the value, or scale x 2^-10 if this is larger.
     """
     scale = _magnitude(weight.float().abs().amax(dim=1, keepdim=True)) / 448
     quotients = (weight.float() / _divisor(scale)).nan_to_num_(0.0)
@@ -89,7 +89,7 @@ def group_size_for(num_inputs: int, requested: int) -> int:
             return size
     raise ValueError(
         f"the {num_inputs} inputs of a linear cannot be divided into groups of {GROUP_SIZES[-1]} "
-        f"to {requested}: use quantization='int8', which has one scale for all of them"
+        f"to {requested}: use quantization='int8', which has per-channel scales"
     )
 
 
