@@ -71,7 +71,9 @@ class ModelConfig:
     moe: "MoEConfig | None" = None
     eos_token_ids: frozenset[int] = frozenset()
     default_sampling: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json
-    quantization_config: Mapping[str, Any] | None = None  # as in the file; None: unquantized weights
+    quantization_config: Mapping[str, Any] | None = (
+        None  # as in the file; None: unquantized weights
+    )
 
     if not TYPE_CHECKING:  # otherwise a type checker would accept every name
 

@@ -106,7 +106,8 @@ def fill(
             num_since += num_values
             if num_since > _MAX_VALUES:
                 # Free the tensors of earlier weights, the last one's included, before this weight's
-                # temporary tensors are allocated: the peak then has the temporary tensors of one weight only.
+                # temporary tensors are allocated: the peak then has the temporary tensors of one
+                # weight only.
                 weight = own = None
                 give_back_freed()
                 num_since = num_values

@@ -56,7 +56,7 @@ class Qwen3Attention(nn.Module):
     def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         """Compute attention, [num_tokens, hidden_size] -> the same; store the tokens' K and V."""
         num_heads, num_kv_heads = self.layer.num_heads, self.layer.num_kv_heads
-        # 1) One matrix product yields all heads: [num_tokens, num_heads + 2 num_kv_heads, head_dim].
+        # 1) One product yields all heads: [num_tokens, num_heads + 2 num_kv_heads, head_dim].
         heads = self.qkv_proj(hidden).view(hidden.shape[0], -1, self.layer.head_dim)
         if self.ops.norm_rotate_store is not None:  # 2) to 5) as one kernel
             q = self.ops.norm_rotate_store(heads, self.rotary, self.norms, kv_cache, metadata)

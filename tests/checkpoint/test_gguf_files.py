@@ -280,7 +280,7 @@ def test_a_folder_with_nothing_else_says_which_file_to_give(
     writer.write(tmp_path / "model-Q8_0.gguf")
     with pytest.raises(ValueError, match=r"no config.json; .*model-Q8_0.gguf"):
         LLM(tmp_path, **OPTIONS)
-    with pytest.raises(ValueError, match="is on the disk"):
+    with pytest.raises(ValueError, match="is on disk"):
         LLM(tmp_path / "model-Q8_0.gguf", revision="main", **OPTIONS)
     with pytest.raises(ValueError, match="nor a GGUF file"):
         LLM(tmp_path / "absent.gguf", **OPTIONS)

@@ -321,7 +321,7 @@ def test_a_path_that_does_not_exist(
         ("Llama-3.2-1B", "did you mean 'meta-llama/Llama-3.2-1B'?"),
         ("gpt2", "bundled: tiny-qwen3, tiny-qwen3-draft"),
         ("", "it is empty"),
-        ("org/m-GGUF:Q4_K_M", "give the file, as in 'org/m-GGUF/model-Q4_K_M.gguf'"),
+        ("org/m-GGUF:Q4_K_M", "pass the file, as in 'org/m-GGUF/model-Q4_K_M.gguf'"),
     ],
 )
 def test_a_name_that_is_almost_one(name: str, advice: str) -> None:

@@ -18,8 +18,7 @@ from nanoserve.config import EngineConfig
 NAME, OPTIONS = "some-model", {"num_kv_blocks": 8, "max_num_seqs": 4}
 INSTALL = "pip install --no-deps some-model-package"
 ABSENT = (
-    "'some-model' is a model in the package some-model-package, which is not installed: "
-    + INSTALL
+    "'some-model' is a model in the package some-model-package, which is not installed: " + INSTALL
 )
 
 

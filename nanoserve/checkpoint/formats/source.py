@@ -23,8 +23,9 @@ class WeightSource(Protocol):
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every tensor that an unquantized checkpoint would have.
 
-        Names are as in unquantized checkpoints, such as "model.layers.0.self_attn.q_proj.weight"; the
-        tensors that a format stores instead (packed codes, scales, zero points) are not included.
+        Names are as in unquantized checkpoints, such as "model.layers.0.self_attn.q_proj.weight";
+        the tensors that a format stores instead (packed codes, scales, zero points) are not
+        included.
         """
 
     def read(self, name: str) -> Tensor | QuantizedMatrix:

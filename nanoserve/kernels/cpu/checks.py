@@ -1,4 +1,4 @@
-"""Validation of the arguments of compiled kernels, which get plain addresses, without bounds.
+"""Validate the arguments of compiled kernels, which get addresses without bounds.
 
 With a wrong shape, a kernel would read or write outside of an array. Shapes, dtypes and strides are
 checked here; ids of slots, positions and blocks are checked in the kernels, which read each of them

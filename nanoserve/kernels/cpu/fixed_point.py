@@ -84,7 +84,7 @@ def add_values(
 ) -> None:
     """Compute sums[query] += weights[query, token] * v[token], for `TOKENS` tokens and whole units.
 
-    The adjacent products are those of two tokens, whose values are interleaved.
+    The adjacent products belong to two tokens, whose values are interleaved.
     """
     number, first = head_dim.type, head_dim.type(0)
     coded = [_coded(b, weights.at(b, query), scales) for query in range(count)]

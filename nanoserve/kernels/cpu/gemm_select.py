@@ -1,4 +1,4 @@
-"""Choice of the storage form of float weights, by a benchmark that runs once per machine.
+"""Choose the storage form of float weights, by a benchmark that runs once per machine.
 
 The fastest form depends on the processor and on the number of rows. So each form that is available
 multiplies a matrix that exceeds the cache, with 1, 16 and 256 rows; the rates are stored in a file.

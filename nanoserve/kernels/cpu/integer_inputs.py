@@ -1,4 +1,4 @@
-"""Quantization of activations for integer products: each group of a row of x has one scale.
+"""Quantize activations for integer products, with one scale for each group of a row.
 
 A few activations of a real model are thousands of times larger than the median of their row. With
 one scale per row, all other values would become 0; so each `GROUP` of them has its own scale, as in

@@ -1,4 +1,4 @@
-"""Linears with integer weights, whose inputs are quantized to integers on the fly."""
+"""Linear layers with integer weights, whose inputs are quantized to integers on the fly."""
 
 import functools
 from typing import Any

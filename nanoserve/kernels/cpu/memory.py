@@ -1,4 +1,4 @@
-"""Allocation of large CPU memory: weights and the KV cache."""
+"""Allocate large blocks of CPU memory, for weights and the KV cache."""
 
 import ctypes
 import mmap

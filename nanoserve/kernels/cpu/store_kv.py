@@ -1,4 +1,4 @@
-"""Fused kernel between the qkv projection and attention on a CPU, compiled by numba.
+"""The fused kernel between the qkv projection and attention on a CPU, compiled by numba.
 
 Query and key heads are normalised, if the model does that, and rotated (RoPE); keys and values are
 written to their slots of the paged KV cache, as floats or as 8-bit codes. Each value is read once

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache in Triton: a kernel for prompts and chunks, one for decoding.
+"""Attention over the paged KV cache in Triton, with kernels for prompts (or chunks) and decoding.
 
 This is the host side: how the work is split into programs, and the launch parameters. The kernels
 are in `nanoserve.kernels.triton.paged_attention_kernels` for rows of several tokens, and in
@@ -143,7 +143,7 @@ class _Batch(NamedTuple):
         return self.q.shape[1] // self.kv_cache.shape[2]
 
     def rows(self, count: int) -> "_Batch":
-        """Return the first `count` rows; tensors with another start would compile kernels anew."""
+        """Return the first `count` rows; tensors with another start would recompile kernels."""
         return self._replace(
             cu_seqlens_q=self.cu_seqlens_q[: count + 1],
             context_lens=self.context_lens[:count],

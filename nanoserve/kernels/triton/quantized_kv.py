@@ -1,4 +1,4 @@
-"""KV cache in 8 bits, for the Triton kernels: conversion to codes and scales, and back.
+"""Convert an 8-bit KV cache to codes and scales and back, in the Triton kernels.
 
 A value is its code x the scale of its token and head, float32; the largest magnitude of a head has
 the largest code, 127 for int8 or 448 for e4m3. Bytes of the type uint8 are e4m3, and are converted

@@ -1,9 +1,9 @@
-"""Fused kernel between the qkv projection and attention: norms, rotary embedding, cache write.
+"""The fused kernel between qkv projection and attention: norms, rotary embedding, cache write.
 
 Query and key heads are normalised (if the model does that) and rotated by their positions, see
 `nanoserve/models/layers/rotary.py`; keys and values are written to their slots of the paged KV
-cache. Each value is read once and written once: as separate operations this would be some ten
-kernels a layer, and at small batches a kernel's launch costs more than its work.
+cache. Each value is read once and written once. As separate operations this would take about ten
+kernels per layer, and at small batches a kernel's launch costs more than its work.
 """
 
 import torch
@@ -125,7 +125,7 @@ def _check(
 
 
 # Positions and slots start anywhere in a step's buffer of integers, and the number of tokens
-# changes with every step: specialising on them would compile the kernel anew while serving.
+# changes with every step: specialising on them would compile the kernel again while serving.
 @triton.jit(
     do_not_specialize=["num_tokens"],
     do_not_specialize_on_alignment=["positions", "slot_mapping"],

@@ -49,7 +49,8 @@ class IntegerLinearMethod(FormLinearMethod):
     determines whether activations are quantized; `activations` and `weights` describe both.
 
     Quantized activations have one scale per 32 inputs. If a rank has a multiple of 32 inputs, its
-    codes equal the codes of a single rank; otherwise its groups are smaller, with less rounding error.
+    codes equal the codes of a single rank; otherwise its groups are smaller, with less rounding
+    error.
     """
 
     def __init__(

@@ -29,13 +29,14 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
 
     By default, weights are dequantized and activations are floats. There are two exceptions. With
     e4m3 weights, activations are quantized to e4m3, with a scale per token, unless `activations` is
-    "none". If `activations` is "int8", weights must be int8 with per-channel scales, and activations
-    are quantized to int8 with a scale per token and 32 inputs. With one scale per token, the few large
-    inputs of a real model would make all other inputs 0. Other weights then raise `ValueError`.
+    "none". If `activations` is "int8", weights must be int8 with per-channel scales, and
+    activations are quantized to int8 with a scale per token and 32 inputs. With one scale per
+    token, the few large inputs of a real model would make all other inputs 0. Other weights then
+    raise `ValueError`.
 
     Where the inputs are split over ranks, scales are computed for the whole row, so the codes equal
-    the codes of a single rank. Experts are int8 with per-channel scales, whatever the format of other
-    weights, and their activations are floats.
+    the codes of a single rank. Experts are int8 with per-channel scales, whatever the format of
+    other weights, and their activations are floats.
     """
 
     def __init__(
@@ -178,8 +179,8 @@ class _RowScaled(nn.Module):
 class _GroupScaled(nn.Module):
     """An int8 weight with int8 activations, which have a scale per 32 inputs of a row.
 
-    Groups are formed over the whole row. If a group is split over ranks, a rank's inputs and codes are
-    padded with zeros at the front, up to the beginning of the group, and the ranks exchange the
+    Groups are formed over the whole row. If a group is split over ranks, a rank's inputs and codes
+    are padded with zeros at the front, up to the beginning of the group, and the ranks exchange the
     largest magnitudes.
     """
 
