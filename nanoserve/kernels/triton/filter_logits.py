@@ -32,8 +32,8 @@ def filter_borders(
     slots: int32 [num_rows], the row of `settings` for each row of logits.
     settings: int32 [num_slots, 8], rows from `pack_settings`.
     The filters apply in the order min_p, top_k, top_p, each to the tokens that the previous
-    filter has kept. The border is -inf for rows that are greedy or have no filter. NaN counts as -inf here;
-    for a row that has NaN, `choose_tokens` returns no token.
+    filter has kept. The border is -inf for rows that are greedy or have no filter. NaN counts
+    as -inf here; for a row that has NaN, `choose_tokens` returns no token.
     """
     check_logits(logits)
     num_rows, vocab_size = logits.shape
