@@ -1,1 +1,1 @@
-"""Checkpoints: look-up by name, configuration (`config.json`) and loading of weights."""
+"""Find checkpoints by name, read their configuration (`config.json`), and load their weights."""

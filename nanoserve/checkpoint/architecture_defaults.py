@@ -1,6 +1,6 @@
-"""Settings of `config.json` of the less common architectures, with their defaults.
+"""The settings of less common architectures in `config.json`, with their defaults.
 
-The format is that of `_SETTINGS` in `nanoserve.checkpoint.config_json`.
+The table has the format of `_SETTINGS` in `nanoserve.checkpoint.config_json`.
 """
 
 from typing import Any

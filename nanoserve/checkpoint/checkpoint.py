@@ -1,6 +1,6 @@
-"""Look-up of a model by name: on disk, bundled, in a Python package, or on the Hugging Face hub.
+"""Find a model by name: on disk, bundled, in a Python package, or on the Hugging Face Hub.
 
-Only the files that nanoserve reads are downloaded from the hub: first the small ones, and the
+Only the files that nanoserve reads are downloaded from the Hub: first the small ones, and the
 weights after everything else has been validated.
 """
 
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Checkpoint of a model or a tokenizer, looked up once by its name.
+    """The checkpoint of a model or a tokenizer, found once by name.
 
-    name: as the user gave it.
-    folder: holds all files, except the weights of a model from the hub; or it is a GGUF file.
-    download_dir: cache for files of the hub; None uses the hub's own cache.
+    name: as the user passed it.
+    folder: a GGUF file, or the folder of all files, except weights that are still on the Hub.
+    download_dir: cache for files from the Hub; None uses the Hugging Face cache.
     """
 
     name: str | Path
@@ -45,16 +45,16 @@ class Checkpoint:
 
         The first match counts: an existing folder or GGUF file, a bundled name, the name of a
         model in a package ("smollm2"), and then "organisation/model" or
-        "organisation/model/file.gguf" on the hub, at `revision` (a branch, a tag or a commit).
+        "organisation/model/file.gguf" on the Hub, at `revision` (a branch, a tag or a commit).
 
-        Raises `ValueError`, with advice, for a name that is none of these, for a package that is
-        not installed and for a model that cannot be downloaded from the hub.
+        Raises `ValueError`, with advice, if the name is none of these, if the package is not
+        installed, or if the model cannot be downloaded from the Hub.
         """
         folder = local_checkpoint(name)
         if folder is not None:
             require(
                 revision is None,
-                f"revision={revision!r} is a version on the hub, but {str(name)!r} is on the disk",
+                f"revision={revision!r} is a version on the Hub, but {str(name)!r} is on disk",
             )
             return cls(name, folder)
         folder = fetch_all_but_weights(name, revision, config)
@@ -89,7 +89,7 @@ class Checkpoint:
         return config_with_overrides(self.config_files, config, supported)
 
     def fetch_weights(self) -> None:
-        """Download the weights into the folder if the checkpoint is from the hub.
+        """Download the weights into the folder if the checkpoint is from the Hub.
 
         Raises `ValueError` if the repository has no weights that can be read.
         """

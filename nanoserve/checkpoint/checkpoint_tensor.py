@@ -1,4 +1,4 @@
-"""Mapping from a checkpoint's tensor to the parameter that it fills, given by a layer."""
+"""`CheckpointTensor` maps a checkpoint's tensor to the parameter that it fills."""
 
 from dataclasses import dataclass
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class CheckpointTensor:
-    """One tensor of a checkpoint and the (view of a) parameter that it fills.
+    """A tensor of a checkpoint, and the parameter (or view of one) that it fills.
 
     A layer lists these in `checkpoint_tensors(own_name)`, so the loader does not need to know which
     checkpoint tensors make up a fused parameter, nor which slice of them this rank keeps.

@@ -1,7 +1,7 @@
-"""`config.json` of a checkpoint, as transformers' class for its architecture reads it.
+"""Read a checkpoint's `config.json` as transformers' class for its architecture reads it.
 
-The differences between the files that transformers 4 and 5 write are handled here and in
-`nanoserve.checkpoint.rope_config` alone. Neither torch nor transformers is imported.
+Only this module and `nanoserve.checkpoint.rope_config` handle the differences between the files
+that transformers 4 and 5 write. Neither torch nor transformers is imported.
 """
 
 from collections.abc import Mapping
@@ -51,7 +51,7 @@ _LARGEST |= {"num_hidden_layers": 2**10, "num_experts": 2**10, "num_local_expert
 
 
 class ConfigFile:
-    """`config.json` with the defaults of its architecture: see `_SETTINGS`, `OTHER_SETTINGS`."""
+    """A `config.json`, completed with its architecture's defaults (`_SETTINGS` and others)."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
         self.raw, self.architecture = raw, architecture_of(raw)
@@ -62,7 +62,7 @@ class ConfigFile:
         return self.raw.get(name, self.implied[name]) if name in self.implied else None
 
     def has(self, name: str) -> bool:
-        """Return True if the file gives a value or the architecture implies one."""
+        """Return True if the file sets a value or the architecture implies a value."""
         return self.get(name) is not None or self.implied.get(name) is not None
 
     def size(self, name: str, default: str | None = None) -> int:
@@ -120,7 +120,7 @@ def _others(architecture: str) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file.
 
-    Raises `ValueError`, with the file's name, if there is none or it exceeds 128 MiB.
+    Raises `ValueError`, with the file's name, if it is missing, larger than 128 MiB, or invalid.
     """
     is_small = path.is_file() and path.stat().st_size <= _MAX_JSON_BYTES
     # The check of is_file() also rejects a pipe, which would block.
@@ -140,7 +140,7 @@ def architecture_of(raw: Mapping[str, Any]) -> str:
 
 
 def tell_pointer(file: Path) -> str:
-    """Describe a git-lfs pointer that is in the place of a file."""
+    """Describe a git-lfs pointer found in place of a file."""
     return (
         f"{file} is a git-lfs pointer, not the file itself: git cloned the repository without its "
         f"large files; run `git lfs pull` in {file.parent}"

@@ -47,7 +47,7 @@ def describe_mismatches(
 
 
 def _likely_cause(missing: list[str], stored: Collection[str]) -> list[str]:
-    """Describe the likely cause if most tensors are stored under other names."""
+    """Describe the likely cause if most tensors have other names in the checkpoint."""
     # Three names are enough: a mixture of experts may lack a hundred thousand.
     prefix = next(filter(None, (_before(name, stored) for name in missing[:3])), "")
     if sum(prefix + name in stored for name in missing) > len(missing) / 2:
@@ -58,7 +58,7 @@ def _likely_cause(missing: list[str], stored: Collection[str]) -> list[str]:
         return [f"{names}; strip it, with safetensors.torch: save_file({rename}, FILE)"]
     if sum(name.removeprefix("model.") in stored for name in missing) > len(missing) / 2:
         return [
-            "the names lack 'model.', like those of a base model without a head, such as an "
+            "the names lack 'model.', like the names of a base model without a head, such as an "
             "embedding model, which generates no text: use the ...ForCausalLM it was derived from"
         ]
     return []
@@ -95,8 +95,8 @@ def tell_no_weights(path: Path) -> str:
         )
     if pickled:
         return (
-            f"{problem}; {some(pickled)} are pickles, which may run code: convert them with "
-            f"transformers, {save_anew(str(path), str(path))}"
+            f"{problem}; {some(pickled)} are pickles, which may execute code: convert them "
+            f"with transformers, {save_anew(str(path), str(path))}"
         )
     return problem
 
@@ -122,10 +122,10 @@ def _tell_no_config(path: Path) -> str:
     if (path / "adapter_config.json").is_file():
         return _tell_adapter(path)
     files = sorted(file.name for file in path.glob("*.gguf"))
-    advice = f"give one of its files ({some(files)})" if files else "name the file as well"
+    advice = f"pass one of its files ({some(files)})" if files else "add the file name"
     return (
-        f"{path} is not a checkpoint: it has no config.json; if it is a model in GGUF, {advice}, "
-        f"as in 'folder/model-Q4_K_M.gguf' or, on the hub, 'organisation/model/model-Q4_K_M.gguf'"
+        f"{path} is not a checkpoint: it has no config.json; if it is a GGUF model, {advice}, "
+        f"as in 'folder/model-Q4_K_M.gguf' or, on the Hub, 'organisation/model/model-Q4_K_M.gguf'"
     )
 
 
@@ -145,7 +145,7 @@ def some(names: list[str]) -> str:
 
 _NEITHER = "is neither a folder nor a bundled checkpoint nor a GGUF file"
 _FORM = (
-    "nor can it be a name on the hub, which is a str of the form 'organisation/model' or "
+    "nor can it be a Hub name, which is a str of the form 'organisation/model' or "
     "'organisation/model/file.gguf'"
 )
 # Beginning of a model's name -> the organisation that publishes it.
@@ -165,7 +165,7 @@ _MAX_EXAMINED = 300  # characters of a name that are examined
 
 
 def tell_no_name(name: str | Path) -> str:
-    """Describe a name of no folder, bundled checkpoint, GGUF file or model on the hub."""
+    """Describe a name that is no folder, bundled checkpoint, GGUF file or model on the Hub."""
     text = str(name)
     problem = f"{shown(text)} {_NEITHER}"
     if os.path.isfile(os.path.expanduser(text)):
@@ -179,7 +179,7 @@ def tell_no_name(name: str | Path) -> str:
         path = os.path.abspath(os.path.expanduser(text))
         return (
             f"{problem}: {path[:_MAX_EXAMINED]} does not exist; "
-            f"for a model on the hub, give 'organisation/model'"
+            f"for a model on the Hub, use 'organisation/model'"
         )
     advice = _suggest(name, text[:_MAX_EXAMINED])
     return f"{problem}, {_FORM}{advice and f': {advice}'}"
@@ -188,14 +188,14 @@ def tell_no_name(name: str | Path) -> str:
 def _suggest(name: str | Path, text: str) -> str:
     """Suggest the name that was probably meant, or return ""."""
     if isinstance(name, Path):
-        return "a Path is never looked up on the hub: give the name as a str"
+        return "a Path is never looked up on the Hub: pass the name as a str"
     if tagged := _LLAMA_CPP.fullmatch(text):
         repository, kind = tagged["name"], tagged["kind"]
-        return f"instead of {kind!r}, give the file, as in '{repository}/model-{kind}.gguf'"
+        return f"instead of {kind!r}, pass the file, as in '{repository}/model-{kind}.gguf'"
     if "/" in text:
         return ""
     if ":" in text:
-        return "a name on the hub has no ':'"
+        return "a Hub name has no ':'"
     names = (*BUNDLED, *PACKAGED)
     near = get_close_matches(text.lower().replace("_", "-"), names, n=1, cutoff=0.75)
     begins = [start for start in _ORGANISATIONS if text.lower().startswith(start)]
@@ -203,17 +203,17 @@ def _suggest(name: str | Path, text: str) -> str:
         near = [f"{_ORGANISATIONS[begins[0]]}/{text}"]
     if near:
         return f"did you mean {near[0]!r}?"
-    return f"bundled are {', '.join(BUNDLED)}; in packages of their own, {', '.join(PACKAGED)}"
+    return f"bundled: {', '.join(BUNDLED)}; in separate packages: {', '.join(PACKAGED)}"
 
 
 def _of_address(text: str) -> str:
     """Return advice on the name to give instead of a web address."""
     found = _ON_THE_HUB.match(text)
     if found is None:
-        return "download the model and give its folder, or give its name on the hub"
+        return "download the model and pass its folder, or pass its Hub name"
     file = found["rest"].partition("?")[0].rpartition("/")[2]
     name = f"{found['name']}/{file}" if file.endswith(".gguf") else found["name"]
-    return f"give its name on the hub, {name!r}"
+    return f"pass its Hub name, {name!r}"
 
 
 def _tell_file(text: str) -> str:
@@ -224,5 +224,5 @@ def _tell_file(text: str) -> str:
     folder = os.path.dirname(os.path.abspath(path))
     return (
         f"{shown(text)} is a file, but a checkpoint is a folder or a file that ends in '.gguf': "
-        f"if it belongs to a checkpoint, give its folder, {folder!r}"
+        f"if it belongs to a checkpoint, pass its folder, {folder!r}"
     )

@@ -1,4 +1,4 @@
-"""Stored size of a checkpoint's weights in bytes, by data type, from the file headers alone."""
+"""Read the size of a checkpoint's weights, by data type, from the file headers alone."""
 
 import json
 from collections import Counter
@@ -21,7 +21,7 @@ from nanoserve.checkpoint.weight_files import (
 def stored_bytes(checkpoint: Checkpoint) -> dict[str, int]:
     """Return the bytes of the tensors of each data type, such as {"BF16": 1503264768}.
 
-    For a model on the hub whose weights are not in the cache, the headers are requested from the
+    For a model on the Hub whose weights are not in the cache, the headers are requested from the
     hub. Raises `ValueError` if there are no weights that can be read.
     """
     folder = checkpoint.folder
@@ -72,8 +72,8 @@ def _of_hub(name: str, commit: str) -> dict[str, int]:
 
     try:
         found = HfApi().get_safetensors_metadata(name, revision=commit)
-    except Exception as error:  # from the hub, the network or the files
-        problem = f"the headers of {name}'s weights cannot be read from the hub"
+    except Exception as error:  # from the Hub, the network or the files
+        problem = f"the headers of {name}'s weights cannot be read from the Hub"
         raise ValueError(f"{problem}: {type(error).__name__}: {error!s:.300}") from error
     tensors = (t for file in found.files_metadata.values() for t in file.tensors.values())
     return _sum({"dtype": t.dtype, "data_offsets": t.data_offsets} for t in tensors)

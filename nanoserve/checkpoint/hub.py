@@ -1,4 +1,4 @@
-"""Download of files from the Hugging Face hub into its cache. Cached files need no network."""
+"""Download files from the Hugging Face Hub into its cache. Cached files need no network."""
 
 from pathlib import Path
 from typing import Any
@@ -11,16 +11,16 @@ from nanoserve.checkpoint.weight_files import INDEX, SINGLE_FILE, shard_names
 from nanoserve.config import EngineConfig
 from nanoserve.utils.checks import require
 
-_TIMEOUT = 10.0  # seconds to wait for the hub; after that the cache is used
+_TIMEOUT = 10.0  # seconds to wait for the Hub; after that the cache is used
 # tekken.json is Mistral's own tokenizer format, 15 MB; tokenizer.json is read instead.
 _NEVER = ["*/*", "tekken.json"]
 
 
 def fetch_all_but_weights(name: str | Path, revision: str | None, config: EngineConfig) -> Path:
-    """Return the folder of a model or a tokenizer at `revision`, with the small files in it.
+    """Download the small files of a model or tokenizer at `revision`, and return their folder.
 
     For "organisation/model/file.gguf", return the file, which includes the weights. Raises
-    `ValueError` for a name that cannot be one on the hub, and when `_snapshot` does.
+    `ValueError` for a name that the Hub cannot have, and when `_snapshot` does.
     """
     repository, file = name, ""
     if isinstance(name, str) and name.endswith(".gguf"):
@@ -49,9 +49,9 @@ def fetch_weights(name: str, folder: Path, cache: str | Path | None) -> None:
     missing = [file for file in files if not (folder / file).is_file()]
     require(
         not missing,
-        f"{name} has no {', '.join(missing)} on the hub or in the cache, and only safetensors "
-        f"files are read: pickles (*.bin) may run code; convert them with transformers, "
-        f"{save_anew(name, 'FOLDER')}, and give FOLDER and tokenizer={name!r}",
+        f"{name} has no {', '.join(missing)} on the Hub or in the cache. Only safetensors is "
+        f"supported (pickle files may execute code). Convert it with transformers: "
+        f"{save_anew(name, 'FOLDER')}. Then load model='FOLDER', tokenizer={name!r}.",
     )
 
 
@@ -59,10 +59,10 @@ def _fetch_gguf(name: str, file: str, revision: str | None, cache: str | Path | 
     """Return the path of the file; all parts of a split model are downloaded next to it."""
     files = parts_of(file)
     # The names are passed as patterns, and wildcards would match other files.
-    require(not set(file) & set("*?["), f"{file!r} is not the name of a file on the hub")
+    require(not set(file) & set("*?["), f"{file!r} is not the name of a file on the Hub")
     folder = _snapshot(name, revision, files, cache, are_weights=True)
     missing = [part for part in files if not (folder / part).is_file()]
-    require(not missing, f"{name} has no {', '.join(missing)} on the hub or in the cache")
+    require(not missing, f"{name} has no {', '.join(missing)} on the Hub or in the cache")
     return folder / file
 
 
@@ -70,7 +70,7 @@ def _is_hub_name(name: str) -> bool:
     """Return True if `name` has the form "organisation/model".
 
     Names without an organisation are not looked up: no model that nanoserve runs has one, and a
-    misspelt folder should not wait for a network.
+    misspelt folder should not wait for the network.
     """
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -88,9 +88,9 @@ def _snapshot(
     cache: str | Path | None,
     are_weights: bool = False,
 ) -> Path:
-    """Return the cache's folder of one version, with the hub's files that match `patterns`.
+    """Return the cache's folder of one version, with the Hub's files that match `patterns`.
 
-    If the hub does not answer, the folder has the files that are cached. Raises `ValueError`, with
+    If the Hub does not answer, the folder has the files that are cached. Raises `ValueError`, with
     advice, for a model that is unknown, gated, without such a revision (a branch, a tag or a
     commit), or not cached and without a network.
     """
@@ -107,7 +107,7 @@ def _snapshot(
             local_files_only=no_answer is not None,
             tqdm_class=None if are_weights else _NoBar,
         )
-    except Exception as error:  # from the hub, the network or the disk
+    except Exception as error:  # from the Hub, the network or the disk
         # A cache filled by another program may lack small files that match but are not needed.
         partial = getattr(error, "snapshot_path", None)
         if partial is None or are_weights:
@@ -117,7 +117,7 @@ def _snapshot(
 
 
 def _query_hub(name: str, revision: str | None) -> Exception | None:
-    """Return the error of a query for this model on the hub, or None if it succeeds.
+    """Return the error of a query for this model on the Hub, or None if it succeeds.
 
     `snapshot_download` sends the same query, but without a timeout.
     """
@@ -137,16 +137,16 @@ def _advice(error: Exception, name: str, revision: str | None) -> str:
     if isinstance(error, errors.GatedRepoError):
         return f"{name} is gated: accept its terms at {constants.ENDPOINT}/{name}, then {log_in}"
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"{name} has no revision {revision!r} on the hub"
+        return f"{name} has no revision {revision!r} on the Hub"
     if isinstance(error, errors.RepositoryNotFoundError):
         return (
-            f"{name!r} is neither a folder nor a bundled checkpoint, and the hub has no such "
-            f"model; if it is a private one, {log_in}"
+            f"{name!r} is neither a folder nor a bundled checkpoint, and the Hub has no such "
+            f"model; if the model is private, {log_in}"
         )
     reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
     return (
         f"{name!r} is neither a folder nor a bundled checkpoint, and cannot be downloaded from the "
-        f"hub: {reason}; without a network, give a folder or a model that is in the cache"
+        f"Hub: {reason}; without a network, use a folder or a model that is in the cache"
     )
 
 

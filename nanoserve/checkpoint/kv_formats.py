@@ -1,4 +1,4 @@
-"""Storage formats of the KV cache as plain numbers, to count bytes without torch.
+"""The storage formats of the KV cache, as numbers that need no torch to count bytes.
 
 `nanoserve.attention.quantized_kv` defines the 8-bit codes.
 """

@@ -34,11 +34,11 @@ def _sliding_windows(file: ConfigFile) -> tuple[int | None, ...]:
     known = ("full_attention", "sliding_attention")
     require(
         isinstance(types, list) and all(name in known for name in types),
-        f"layer_types={shown(types)} must be a list of {known}: other types are not implemented",
+        f"layer_types={shown(types)} must be a list of {known}: other types are not supported",
     )
     require(
         len(types) == num_layers and (window is not None or "sliding_attention" not in types),
-        f"layer_types={shown(types)} do not fit num_hidden_layers={num_layers}, "
+        f"layer_types={shown(types)} does not match num_hidden_layers={num_layers}, "
         f"sliding_window={shown(file.get('sliding_window'))} and "
         f"use_sliding_window={shown(file.get('use_sliding_window'))}",
     )
@@ -59,7 +59,7 @@ def _is_windowed(file: ConfigFile, layer: int) -> bool:
 def _ropes_by_type(
     file: ConfigFile, head_dim: int, max_positions: int
 ) -> tuple[RopeConfig, RopeConfig]:
-    """Return Gemma 3's RoPE of full-attention layers, and that of layers with a window.
+    """Return Gemma 3's two RoPEs, for full-attention layers and for layers with a window.
 
     In transformers 4, layers with a window have no object of their own.
     """

@@ -1,10 +1,10 @@
-"""Loader of safetensors files into parameters: names and shapes must match exactly.
+"""Load safetensors files into parameters. Names and shapes must match exactly.
 
 Loading is strict because a wrong checkpoint that loads would generate garbage without an error.
 
 Several threads map the files into memory and copy them in small pieces. Pages of a mapped file
-count as this process's memory for as long as it is mapped, so each piece maps the file anew:
-memory never holds the model twice, not even a model in a single file.
+count as this process's memory for as long as it is mapped, so each piece maps the file again.
+Memory never holds the model twice, not even a model in a single file.
 """
 
 import math
@@ -24,7 +24,7 @@ from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
 from nanoserve.checkpoint.errors import describe_mismatches
 from nanoserve.checkpoint.weight_files import SINGLE_FILE, open_weights, shard_files
 
-# Bytes of a value. Any other type is a quantised format, whose values need decoding.
+# Bytes of a value. Any other type is a quantized format, whose values need decoding.
 _STORED_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 _MAX_THREADS = 16  # a few threads saturate the disk or the memory bandwidth
 _MAX_PIECE = 64 * 2**20  # bytes that a thread copies before it unmaps the file
@@ -75,7 +75,7 @@ def expected_tensors(model: nn.Module) -> dict[str, list[CheckpointTensor]]:
 
     Most tensors fill one parameter. Where a checkpoint stores several linears as one tensor, the
     model's class declares it: `fused_tensors = {"gate_up_proj": ("gate_proj", "up_proj")}` means
-    that the rows of gate_up_proj are those of gate_proj, followed by those of up_proj.
+    that gate_up_proj has the rows of gate_proj, followed by the rows of up_proj.
     """
     expected: dict[str, list[CheckpointTensor]] = {}
     for path, module in model.named_modules():
@@ -150,7 +150,7 @@ def check_weights(
     others = model.tied_tensors.keys() | elsewhere
     if wanted != {name: found[name] for name in found.keys() - others}:
         mismatches = describe_mismatches(wanted, found, others)
-        raise ValueError(f"the weights in {path} do not fit the model: {mismatches}")
+        raise ValueError(f"the weights in {path} do not match the model: {mismatches}")
     return expected, stored
 
 
@@ -202,7 +202,7 @@ def _load_safetensors(
 def stored_tensors(path: Path) -> dict[str, Stored]:
     """Return the tensors in the files in `path`, in file order.
 
-    Raises `ValueError` for a name that is stored twice, and for a type other than floats.
+    Raises `ValueError` for a name that is stored twice, and for a type that is not a float.
     """
     stored: dict[str, Stored] = {}
     for file in _weight_files(path):
@@ -287,7 +287,7 @@ def _weight_files(path: Path) -> list[Path]:
 def check_tied(tied: Mapping[str, str], files: Mapping[str, Path]) -> None:
     """Raise `ValueError` if a stored tensor differs from the one to which it is tied.
 
-    `tied` maps a tensor's name to that of its twin; `files` maps each stored tensor to its file.
+    `tied` maps a tensor's name to its twin's name; `files` maps each stored tensor to its file.
     """
     for name, twin in tied.items():
         if name not in files:

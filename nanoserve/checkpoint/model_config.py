@@ -1,4 +1,4 @@
-"""Model configuration (`ModelConfig`), read from a checkpoint's `config.json` alone.
+"""`ModelConfig` is the configuration of a model, read from its `config.json` alone.
 
 This module imports neither torch nor transformers, because the scheduler side uses it; data types
 are names ("bfloat16"). `nanoserve.checkpoint.config_json` reads the file.
@@ -41,7 +41,7 @@ class ConfigFiles(NamedTuple):
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Configuration of a model; fields are named as in its `config.json`."""
+    """The configuration of a model. Fields have the same names as in its `config.json`."""
 
     architecture: str
     vocab_size: int
@@ -71,7 +71,9 @@ class ModelConfig:
     moe: "MoEConfig | None" = None
     eos_token_ids: frozenset[int] = frozenset()
     default_sampling: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json
-    quantization_config: Mapping[str, Any] | None = None  # as the file has it; None: plain weights
+    quantization_config: Mapping[str, Any] | None = (
+        None  # as in the file; None: unquantized weights
+    )
 
     if not TYPE_CHECKING:  # otherwise a type checker would accept every name
 
@@ -96,8 +98,8 @@ class ModelConfig:
     ) -> "ModelConfig":
         """Return the configuration in the files. supported: names of architectures; None is all.
 
-        Raises `ValueError` for an architecture that is not among the `supported` ones, and for
-        every setting that would change the model's output and that nanoserve does not implement:
+        Raises `ValueError` for an architecture that is not in `supported`, and for
+        every setting that would change the model's output and that nanoserve does not support:
         an error is better than silently wrong output.
         """
         if supported is not None and architecture_of(files.config) not in supported:
@@ -114,7 +116,7 @@ class ModelConfig:
         """
         file = ConfigFile(raw)
         for name in ("sparse_config", "use_bidirectional_attention"):
-            require(not file.get(name), f"{name}={shown(file.get(name))} is not implemented")
+            require(not file.get(name), f"{name}={shown(file.get(name))} is not supported")
         if dtype == "auto":
             dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
         check_choice("dtype", dtype, DTYPES)
@@ -156,7 +158,7 @@ class ModelConfig:
         """Return the bytes of a token's K and V over all layers: 2 x layers x heads x dim x size.
 
         LLaMA-2-7B in 16 bits (32 layers, 32 KV heads of 128): 524,288 bytes, half a MiB per token.
-        With any other format than "auto", a value takes one byte, and each head adds a scale of 4
+        With a format other than "auto", a value takes one byte, and each head adds a scale of 4
         bytes: 270,336.
         """
         kind = kv_format(kv_cache_dtype, self.dtype)

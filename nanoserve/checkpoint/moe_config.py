@@ -1,4 +1,4 @@
-"""Configuration of a mixture of experts (`MoEConfig`), without torch."""
+"""`MoEConfig` is the configuration of a mixture of experts. It does not import torch."""
 
 from dataclasses import dataclass
 
@@ -8,7 +8,7 @@ from nanoserve.utils.checks import check_bool, check_list, is_int, require
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """Mixture of experts that replaces the feed-forward network, except in `dense_layers`."""
+    """A mixture of experts that replaces the feed-forward network, except in `dense_layers`."""
 
     num_experts: int
     num_experts_per_tok: int

@@ -1,4 +1,4 @@
-"""User overrides of the settings in a checkpoint's files."""
+"""Apply the user's overrides to the settings in a checkpoint's files."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import fields, replace
@@ -27,7 +27,7 @@ def config_with_overrides(
     They are `hf_overrides`, `generation_config` and `override_generation_config`.
 
     Raises `ValueError` for an entry that the architecture does not read, for a name that is not a
-    sampling parameter, and whenever `ModelConfig.from_files` does.
+    sampling parameter, and for the same reasons as `ModelConfig.from_files`.
     """
     changed = files._replace(config=_changed(files.config, config.hf_overrides or {}))
     read = ModelConfig.from_files(changed, config.dtype, supported)

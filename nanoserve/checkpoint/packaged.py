@@ -1,6 +1,6 @@
-"""Models that ship in Python packages, this one's own included, and have a short name.
+"""Models that ship in Python packages, nanoserve included, and have a short name.
 
-The other packages are plugins of other programs, so they are not imported, as that may require
+The other packages are plugins of other programs. They are not imported, as imports may require
 those programs. Only the package's folder is looked up; one file in it is the complete model.
 """
 
@@ -39,13 +39,12 @@ def packaged_file(name: str) -> Path | None:
     files = [Path(folder, package.file) for folder in folders]
     require(
         bool(files),
-        f"{name!r} is a model that the package {package.name} ships, which is not installed: "
-        f"{install}",
+        f"{name!r} is a model in the package {package.name}, which is not installed: {install}",
     )
     found = next((file for file in files if file.is_file()), None)
     require(
         found is not None,
-        f"{name!r} is a model that the package {package.name} ships, but there is no {files[0]}; "
+        f"{name!r} is a model in the package {package.name}, but there is no {files[0]}; "
         f"reinstall it: {install} --force-reinstall",
     )
     return found

@@ -1,7 +1,7 @@
-"""Loader of models whose linear weights are quantised in the file or during loading.
+"""Load models whose linear weights are quantized in the file or during loading.
 
 The model is built with weights that have a shape but no memory (torch's "meta" device). Each tensor
-is read from the checkpoint and quantised as a whole, so that a rank's slice has the scales of the
+is read from the checkpoint and quantized as a whole, so that a rank's slice has the scales of the
 whole tensor, and then cut to this rank's slice. Once a weight has all its rows, its layer converts
 it to the form that it multiplies with. Peak memory: the result, plus the temporary tensors of one
 weight.
@@ -29,7 +29,7 @@ from nanoserve.checkpoint.loader import expected_tensors
 from nanoserve.kernels.cpu.memory import give_back_freed
 
 Weight = Tensor | QuantizedMatrix
-_MAX_VALUES = 2**24  # values dequantised at a time: a whole embedding would take gigabytes
+_MAX_VALUES = 2**24  # values dequantized at a time: a whole embedding would take gigabytes
 
 
 def deferred_weight(shape: tuple[int, ...], bits: int) -> nn.Parameter:
@@ -62,7 +62,7 @@ def load_deferred(
 
 
 def check_weights(model: nn.Module, path: Path, elsewhere: Set[str] = frozenset()) -> None:
-    """Check a quantised checkpoint, like `nanoserve.checkpoint.loader.check_weights`."""
+    """Check a quantized checkpoint, like `nanoserve.checkpoint.loader.check_weights`."""
     source = open_quantized(path, model.config.quantization_config)
     _check(expected_tensors(model), source, model, elsewhere)
 
@@ -77,7 +77,7 @@ def fill(
     """Fill `model` from `source`.
 
     Tensors for a deferred weight are passed to `to_integers`, with True if the checkpoint stores
-    them quantised. For other parameters, quantised tensors are converted to the parameter's dtype.
+    them quantized. For other parameters, quantized tensors are converted to the parameter's dtype.
 
     Raises `ValueError`, before anything is read, unless model and source have the same tensors.
     """
@@ -106,7 +106,8 @@ def fill(
             num_since += num_values
             if num_since > _MAX_VALUES:
                 # Free the tensors of earlier weights, the last one's included, before this weight's
-                # temporary tensors are allocated: the peak then has those of one weight only.
+                # temporary tensors are allocated: the peak then has the temporary tensors of one
+                # weight only.
                 weight = own = None
                 give_back_freed()
                 num_since = num_values
@@ -166,7 +167,7 @@ def _fill_head(
 
 
 class _Pending:
-    """Deferred weight, some rows of which have been read."""
+    """A deferred weight, some rows of which have been read."""
 
     def __init__(self, fill: Callable[[Weight], None], num_rows: int) -> None:
         self._fill, self._num_missing = fill, num_rows
@@ -193,7 +194,7 @@ def _slice(weight: Weight, part: CheckpointTensor) -> Weight:
 
 
 def _copy(weight: Weight, destination: Tensor) -> None:
-    """Copy a weight into `destination`; a quantised one is dequantised, some rows at a time."""
+    """Copy a weight into `destination`; a quantized one is dequantized, some rows at a time."""
     if isinstance(weight, Tensor):
         destination.copy_(weight)
         return
@@ -214,4 +215,4 @@ def _check(
     others = model.tied_tensors.keys() | elsewhere
     if wanted != {name: found[name] for name in found.keys() - others}:
         mismatches = describe_mismatches(wanted, found, others)
-        raise ValueError(f"the weights do not fit the model: {mismatches}")
+        raise ValueError(f"the weights do not match the model: {mismatches}")

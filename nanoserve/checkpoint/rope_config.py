@@ -1,4 +1,4 @@
-"""Configuration of a rotary position embedding (`RopeConfig`), without torch.
+"""`RopeConfig` is the configuration of a rotary position embedding. It does not import torch.
 
 transformers 5 writes one object, `rope_parameters`, with `rope_theta` and `rope_type` in it.
 transformers 4 writes `rope_theta` next to an object `rope_scaling`, whose type is also called
@@ -15,7 +15,7 @@ from nanoserve.utils.checks import check_int, is_number, require, shown
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """One rotary embedding. Parameters that the type does not have stay at their defaults.
+    """The settings of one rotary embedding. Parameters of other types stay at their defaults.
 
     Raises `ValueError`, with the name and the value, for a parameter that is missing, invalid or
     without effect.
@@ -46,7 +46,7 @@ class RopeConfig:
         require(
             is_number(self.theta) and self.theta > 1 + 1e-6,  # else it is 1 in float32
             f"config.json: rope_theta={shown(self.theta)} must be a number above 1; set it in "
-            f"rope_parameters, or in or next to rope_scaling",
+            f"rope_parameters, in rope_scaling or next to rope_scaling",
         )
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Parameters of the types of rotary position embedding: reading and validation.
+"""Read and validate the parameters of each type of rotary position embedding.
 
 In this module, a `RopeConfig` is any object with its fields. `nanoserve.models.layers.rope_scaling`
 implements the types. Checkpoints of the default type need this module only to report errors.
@@ -48,8 +48,8 @@ PARAMETERS = {
     ),
 }
 _OLD_NAMES = {"su": "longrope"}
-# Entries that transformers does not read, at values without effect: those of the code published
-# with the first YaRN models, and parameters that the type does not use.
+# Entries that transformers does not read, at values without effect: the values in the code
+# published with the first YaRN models, and parameters that the type does not use.
 _NO_EFFECT: dict[str, Callable[[Any], bool]] = {
     "finetuned": lambda value: isinstance(value, bool),
     "attn_factor": lambda value: is_number(value) and value == 1,
@@ -71,8 +71,7 @@ def check_parameters(config: Any) -> None:
     """
     require(
         config.rope_type in list(PARAMETERS),
-        f"rope_type={shown(config.rope_type)} is not implemented; implemented are "
-        f"{list(PARAMETERS)}",
+        f"rope_type={shown(config.rope_type)} is not supported; supported are {list(PARAMETERS)}",
     )
     for field in fields(config)[2:]:
         value = getattr(config, field.name)
@@ -112,9 +111,9 @@ def _check_pairs(config: Any) -> None:
         _check(config, config.high_freq_factor > config.low_freq_factor, "high_freq_factor", rule)
     rule = f"must not be below beta_slow={shown(config.beta_slow)}"
     _check(config, config.beta_fast >= config.beta_slow, "beta_fast", rule)
-    rule = f"and mscale_all_dim={shown(config.mscale_all_dim)} need each other"
+    rule = f"and mscale_all_dim={shown(config.mscale_all_dim)} must be set together"
     _check(config, (config.mscale is None) == (config.mscale_all_dim is None), "mscale", rule)
-    rule = f"and mscale={shown(config.mscale)} set the same factor: give only one"
+    rule = f"and mscale={shown(config.mscale)} set the same factor: set only one"
     exclusive = config.attention_factor is None or config.mscale is None
     _check(config, exclusive, "attention_factor", rule)
 
@@ -126,7 +125,7 @@ def read_settings(
     nested = sorted(name for name, value in settings.items() if isinstance(value, dict))
     require(
         not nested,
-        f"config.json: RoPE parameters per type of layer, {shown(nested)}, are not implemented",
+        f"config.json: RoPE parameters per type of layer, {shown(nested)}, are not supported",
     )
     old_name = settings.pop("type", "default")
     rope_type = settings.pop("rope_type", old_name)
@@ -162,7 +161,7 @@ def _is_positive(value: Any) -> bool:
 def _reject_partial(share: Any) -> None:
     require(
         share is None or (is_number(share) and share == 1),
-        f"partial_rotary_factor={shown(share)} is not implemented; it must be 1",
+        f"partial_rotary_factor={shown(share)} is not supported; it must be 1",
     )
 
 
@@ -174,7 +173,7 @@ def _reject_unknown(rope_type: str, settings: Mapping[str, Any]) -> None:
     unknown = {name: settings[name] for name in sorted(settings.keys() - known)}
     require(
         not unknown,
-        f"rope_type={shown(rope_type)}: {shown(unknown)} is not implemented; parameters are "
+        f"rope_type={shown(rope_type)}: {shown(unknown)} is not supported; parameters are "
         f"{sorted(known)}",
     )
 

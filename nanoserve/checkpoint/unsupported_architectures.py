@@ -34,8 +34,8 @@ _OTHER_MODALITIES = ("vision_config", "audio_config", "mm_vision_tower", "vision
 
 _DECODERS_ALONE = "it has an encoder and a decoder, and nanoserve runs decoder-only models"
 _MULTIMODAL = (
-    "it is a multimodal model, and nanoserve runs text models only: use one of the same family, "
-    "which is called ...ForCausalLM"
+    "it is a multimodal model, and nanoserve runs text models only: use the ...ForCausalLM of the "
+    "same family"
 )
 _STATE = (
     "it has recurrent layers, such as state-space models or linear attention, and nanoserve runs "
@@ -61,7 +61,7 @@ def tell_architecture(raw: Mapping[str, Any], supported: Collection[str]) -> str
         )
     kind = _kind(raw, name)
     advice = _nearest(raw, name, supported) if kind is None else [kind]
-    own = "for a model of your own see nanoserve.models.registry.register_model"
+    own = "to add your own model, see nanoserve.models.registry.register_model"
     return "; ".join([problem, *advice, f"supported: {supported}", own])
 
 

@@ -1,4 +1,4 @@
-"""safetensors files of a checkpoint: one file, or shards with an index."""
+"""Find the safetensors files of a checkpoint: one file, or shards with an index."""
 
 import re
 from pathlib import Path
@@ -31,7 +31,7 @@ class open_weights:
 
 INDEX = f"{SINGLE_FILE}.index.json"
 # An index is untrusted, so it may only name files in its own folder: no paths, and no wildcards,
-# which the hub would take for a pattern. The file itself may be a link, as in the hub's cache.
+# which the Hub would take for a pattern. The file itself may be a link, as in the Hub's cache.
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,199}")
 
 
@@ -59,5 +59,5 @@ def shard_names(index: Path) -> list[str]:
     )
     for name in weight_map.values():
         is_name = isinstance(name, str) and _FILE_NAME.fullmatch(name) is not None
-        require(is_name, f"{index} names {shown(name)}, which is not a file in its own folder")
+        require(is_name, f"{index} names {shown(name)}, which is not a file in the same folder")
     return sorted(set(weight_map.values()))

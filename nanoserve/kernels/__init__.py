@@ -1,1 +1,1 @@
-"""Kernels: functions of tensors that import nothing of nanoserve; `triton/` for GPUs, `cpu/`."""
+"""Kernels for GPUs (`triton/`) and CPUs (`cpu/`). They import nothing else from nanoserve."""

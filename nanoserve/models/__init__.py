@@ -1,1 +1,1 @@
-"""Model architectures, one file each, built from shared layers."""
+"""Model architectures. Each has one file and is built from shared layers."""

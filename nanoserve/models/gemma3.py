@@ -1,7 +1,7 @@
 """Gemma 3, the text model (Gemma team 2025, arXiv 2503.19786): Gemma 2 with a norm on every head.
 
 The head norms replace the soft caps. Most layers have a sliding window and the RoPE of a short
-context, and the others a RoPE for 128 Ki tokens.
+context. All other layers have a RoPE for 128 Ki tokens.
 """
 
 from nanoserve.checkpoint.model_config import ModelConfig

@@ -2,7 +2,7 @@
 
 Llama with scaled embeddings, blocks and logits, so that hyperparameters found on a small model suit
 a large one (Tensor Programs, Yang et al. 2022). MiniCPM4's sparse attention for long contexts is
-not implemented: a config.json that enables it is rejected.
+not supported: a config.json that enables it is rejected.
 """
 
 from torch import Tensor

@@ -31,7 +31,7 @@ class Qwen3Attention(nn.Module):
         super().__init__()
         self.config, tp, head_dim = config, context.tp, config.head_dim
         num_heads = tp.part(config.num_attention_heads, "num_attention_heads")
-        # With fewer KV heads than ranks, several ranks have copies of the same head.
+        # If there are fewer KV heads than ranks, several ranks have copies of the same head.
         kv_slices = tp.slices(config.num_key_value_heads, "num_key_value_heads")
         num_kv_heads = config.num_key_value_heads // kv_slices
         kv_size = config.num_key_value_heads * head_dim
@@ -164,7 +164,7 @@ class Qwen3Model(nn.Module):
 
 
 class Qwen3ForCausalLM(nn.Module):
-    """Qwen3 with LM head. Class attributes are the classes of its parts; subclasses replace some.
+    """Qwen3 with an LM head. The class attributes name the parts; subclasses replace some of them.
 
     The context passes them to the layers. Only the constructors of Qwen3's own classes are used
     here: an attention or a layer of another kind has the same constructor; a feed-forward is built

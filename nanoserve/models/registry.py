@@ -1,6 +1,6 @@
-"""Registry of models: the class that implements an architecture name in `config.json`.
+"""The registry that maps architecture names in `config.json` to the classes of models.
 
-To add your own model, register its class, or where it can be imported from; it is constructed as
+To add your own model, register its class, or the place to import the class from. The engine calls
 `cls(model_config, layer_context)`. See `nanoserve.models.qwen3` for the interface:
 
     from nanoserve.models.llama import LlamaForCausalLM

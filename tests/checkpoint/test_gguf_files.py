@@ -75,7 +75,7 @@ def test_several_files_are_one_model(writer: ModelWriter, tmp_path: Path) -> Non
             ours, expected = ours.dequantize(), expected.dequantize()
         assert (ours == expected).all()
     LLM(first, **OPTIONS)
-    assert "give the first, model-00001-of" in refusal(tmp_path / "model-00002-of-00003.gguf")
+    assert "pass model-00001-of" in refusal(tmp_path / "model-00002-of-00003.gguf")
     renamed = tmp_path / "renamed.gguf"
     first.rename(renamed)
     assert "keep the original file names" in refusal(renamed)
@@ -145,7 +145,7 @@ def test_a_type_that_is_not_implemented_is_refused_by_name(kind: str, tmp_path: 
     writer.add_tensor("blk.0.attn_q.weight", data, raw_dtype=gguf.GGMLQuantizationType[kind])
     close(writer)
     message = refusal(tmp_path / "model.gguf")
-    assert f"blk.0.attn_q.weight as {kind}, which is not implemented" in message
+    assert f"blk.0.attn_q.weight as {kind}, which is not supported" in message
     assert "llama-quantize" in message and "Q6_K" in message
 
 
@@ -181,13 +181,13 @@ def test_a_setting_of_any_type_is_read_or_refused(
 @pytest.mark.parametrize(
     ("extra", "told"),
     [
-        ({"rope.dimension_count": 8}, "rope.dimension_count=8 is not implemented: it must be 16"),
-        ({"rope.scaling.type": "su"}, "rope.scaling.type='su' is not implemented"),
+        ({"rope.dimension_count": 8}, "rope.dimension_count=8 is not supported: it must be 16"),
+        ({"rope.scaling.type": "su"}, "rope.scaling.type='su' is not supported"),
         ({"rope.scaling.yarn_ext_factor": 0.5}, "yarn_ext_factor"),
         ({"rope.scaling.attn_factor": 1.5}, "attn_factor"),
         ({"attention.temperature_scale": 0.1}, "attention.temperature_scale"),
         ({"attention.sliding_window": 64}, "attention.sliding_window"),
-        ({"attention.head_count_kv": [2, 1]}, "head_count_kv=[2, 1] is not implemented"),
+        ({"attention.head_count_kv": [2, 1]}, "head_count_kv=[2, 1] is not supported"),
         ({"attention.value_length": 8}, "value_length=8 must equal key_length=16"),
         ({"attention.head_count": "four"}, "head_count='four' must be an integer"),
         ({"block_count": None}, "has no llama.block_count"),
@@ -280,7 +280,7 @@ def test_a_folder_with_nothing_else_says_which_file_to_give(
     writer.write(tmp_path / "model-Q8_0.gguf")
     with pytest.raises(ValueError, match=r"no config.json; .*model-Q8_0.gguf"):
         LLM(tmp_path, **OPTIONS)
-    with pytest.raises(ValueError, match="is on the disk"):
+    with pytest.raises(ValueError, match="is on disk"):
         LLM(tmp_path / "model-Q8_0.gguf", revision="main", **OPTIONS)
     with pytest.raises(ValueError, match="nor a GGUF file"):
         LLM(tmp_path / "absent.gguf", **OPTIONS)

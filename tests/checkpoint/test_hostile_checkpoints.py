@@ -357,7 +357,7 @@ def test_an_index_names_files_of_its_own_folder_only(
     with_index(hostile, dict.fromkeys(tensors, name))
     opened: list[Path] = []
     monkeypatch.setattr("nanoserve.checkpoint.weight_files.safe_open", lambda file, **_: opened)
-    assert "which is not a file in its own folder" in refusal(hostile)
+    assert "which is not a file in the same folder" in refusal(hostile)
     assert not opened
 
 
@@ -366,7 +366,7 @@ def test_weights_outside_of_the_folder_are_not_loaded_though_they_fit(hostile: P
     elsewhere = hostile.parent / "elsewhere.safetensors"
     shutil.copy(hostile / WEIGHTS, elsewhere)
     with_index(hostile, dict.fromkeys(names, str(elsewhere)))
-    assert "which is not a file in its own folder" in refusal(hostile)
+    assert "which is not a file in the same folder" in refusal(hostile)
 
 
 def test_a_file_of_the_folder_may_be_a_link_as_in_the_hubs_cache(hostile: Path) -> None:

@@ -155,7 +155,9 @@ def test_of_a_gguf_repository_one_model_is_fetched(server: FakeHub, gguf_source:
     assert server.fetched == [f"split-0000{i}-of-00003.gguf" for i in (1, 2, 3)]
     assert "has no absent.gguf" in refusal(f"{NAME}/absent.gguf", **no_text)
     assert "not the name of a file" in refusal(f"{NAME}/*.gguf", **no_text)
-    assert "give the first" in refusal(f"{NAME}/split-00002-of-00003.gguf", **no_text)
+    assert "is not the first file of a split GGUF" in refusal(
+        f"{NAME}/split-00002-of-00003.gguf", **no_text
+    )
     assert "'organisation/model/file.gguf'" in refusal(f"{NAME}/a/tiny.gguf", **no_text)
     assert "no config.json" in refusal(NAME, **no_text)
 
@@ -187,7 +189,7 @@ def test_a_model_without_safetensors_is_refused_with_advice(
     (own_source / "model.safetensors").unlink()
     server.repositories[NAME] = Repository({"main": own_source})
     message = refusal()
-    assert "model.safetensors" in message and "convert them" in message
+    assert "model.safetensors" in message and "Convert it" in message
     assert server.fetched == SMALL
 
 

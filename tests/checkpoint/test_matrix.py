@@ -131,7 +131,7 @@ CODES, SCALE = torch.zeros(4, 32, dtype=torch.int8), torch.ones(4, 2)
         ({"scale": SCALE[:3]}, r"scale must be float32 \[4, 2\], not torch.float32 \[3, 2\]"),
         ({"offset": SCALE[:, :1]}, r"offset must be float32 \[4, 2\], not torch.float32 \[4, 1\]"),
         ({"offset": SCALE.half()}, "offset must be float32 .* not torch.float16"),
-        ({"scale": torch.ones(4, 3)}, "32 inputs do not divide into 3 groups"),
+        ({"scale": torch.ones(4, 3)}, "32 inputs cannot be divided into 3 groups"),
     ],
     ids=str,
 )

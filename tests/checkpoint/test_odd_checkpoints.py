@@ -136,7 +136,7 @@ def test_an_adapter_beside_a_model_is_not_applied_and_that_is_said(
 def test_pickles(odd: Path, file: str) -> None:
     pickle_weights(odd, file)
     told = refusal(odd)
-    assert f"{file} are pickles, which may run code: convert them with transformers" in told
+    assert f"{file} are pickles, which may execute code: convert them with transformers" in told
 
 
 def test_pickles_saved_anew_as_told(odd: Path, checkpoint: Path) -> None:
@@ -208,7 +208,7 @@ def test_where_one_tensor_is_missing_nothing_is_guessed(odd: Path) -> None:
     tensors["other.model.norm.weight"] = tensors["model.norm.weight"].clone()
     tensors.pop("model.layers.0.mlp.up_proj.weight")
     save_file(tensors, odd / WEIGHTS)
-    assert "do not fit the model: missing: model.layers.0.mlp.up_proj.weight;" in refusal(odd)
+    assert "do not match the model: missing: model.layers.0.mlp.up_proj.weight;" in refusal(odd)
 
 
 def test_a_hundred_thousand_names_take_no_time() -> None:
@@ -307,7 +307,7 @@ def test_a_path_that_does_not_exist(
     monkeypatch.chdir(tmp_path)
     told = refusal(name)
     assert told.startswith(f"'{name}' is neither a folder nor a bundled checkpoint")
-    assert f"{(tmp_path / name).resolve()} does not exist; for a model on the hub, give" in told
+    assert f"{(tmp_path / name).resolve()} does not exist; for a model on the Hub, use" in told
 
 
 @pytest.mark.parametrize(
@@ -319,33 +319,33 @@ def test_a_path_that_does_not_exist(
         ("tiny_qwen3_draft", "did you mean 'tiny-qwen3-draft'?"),
         ("Qwen3-0.6B", "did you mean 'Qwen/Qwen3-0.6B'?"),
         ("Llama-3.2-1B", "did you mean 'meta-llama/Llama-3.2-1B'?"),
-        ("gpt2", "bundled are tiny-qwen3, tiny-qwen3-draft"),
+        ("gpt2", "bundled: tiny-qwen3, tiny-qwen3-draft"),
         ("", "it is empty"),
-        ("org/m-GGUF:Q4_K_M", "give the file, as in 'org/m-GGUF/model-Q4_K_M.gguf'"),
+        ("org/m-GGUF:Q4_K_M", "pass the file, as in 'org/m-GGUF/model-Q4_K_M.gguf'"),
     ],
 )
 def test_a_name_that_is_almost_one(name: str, advice: str) -> None:
     told = refusal(name)
-    assert "a name on the hub, which is a str of the form 'organisation/model'" in told
+    assert "a Hub name, which is a str of the form 'organisation/model'" in told
     assert advice in told
 
 
 def test_a_path_is_no_name_on_the_hub() -> None:
     told = refusal(Path("Qwen/Qwen3-0.6B"))
     assert told.startswith("'./Qwen/Qwen3-0.6B' is neither a folder nor a bundled checkpoint")
-    assert "for a model on the hub, give 'organisation/model'" in told
+    assert "for a model on the Hub, use 'organisation/model'" in told
 
 
 @pytest.mark.parametrize(
     ("address", "advice"),
     [
-        ("https://huggingface.co/Qwen/Qwen3-0.6B", "give its name on the hub, 'Qwen/Qwen3-0.6B'"),
-        ("hf.co/Qwen/Qwen3-0.6B/tree/main?a=b", "give its name on the hub, 'Qwen/Qwen3-0.6B'"),
+        ("https://huggingface.co/Qwen/Qwen3-0.6B", "pass its Hub name, 'Qwen/Qwen3-0.6B'"),
+        ("hf.co/Qwen/Qwen3-0.6B/tree/main?a=b", "pass its Hub name, 'Qwen/Qwen3-0.6B'"),
         (
             "https://huggingface.co/org/m-GGUF/resolve/main/m-Q8_0.gguf?download=true",
-            "give its name on the hub, 'org/m-GGUF/m-Q8_0.gguf'",
+            "pass its Hub name, 'org/m-GGUF/m-Q8_0.gguf'",
         ),
-        ("http://example.org/model", "download the model and give its folder"),
+        ("http://example.org/model", "download the model and pass its folder"),
     ],
 )
 def test_an_address(address: str, advice: str) -> None:
@@ -356,7 +356,7 @@ def test_an_address(address: str, advice: str) -> None:
 def test_a_file(odd: Path) -> None:
     told = refusal(odd / WEIGHTS)
     assert told.startswith(f"'{odd / WEIGHTS}' is a file, but a checkpoint is a folder")
-    assert told.endswith(f"give its folder, '{odd}'")
+    assert told.endswith(f"pass its folder, '{odd}'")
 
 
 def test_a_file_in_gguf_by_another_name(tmp_path: Path) -> None:

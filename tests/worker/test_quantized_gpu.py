@@ -146,7 +146,7 @@ def test_a_checkpoints_own_integers_are_kept_if_they_are_asked_for(
     make_quantized(tmp_path, write, config, **ONE_LAYER)
     with caplog.at_level(logging.WARNING):
         wanted = answers(tmp_path)
-    assert "is dequantised" in caplog.text
+    assert "is dequantized" in caplog.text
     assert_same(answers(tmp_path, quantization=config["quant_method"]), wanted, 1e-4)
 
 

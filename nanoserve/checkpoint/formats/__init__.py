@@ -1,1 +1,1 @@
-"""Readers of quantised checkpoint formats; all convert to one canonical form."""
+"""Readers of quantized checkpoint formats. All convert to one canonical form."""

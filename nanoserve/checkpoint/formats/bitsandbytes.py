@@ -1,7 +1,7 @@
 """bitsandbytes: NF4 and FP4 (QLoRA, Dettmers et al., 2023), LLM.int8() (Dettmers et al., 2022).
 
 Four bits: `weight` holds two codes per byte, the first in the high nibble, for all rows as one run;
-code c of block b is quant_map[c] x absmax[b]. With double quantisation, `weight.absmax` holds codes
+code c of block b is quant_map[c] x absmax[b]. With double quantization, `weight.absmax` holds codes
 as well: nested_quant_map[c] x nested_absmax[b'] + nested_offset. `weight.quant_state` is JSON, as
 bytes: the shape and the block sizes. Eight bits: `weight` is int8, and `SCB` is each row's largest
 magnitude, which has the code 127.
@@ -41,7 +41,7 @@ class NF4Reader(Reader):
         self.check_dtype(module, "weight", *_VALUE_BYTES)
         value_bytes = _VALUE_BYTES[self.header(module, "weight").dtype]
         is_whole = count % (2 * value_bytes) == 0
-        problem = f"{module:.99}.weight: {count} codes of 4 bits do not fill whole values"
+        problem = f"{module:.99}.weight: {count} 4-bit codes do not fill whole values"
         require(is_whole, f"{problem} of {value_bytes} bytes")
         blocks = -(-count // state["blocksize"])
         wanted: dict[str, tuple[int, ...]] = {
@@ -92,7 +92,7 @@ class NF4Reader(Reader):
         state = json_object(bytes(self.part(module, names[0]).tolist()), where)
         shape: Any = state.get("shape")
         check_list(f"{where}: shape", shape, lambda n: is_int(n) and 0 < n < 2**31, "two sizes")
-        require(len(shape) == 2, f"{where}: shape={shape} must be that of a matrix")
+        require(len(shape) == 2, f"{where}: shape={shape} must have 2 dimensions")
         for name in ("blocksize", "nested_blocksize"):
             if name in state or name == "blocksize":
                 check_int(f"{where}: {name}", state.get(name), 1, 2**20)
@@ -117,7 +117,7 @@ class Int8Reader(Reader):
     def weight(self, module: str) -> QuantizedMatrix:
         if self.has(module, "weight_format"):
             is_rows = not bool(self.part(module, "weight_format").any())
-            problem = "is not 0 (row-major): an old GPU layout; save it again with bitsandbytes"
+            problem = "is not 0 (row-major), an old GPU layout: save it again with bitsandbytes"
             require(is_rows, f"{module:.99}.weight_format {problem}")
         scale = self.part(module, "SCB").float().unsqueeze(1) / 127
         return QuantizedMatrix(codes=self.part(module, "weight"), scale=scale, bits=8)

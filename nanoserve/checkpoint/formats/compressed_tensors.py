@@ -158,14 +158,14 @@ def _unsigned(codes: Tensor, bits: int, where: str) -> Tensor:
     """Convert int8 codes around 0 to uint8 codes around 2^(bits - 1)."""
     result = codes.view(torch.uint8) + 2 ** (bits - 1)  # wraps around, as intended
     is_in_range = bits == 8 or int(result.max()) < 2**bits
-    require(is_in_range, f"{where:.199} has codes of more than {bits} bits")
+    require(is_in_range, f"{where:.199} has codes with more than {bits} bits")
     return result
 
 
 def mxfp4_matrix(packed: Tensor, exponents: Tensor, where: str) -> QuantizedMatrix:
     """Unpack MXFP4: `packed` is uint8 [out, in / 2], `exponents` uint8 [out, in / 32]."""
     is_number = not bool((exponents == _NAN).any())
-    require(is_number, f"{where:.199} has NaN as a scale (an exponent of {_NAN})")
+    require(is_number, f"{where:.199} has a scale of NaN (exponent {_NAN})")
     both = torch.arange(256)
     codes = _E2M1_CODES[torch.stack((both & 15, both >> 4), dim=1)][packed.int()].flatten(1)
     # A scale of 2^-128 is subnormal in float32, but exact.

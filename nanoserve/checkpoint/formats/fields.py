@@ -1,4 +1,4 @@
-"""Validation of `quantization_config`: each field that affects the result is supported or rejected.
+"""Validate `quantization_config`: a field that affects the result is supported or rejected.
 
 This module does not import torch: `config.json` is checked before weights are read or downloaded.
 """
@@ -11,7 +11,7 @@ from nanoserve.utils.checks import is_int, require, shown
 
 
 class _Field(NamedTuple):
-    """Values of a field that are implemented, and advice for others."""
+    """The supported values of a field, and the advice for any other value."""
 
     allowed: tuple[Any, ...]
     instead: str
@@ -20,8 +20,8 @@ class _Field(NamedTuple):
 _NOTHING: tuple[Any, ...] = (None, False, "", [], {})
 _DENSE = {"format": "dense"}
 _ANOTHER = "use a checkpoint without it"
-_KV = _Field(_NOTHING, "delete it: K and V are then kept in the model's dtype")
-# The fields that affect the result, and the values that are implemented.
+_KV = _Field(_NOTHING, "delete it: the KV cache then has the model's dtype")
+# The fields that affect the result, and their supported values.
 _FIELDS: dict[str, dict[str, _Field]] = {
     "compressed-tensors": {
         "kv_cache_scheme": _KV,
@@ -32,25 +32,27 @@ _FIELDS: dict[str, dict[str, _Field]] = {
     },
     "fp8": {
         "activation_scheme": _Field(
-            (None, "dynamic"), "use a checkpoint whose activations have no calibrated scales"
+            (None, "dynamic"), "use a checkpoint with dynamic activation scales"
         ),
-        "fmt": _Field((None, "e4m3", "float8_e4m3fn"), "use a checkpoint in e4m3"),
+        "fmt": _Field((None, "e4m3", "float8_e4m3fn"), "use an e4m3 checkpoint"),
         "scale_fmt": _Field((None, "float", "ue8m0"), "use float or ue8m0 scales"),
         "expert_dtype": _Field((None, "fp8"), "use a checkpoint whose experts are FP8"),
-        "modules_to_convert": _Field(_NOTHING, "use a checkpoint of quantised linears only"),
+        "modules_to_convert": _Field(
+            _NOTHING, "use a checkpoint in which only linear layers are quantized"
+        ),
         "kv_cache_scheme": _KV,
     },
     "awq": {
-        "bits": _Field((4,), "use a checkpoint of 4 bits"),
+        "bits": _Field((4,), "use a 4-bit checkpoint"),
         "version": _Field((None, "gemm", "GEMM"), "pack it as gemm, with AutoAWQ"),
         "format": _Field((None, "gemm", "GEMM"), "pack it as gemm, with AutoAWQ"),
         "checkpoint_format": _Field((None, "gemm", "GEMM"), "pack it as gemm, with AutoAWQ"),
-        "desc_act": _Field(_NOTHING, "set it to false: AWQ has no order of activations"),
+        "desc_act": _Field(_NOTHING, "set it to false: AWQ has no act-order"),
         "pack_dtype": _Field((None, "int32"), "pack it in int32"),
         "method": _Field((None, "awq"), "use a checkpoint of one method"),
     },
     "gptq": {
-        "bits": _Field((2, 4, 8), "use a checkpoint of 2, 4 or 8 bits"),
+        "bits": _Field((2, 4, 8), "use a 2-bit, 4-bit or 8-bit checkpoint"),
         "checkpoint_format": _Field((None, "gptq", "gptq_v2"), "save it as gptq, with GPTQModel"),
         "format": _Field((None, "gptq", "gptq_v2"), "save it as gptq, with GPTQModel"),
         "is_marlin_format": _Field(_NOTHING, "save it as gptq, with GPTQModel"),
@@ -62,13 +64,13 @@ _FIELDS: dict[str, dict[str, _Field]] = {
         "sym": _Field((None, True, False), "write true or false"),
     },
     "bitsandbytes": {
-        "llm_int8_has_fp16_weight": _Field(_NOTHING, "save the weights in 8 bits"),
-        "bnb_4bit_quant_type": _Field((None, "nf4", "fp4"), "quantise to nf4"),
+        "llm_int8_has_fp16_weight": _Field(_NOTHING, "save the 8-bit weights"),
+        "bnb_4bit_quant_type": _Field((None, "nf4", "fp4"), "quantize to nf4"),
     },
     "gguf": {},  # `nanoserve.checkpoint.gguf.config` writes no other fields
 }
 # Fields without effect: how the file was made, which kernel its authors used, or which modules are
-# not quantised, which follows from the stored tensors.
+# not quantized, which follows from the stored tensors.
 _OF_GPTQ = {
     "act_group_aware", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs",
     "damp_auto_increment", "damp_percent", "dataset", "disable_exllama", "dynamic",
@@ -108,17 +110,17 @@ def method_of(config: Mapping[str, Any]) -> str | None:
 def check_quantization_config(config: Any) -> dict[str, Any]:
     """Return the config as a dict.
 
-    Raises `ValueError`, with the field and advice, for a setting that is not implemented.
+    Raises `ValueError`, with the field and advice, for a setting that is not supported.
     """
     require(
         isinstance(config, Mapping),
-        f"quantization_config={shown(config)} is not implemented: it must be an object",
+        f"quantization_config={shown(config)} is not supported: it must be an object",
     )
     method = method_of(config)
     require(
         isinstance(method, str) and method in FORMATS.names(),
-        f"quantization_config: quant_method={shown(method)} is not implemented: use the plain "
-        f"model, or one quantised as {', '.join(FORMATS.names())}",
+        f"quantization_config: quant_method={shown(method)} is not supported: use the "
+        f"unquantized model, or one in {', '.join(FORMATS.names())}",
     )
     if method not in _FIELDS:
         return dict(config)
@@ -140,7 +142,7 @@ def check_quantization_config(config: Any) -> dict[str, Any]:
 
 
 def _check_field(method: str, name: str, value: Any) -> None:
-    problem = f"quantization_config: {shown(name)}={shown(value)} is not implemented in {method}"
+    problem = f"quantization_config: {shown(name)}={shown(value)} is not supported in {method}"
     field = _FIELDS[method].get(name)
     if field is not None:
         require(_is_among(value, field.allowed), f"{problem}: {field.instead}")
@@ -167,17 +169,17 @@ def _check_groups(config: Mapping[str, Any]) -> None:
     size = config.get("group_size", 128)
     require(
         is_int(size) and (size == -1 or 0 < size < 2**18),
-        f"quantization_config: group_size={shown(size)} must be a size, or -1: one group per row",
+        f"quantization_config: group_size={shown(size)} must be a size, or -1 (a whole row)",
     )
     labels = [config.get(name) for name in ("checkpoint_format", "format")]
     is_clear = None in labels or labels[0] == labels[1]
     both = f"quantization_config: checkpoint_format={labels[0]!r} and format={labels[1]!r}"
-    require(is_clear, f"{both} contradict each other: delete the wrong one")
+    require(is_clear, f"{both} contradict each other: delete the wrong entry")
     overrides = config.get("dynamic") or {}
     is_object = isinstance(overrides, Mapping)
     changed = [key for key in overrides if not key.startswith("-:")] if is_object else overrides
     require(
         not changed,
         f"quantization_config: dynamic={shown(changed)} (modules with their own bits or groups) is "
-        "not implemented: use a checkpoint with one scheme",
+        "not supported: use a checkpoint with one scheme",
     )

@@ -29,7 +29,7 @@ class FP8Reader(Reader):
         is_known = dtype in ("F32", "BF16", "F16", "F8_E8M0") or (
             dtype == "U8" and self.config.get("scale_fmt") == "ue8m0"
         )
-        require(is_known, f"{module:.99}.{part} is {dtype}, which is not a type of scales")
+        require(is_known, f"{module:.99}.{part} is {dtype}, which is not a data type of scales")
         return shape, {"weight": shape, part: found}
 
     def weight(self, module: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Unpacking of small integers, and conversion of zero points to the canonical form."""
+"""Unpack small integers, and convert zero points to the canonical form."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""`QuantizedMatrix`: canonical form of quantised weights, to which all readers convert.
+"""`QuantizedMatrix` is the canonical form of quantized weights, to which all readers convert.
 
     w[n, k] = codes[n, k] x scale[n, g] + offset[n, g]          with g = k // group_size
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class QuantizedMatrix:
-    """Quantised weight of a linear.
+    """The quantized weight of a linear layer.
 
     codes: int8 [out, in]; scale and offset (None is all zeros): float32 [out, groups].
     bits: 4 if codes are -8 to 7, 8 if they are -128 to 127.
@@ -55,7 +55,7 @@ class QuantizedMatrix:
                     f"{list(tensor.shape)}"
                 )
         if self.group_of_input is None and num_inputs % groups:
-            raise ValueError(f"{num_inputs} inputs do not divide into {groups} groups")
+            raise ValueError(f"{num_inputs} inputs cannot be divided into {groups} groups")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -88,7 +88,9 @@ class QuantizedMatrix:
         are not runs of inputs: see `in_runs`.
         """
         if self.group_of_input is not None:
-            raise ValueError("inputs must be sorted by group, with in_runs(), for the kernels")
+            raise ValueError(
+                "inputs are not sorted by group, which the kernels require: call in_runs()"
+            )
         codes = self.codes.view(torch.float8_e4m3fn) if self.is_e4m3 else self.codes
         return codes, self.scale, self.offset, self.bits
 
@@ -129,13 +131,13 @@ class QuantizedMatrix:
         sizes = group.bincount(minlength=self.scale.shape[1])
         if len(sizes.unique()) > 1:
             found = f"{int(sizes.min())} to {int(sizes.max())} inputs"
-            raise ValueError(f"groups must be of one size, not of {found}")
+            raise ValueError(f"groups must have the same size, not {found}")
         order = group.argsort(stable=True)
         return replace(self, codes=self.codes[:, order], group_of_input=None), order
 
 
 def stack_rows(parts: list[Tensor | QuantizedMatrix]) -> Tensor | QuantizedMatrix:
-    """Concatenate outputs; dequantises them unless all parts are quantised in equal groups."""
+    """Concatenate outputs. Dequantizes them unless all parts are quantized in equal groups."""
     if len(parts) == 1:
         return parts[0]
     quantized = [part for part in parts if isinstance(part, QuantizedMatrix)]

@@ -1,4 +1,4 @@
-"""Base class of the format readers: it maps stored tensors to weights, quantised or plain."""
+"""The base class of the format readers, which map stored tensors to weights."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,11 +15,11 @@ _PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 
 
 class Reader:
-    """Base class of a `WeightSource` for a format with several tensors (`parts`) per weight.
+    """A `WeightSource` for formats with several tensors (`parts`) per weight; a base class.
 
-    A linear is quantised if and only if it has one of the `marks`: the stored tensors are more
+    A linear is quantized if and only if it has one of the `marks`: the stored tensors are more
     reliable than the lists of modules in the config. All `parts` (names within a module) that
-    `layout` returns must be present, in the given shapes; a quantised module may have no other
+    `layout` returns must be present, in the given shapes; a quantized module may have no other
     tensors except the `optional` parts and a bias.
     """
 
@@ -59,7 +59,7 @@ class Reader:
         raise NotImplementedError
 
     def weight(self, module: str) -> Tensor | QuantizedMatrix:
-        """Return the weight of a quantised module."""
+        """Return the weight of a quantized module."""
         raise NotImplementedError
 
     def has(self, module: str, part: str) -> bool:
@@ -68,7 +68,7 @@ class Reader:
     def header(self, module: str, part: str) -> Stored:
         name = f"{module}.{part}"
         require(
-            self.has(module, part), f"{name:.199} is missing, although {module:.99} is quantised"
+            self.has(module, part), f"{name:.199} is missing, although {module:.99} is quantized"
         )
         return self._tensors.headers[name]
 
@@ -77,16 +77,15 @@ class Reader:
 
     def check_dtype(self, module: str, part: str, *dtypes: str) -> None:
         dtype = self.header(module, part).dtype
-        require(
-            dtype in dtypes, f"{module:.99}.{part} is {dtype}: it must be {' or '.join(dtypes)}"
-        )
+        require(dtype in dtypes, f"{module:.99}.{part} is {dtype}, not {' or '.join(dtypes)}")
 
     def matrix_header(self, module: str, part: str, *dtypes: str) -> tuple[int, int]:
         """Return the shape of a part, which must be a matrix of one of these dtypes."""
         self.check_dtype(module, part, *dtypes)
         shape = self.header(module, part).shape
         is_matrix = len(shape) == 2 and 0 not in shape
-        require(is_matrix, f"{module:.99}.{part} is {shown(list(shape))}: it must be a matrix")
+        problem = f"{module:.99}.{part} has shape {shown(list(shape))}"
+        require(is_matrix, f"{problem}; expected a non-empty 2-D tensor")
         return shape[0], shape[1]
 
     def _checked_shape(self, module: str) -> tuple[int, int]:
@@ -98,13 +97,13 @@ class Reader:
             found = self.header(module, part).shape
             require(
                 found == part_shape,
-                f"{module:.99}.{part} is {shown(list(found))}, but must be {list(part_shape)} "
-                f"for a weight {list(shape)}",
+                f"{module:.99}.{part} has shape {shown(list(found))}; expected "
+                f"{list(part_shape)} for a weight of shape {list(shape)}",
             )
         return shape
 
     def _plain_tensors(self, modules: Mapping[str, None]) -> dict[str, Stored]:
-        """Return the headers of plain tensors. Raises `ValueError` for tensors of no known role."""
+        """Return the headers of unquantized tensors. Raises `ValueError` for unknown tensors."""
         plain, strange = {}, []
         for name, header in self._tensors.headers.items():
             owner = next(
@@ -120,7 +119,7 @@ class Reader:
             plain[name] = header
         if strange:
             raise ValueError(
-                f"tensors that quant_method={shown(self.config.get('quant_method'))} does not "
-                f"have, or whose module lacks other parts: {some(sorted(strange))}"
+                f"tensors unknown to quant_method={shown(self.config.get('quant_method'))}, "
+                f"or whose module lacks other parts: {some(sorted(strange))}"
             )
         return plain

@@ -1,4 +1,4 @@
-"""Registries of quantisation: checkpoint formats, and schemes for plain weights.
+"""Registries of checkpoint formats, and of schemes that quantize unquantized weights.
 
 This module does not import torch: names are checked before an engine is built. The ranks of a model
 are separate processes, so a registration must be in a module that they import as well.

@@ -1,4 +1,4 @@
-"""Parser of `config_groups` of compressed-tensors: the quantisation scheme of each module.
+"""Parse `config_groups` of compressed-tensors, which has the quantization scheme of each module.
 
 This module does not import torch: `config.json` is checked before anything is read.
 """
@@ -36,7 +36,7 @@ _CLASSES = ("Linear",)
 
 @dataclass(frozen=True)
 class Scheme:
-    """Quantisation scheme of weights; fields are named as in `config.json`."""
+    """The quantization scheme of a weight. Fields have the same names as in `config.json`."""
 
     format: str
     num_bits: int
@@ -51,7 +51,7 @@ class Scheme:
 def read_schemes(config: Mapping[str, Any]) -> list[tuple[list[str], Scheme]]:
     """Return the targets and the scheme of each group.
 
-    Raises `ValueError` for a scheme that is not implemented.
+    Raises `ValueError` for a scheme that is not supported.
     """
     groups: Any = config.get("config_groups")
     require(
@@ -64,7 +64,7 @@ def read_schemes(config: Mapping[str, Any]) -> list[tuple[list[str], Scheme]]:
         where = f"config_groups[{shown(name)}]"
         require(
             isinstance(group, Mapping),
-            f"{where}={shown(group)} must be an object: named presets are not implemented; write "
+            f"{where}={shown(group)} must be an object: named presets are not supported; write "
             "out the fields of the preset",
         )
         _check_targets(f"{where}.targets", group.get("targets"))
@@ -76,16 +76,16 @@ def read_schemes(config: Mapping[str, Any]) -> list[tuple[list[str], Scheme]]:
 
 
 def scheme_of(module: str, config: Mapping[str, Any], schemes: list) -> Scheme:
-    """Return the scheme of a quantised module. A name or pattern takes precedence over "Linear"."""
+    """Return the scheme of a quantized module. A name or pattern takes precedence over "Linear"."""
     if any(_matches(module, target) for target in config.get("ignore") or []):
-        raise ValueError(f"{module:.199} is stored quantised, but `ignore` has it as not quantised")
+        raise ValueError(f"{module:.199} is stored quantized, but `ignore` lists it as unquantized")
     for is_class in (False, True):
         for targets, scheme in schemes:
             if any(
                 (t in _CLASSES) == is_class and (is_class or _matches(module, t)) for t in targets
             ):
                 return scheme
-    raise ValueError(f"{module:.199} is stored quantised, but matches no target in config_groups")
+    raise ValueError(f"{module:.199} is stored quantized, but matches no target in config_groups")
 
 
 def _matches(module: str, target: str) -> bool:
@@ -108,38 +108,38 @@ def _check_targets(where: str, targets: Any) -> None:
                 is_tame = False
             require(
                 is_tame,
-                f"{where}: {shown(target)} must be a pattern of at most {_MAX_PATTERN} characters "
-                f"and {_MAX_REPEATS} of * + {{, none of a group; write the names instead",
+                f"{where}: {shown(target)} must be a valid pattern of at most {_MAX_PATTERN} "
+                f"characters and {_MAX_REPEATS} of * + {{, no repeated group; list names instead",
             )
 
 
 def _check_activations(where: str, group: Mapping[str, Any]) -> None:
-    """Accept dynamic scales of activations, which do not affect weights; reject calibrated ones."""
+    """Accept dynamic activation scales, which do not affect weights; reject static scales."""
     known = {"targets", "weights", "input_activations", "output_activations", "format"}
     unknown = sorted(key for key in group.keys() - known if group[key] is not None)
-    require(not unknown, f"{where}: {shown(unknown)} is not implemented")
+    require(not unknown, f"{where}: {shown(unknown)} is not supported")
     outputs, inputs = group.get("output_activations"), group.get("input_activations")
     require(
-        outputs is None, f"{where}.output_activations={shown(outputs)} is not implemented: "
-        "use a checkpoint without quantised outputs",
+        outputs is None, f"{where}.output_activations={shown(outputs)} is not supported: "
+        "use a checkpoint without quantized outputs",
     )  # fmt: skip
     require(
         inputs is None or (isinstance(inputs, Mapping) and inputs.get("dynamic") is True),
-        f"{where}.input_activations={shown(inputs)}: calibrated (static) scales of activations are "
-        "not implemented; use a checkpoint whose activations are dynamic",
+        f"{where}.input_activations={shown(inputs)}: static activation quantization is not "
+        "supported; use a checkpoint with dynamic activation scales",
     )
 
 
 def _scheme(where: str, weights: Any, kind: str) -> Scheme:
     require(isinstance(weights, Mapping), f"{where}={shown(weights)} must be an object")
     unknown = sorted(key for key in weights.keys() - _WEIGHT_FIELDS if weights[key] is not None)
-    require(not unknown, f"{where}: {shown(unknown)} is not implemented")
+    require(not unknown, f"{where}: {shown(unknown)} is not supported")
     bits, type_ = weights.get("num_bits", 8), weights.get("type", "int")
     widths, strategies = _KINDS.get((kind, type_ if isinstance(type_, str) else ""), ((), ()))
     require(
         is_int(bits) and bits in widths,
-        f"{where}: num_bits={shown(bits)}, type={shown(type_)} is not implemented in {kind}; "
-        f"implemented are {_KINDS}",
+        f"{where}: num_bits={shown(bits)}, type={shown(type_)} is not supported in {kind}; "
+        f"supported are {_KINDS}",
     )
     strategy = weights.get("strategy") or ("group" if weights.get("group_size") else "tensor")
     check_choice(f"{where}: strategy", strategy, strategies)

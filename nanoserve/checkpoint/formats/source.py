@@ -1,6 +1,6 @@
-"""Weight sources: a view of a checkpoint with plain names and shapes, whatever its format.
+"""Weight sources show any checkpoint format with the names and shapes of the unquantized model.
 
-Sources are plain files, formats of quantised weights, and random numbers for benchmarks.
+There are sources for unquantized files, quantized formats, and random numbers for benchmarks.
 """
 
 from collections.abc import Mapping
@@ -18,32 +18,33 @@ from nanoserve.checkpoint.weight_files import open_weights
 
 
 class WeightSource(Protocol):
-    """Source of a model's weights. Threads may share it."""
+    """The source of a model's weights. Threads may share it."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every tensor that a plain checkpoint of this model would have.
+        """Return the shape of every tensor that an unquantized checkpoint would have.
 
-        Names are those of plain checkpoints, such as "model.layers.0.self_attn.q_proj.weight"; the
-        tensors that a format stores instead (packed codes, scales, zero points) are not included.
+        Names are as in unquantized checkpoints, such as "model.layers.0.self_attn.q_proj.weight";
+        the tensors that a format stores instead (packed codes, scales, zero points) are not
+        included.
         """
 
     def read(self, name: str) -> Tensor | QuantizedMatrix:
         """Return a whole tensor; a linear's weight is [out, in].
 
-        A tensor that is not quantised keeps its stored dtype. Codes other than integers (FP8, NF4)
-        are dequantised to float32, exactly as in the format's own library before it rounds to the
+        A tensor that is not quantized keeps its stored dtype. Codes other than integers (FP8, NF4)
+        are dequantized to float32, exactly as in the format's own library before it rounds to the
         model's dtype. Raises `ValueError` for an unknown name, and for contradictory contents.
         """
 
     def is_quantized(self, name: str) -> bool:
-        """Return True if the file stores the tensor in fewer bits than a plain checkpoint."""
+        """Return True if the checkpoint stores the tensor in quantized form."""
 
 
 def open_quantized(path: Path, quantization_config: Mapping[str, Any]) -> WeightSource:
     """Open the weights of the checkpoint in `path`, whose `config.json` has `quantization_config`.
 
     Reads headers, and small tensors that hold shapes. Raises `ValueError`, with the name of the
-    field or tensor, for a setting that is not implemented, and for unknown or missing tensors.
+    field or tensor, for a setting that is not supported, and for unknown or missing tensors.
     """
     check_quantization_config(quantization_config)
     method = method_of(quantization_config)
@@ -52,7 +53,7 @@ def open_quantized(path: Path, quantization_config: Mapping[str, Any]) -> Weight
 
 
 class PlainSource:
-    """Source for plain safetensors files in a folder.
+    """A source for unquantized safetensors files in a folder.
 
     Raises `ValueError` if a tied tensor is stored and differs from its twin.
     """
@@ -74,7 +75,7 @@ class PlainSource:
 
 
 class RandomSource:
-    """Source for `load_format="dummy"`: normal random numbers with std 0.02, and norms of ones."""
+    """A source of random weights (std 0.02; norms are ones), for `load_format="dummy"`."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype) -> None:
         expected = expected_tensors(model)

@@ -1,4 +1,4 @@
-"""Access to the tensors in a folder's safetensors files, of any data type, one at a time."""
+"""Read tensors of any data type from a folder's safetensors files, one at a time."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -28,7 +28,7 @@ class Stored(NamedTuple):
 
 
 class StoredTensors:
-    """The tensors of a checkpoint by name, from one file or from several with an index.
+    """The tensors of a checkpoint by name, from a single file or from shards with an index.
 
     Only headers are read before `read` is called. Raises `ValueError` for a folder without
     safetensors files, for a damaged one, and for a name that is in two files.

@@ -1,1 +1,1 @@
-"""GGUF, the file format of llama.cpp: weights, settings and tokenizer in one file."""
+"""GGUF is llama.cpp's file format, with weights, settings and tokenizer in one file."""

@@ -1,8 +1,8 @@
-"""Conversion of GGUF blocks to the canonical form (`QuantizedMatrix`), or to a float tensor.
+"""Convert GGUF blocks to the canonical form (`QuantizedMatrix`), or to a float tensor.
 
 A row is a run of blocks. Blocks of 32 values (Q8_0, Q4_0, ...) have a scale, and some a minimum, in
 float16. Blocks of 256 (the "K" types) are 8 or 16 groups whose scales and minima are integers of 6
-or 8 bits times one float16. The layouts are those of ggml-quants.c; the tests compare with
+or 8 bits times one float16. The layouts follow ggml-quants.c; the tests compare with
 `gguf.quants`. Q4_1, Q5_0 and Q5_1 are included because llama.cpp falls back to them in files of the
 K types if rows are not a multiple of 256, as in Qwen2.5-0.5B.
 

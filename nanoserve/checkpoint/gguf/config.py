@@ -1,4 +1,4 @@
-"""Conversion of a GGUF file's settings to the `config.json` of the same model.
+"""Convert a GGUF file's settings to the `config.json` of the same model.
 
 `ModelConfig` then reads the entries as usual. A setting that is not read here is rejected with its
 name, since it may change the computation in llama.cpp. This module does not import torch.
@@ -44,7 +44,7 @@ def config_json(file: GGUFFile) -> dict[str, Any]:
     """Return the entries of `config.json`, as transformers writes it.
 
     A converted Mistral has no sliding window: the converter omits it, and llama.cpp computes
-    without it. Raises `ValueError` for settings that are missing or not implemented.
+    without it. Raises `ValueError` for settings that are missing or not supported.
     """
     form, settings = form_of(file), Settings(file)
     embedding = file.tensors.get("token_embd.weight")
@@ -77,8 +77,8 @@ def config_json(file: GGUFFile) -> dict[str, Any]:
     raw |= _own_settings(settings, raw)
     require(
         not settings.left,
-        f"{file.path}: {shown(settings.left)} of {settings.name} is not implemented; give the "
-        f"model's checkpoint in safetensors",
+        f"{file.path}: {shown(settings.left)} of {settings.name} is not supported; use the "
+        f"model's safetensors checkpoint",
     )
     return raw
 
@@ -124,9 +124,9 @@ def _own_settings(settings: Settings, raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def _dtype(file: GGUFFile, form: Form) -> str:
-    """Return the type of the matrices, or bfloat16 for a quantised file.
+    """Return the type of the matrices, or bfloat16 for a quantized file.
 
-    A quantised file does not contain the original type, and nearly all of these models were trained
+    A quantized file does not contain the original type, and nearly all of these models were trained
     with bfloat16's range. Gemma's activations overflow float16, whatever type its weights have.
     """
     types = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) > 1}

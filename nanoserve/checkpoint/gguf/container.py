@@ -1,4 +1,4 @@
-"""Parser of GGUF files: settings by name, and the position of each tensor's bytes.
+"""Parse GGUF files: settings by name, and the position of each tensor's bytes.
 
 The format (ggml's docs/gguf.md): a header with two counts, then the settings, each with name and
 type, then the list of tensors, and, from the next aligned byte on, their data. The package `gguf`
@@ -66,7 +66,7 @@ class GGUFFile:
 
     @classmethod
     def open(cls, path: "Path | GGUFFile") -> "GGUFFile":
-        """Read the header of a file, and those of its other parts. An open file is returned as is.
+        """Read the headers of a file and of its other parts. An open file is returned unchanged.
 
         Raises `ValueError` for a damaged file, for an incomplete set of parts, and for a tensor of
         an unsupported type.
@@ -84,30 +84,30 @@ class GGUFFile:
         count = settings.get("split.tensors.count", len(tensors))
         require(
             count == len(tensors),
-            f"{path} is a part of a model of {shown(count)} tensors, but {len(tensors)} were "
+            f"{path} is part of a model with {shown(count)} tensors, but {len(tensors)} were "
             f"found: keep the original file names, such as ...-00001-of-00003.gguf",
         )
         return cls(path, settings, tensors)
 
 
 def parts_of(name: str) -> list[str]:
-    """Return the file names of a model, given the first. Raises `ValueError` for a later one."""
+    """Return the file names of a model, given the first. Raises `ValueError` for another part."""
     match = _PART.fullmatch(name)
     if match is None:
         return [name]
     stem, number, count = match[1], int(match[2]), int(match[3])
     first = f"{stem}-00001-of-{count:05}.gguf"
-    require(number == 1, f"{name} is a later part of a model: give the first, {first}")
+    require(number == 1, f"{name} is not the first file of a split GGUF; pass {first}")
     return [f"{stem}-{i:05}-of-{count:05}.gguf" for i in range(1, count + 1)]
 
 
 class _Parser:
-    """Sequential parser. It never reads beyond the file, whatever counts the file claims."""
+    """A sequential parser. It never reads beyond the file, whatever counts the file claims."""
 
     def __init__(self, path: Path) -> None:
         require(path.is_file(), f"{path} is not a file")  # reading from a pipe would block
         self.path, self.size, self.position = path, path.stat().st_size, 0
-        self._require(self.size >= 24, "is shorter than a header")
+        self._require(self.size >= 24, "is too short for a GGUF header")
         self.content = np.memmap(path, np.uint8, mode="r")
 
     def parse(self) -> tuple[dict[str, Any], dict[str, StoredTensor]]:
@@ -127,7 +127,7 @@ class _Parser:
         self._require(is_power, f"has general.alignment={shown(align)}, not a power of two")
         start = -(-self.position // align) * align
         tensors = {tensor.name: tensor for tensor in self._tensors(heads, start)}
-        self._require(len(tensors) == num_tensors, "has two tensors of one name")
+        self._require(len(tensors) == num_tensors, "has two tensors with the same name")
         return settings, tensors
 
     def _tensor_head(self) -> tuple[str, tuple[int, ...], int, int]:
@@ -144,8 +144,8 @@ class _Parser:
             kind = _TYPES.get(number, f"type {number}")
             self._require(
                 kind in BLOCKS,
-                f"stores {name:.99} as {kind}, which is not implemented; implemented are "
-                f"{', '.join(BLOCKS)}: use a file of another quantisation, such as Q4_K_M or "
+                f"stores {name:.99} as {kind}, which is not supported; supported are "
+                f"{', '.join(BLOCKS)}: use a file of another quantization, such as Q4_K_M or "
                 f"Q8_0, or create one with llama-quantize",
             )
             values, num_bytes = BLOCKS[kind]
@@ -176,7 +176,7 @@ class _Parser:
         return struct.unpack(form, self._bytes(struct.calcsize(form)))[0]
 
     def _text(self) -> str:
-        # Some tokens of a vocabulary are invalid UTF-8, but none that matters for tokenisation.
+        # Some tokens of a vocabulary are invalid UTF-8, but none that matters for tokenization.
         return bytes(self._bytes(self._scalar("<Q"))).decode(errors="replace")
 
     def _bytes(self, count: int) -> memoryview:

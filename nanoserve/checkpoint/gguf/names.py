@@ -1,4 +1,4 @@
-"""Mapping of tensor names from GGUF to safetensors checkpoints, for each architecture.
+"""Map tensor names from GGUF to safetensors checkpoints, for each architecture.
 
 llama.cpp's converter (convert_hf_to_gguf.py) also changes some values of the architectures marked
 in `FORMS`; `nanoserve.checkpoint.gguf.source` reverses this.
@@ -33,13 +33,13 @@ _OUTSIDE = {
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-# These are settings rather than weights: `nanoserve.checkpoint.gguf.rope` reads them.
+# These are settings, not weights: `nanoserve.checkpoint.gguf.rope` reads them.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
 class Form(NamedTuple):
-    """Storage of an architecture in GGUF."""
+    """How GGUF files store an architecture."""
 
     architecture: str  # name in `config.json`
     names: dict[str, str] = _PLAIN  # names of a layer's tensors

@@ -1,8 +1,8 @@
 """RoPE settings of a GGUF file: scalar settings, or a factor for each pair of dimensions.
 
 llama.cpp divides the angle of a pair by its factor. This is the definition of "longrope", so
-factors are converted to that type: those of Phi-3, with one list for short and one for long
-contexts; and those of Llama 3.1, computed by the converter, as one list for all contexts.
+factors are converted to that type. Phi-3 has one list for short and one for long contexts; Llama
+3.1 has one list for all contexts, computed by the converter.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ def read_rope(settings: Settings, file: GGUFFile, context: int, head_dim: int) -
     entry = settings.entry("rope.dimension_count", dims)
     require(
         dims == head_dim,
-        f"{entry} is not implemented: it must be {head_dim}, all dimensions of a head",
+        f"{entry} is not supported: it must be {head_dim}, all dimensions of a head",
     )
     theta = settings.take("rope.freq_base", 10_000.0)  # llama.cpp's default
     scaling = _scaling(settings, file, context)
@@ -36,7 +36,7 @@ def _scaling(settings: Settings, file: GGUFFile, context: int) -> dict[str, Any]
     if factors:
         is_alone = kind in ("none", "longrope") and factor == 1
         entry = f"{settings.entry('rope.scaling.type', kind)}, factor={factor}"
-        require(is_alone, f"{entry}, together with {list(factors)}, is not implemented")
+        require(is_alone, f"{entry}, together with {list(factors)}, is not supported")
         every = factors.get("rope_freqs.weight")
         return {
             "rope_type": "longrope",
@@ -56,7 +56,7 @@ def _scaling(settings: Settings, file: GGUFFile, context: int) -> dict[str, Any]
     entry = settings.entry("rope.scaling.type", kind)
     require(
         kind in ("none", "linear"),
-        f"{entry} is not implemented; implemented are none, linear, yarn, and lists of factors",
+        f"{entry} is not supported; supported are none, linear, yarn, and lists of factors",
     )
     is_scaled = kind == "linear" and factor != 1
     return {"rope_type": "linear", "factor": factor} if is_scaled else {}

@@ -1,4 +1,4 @@
-"""Settings of a GGUF file: the architecture of its model, and the entries of that."""
+"""Read a GGUF file's settings: the architecture, and the entries of that architecture."""
 
 from typing import Any
 
@@ -13,15 +13,15 @@ _WITHOUT_EFFECT = {"vocab_size", "tensor_data_layout", "rope.scaling.finetuned"}
 def form_of(file: GGUFFile) -> Form:
     """Return the storage form of the file's architecture.
 
-    Raises `ValueError`, with the supported ones, for an unsupported architecture.
+    Raises `ValueError`, with the supported architectures, for any other.
     """
     name = file.settings.get("general.architecture")
     form = FORMS.get(name) if isinstance(name, str) else None
     if form is None:
         raise ValueError(
             f"{file.path}: general.architecture={shown(name)} is not supported in GGUF, only "
-            f"{', '.join(FORMS)}; if nanoserve supports the model (see README.md), give its "
-            f"checkpoint in safetensors"
+            f"{', '.join(FORMS)}; if nanoserve supports the model (see README.md), use its "
+            f"safetensors checkpoint"
         )
     is_mixture = file.settings.get("llama.expert_count", 0)
     return form._replace(architecture="MixtralForCausalLM") if is_mixture else form
@@ -36,7 +36,7 @@ def list_of(file: GGUFFile, name: str, kind: type = object) -> list[Any]:
 
 
 class Settings:
-    """Settings of the model, "llama.block_count" as "block_count"; those read are removed."""
+    """The model's settings without prefix, e.g. "block_count". Reading a setting removes it."""
 
     def __init__(self, file: GGUFFile) -> None:
         self.file, self.name = file, file.settings.get("general.architecture")
@@ -54,7 +54,7 @@ class Settings:
             return value
         is_one = len(set(value)) == 1
         entry = self.entry(name, value)
-        require(is_one, f"{entry} is not implemented: the values of all layers must be equal")
+        require(is_one, f"{entry} is not supported: the values of all layers must be equal")
         return value[0]
 
     def size(self, name: str, default: int | None = None) -> int:

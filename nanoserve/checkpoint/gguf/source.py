@@ -1,4 +1,4 @@
-"""Weight source for GGUF files, with the names and the row order of a plain checkpoint."""
+"""A weight source for GGUF files, with the names and row order of a safetensors checkpoint."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -26,12 +26,12 @@ class _Place(NamedTuple):
 
 
 def open_gguf(path: Path, config: Mapping[str, Any]) -> "GGUFSource":
-    """Open a GGUF file; `config` is not used, since the file has all settings itself."""
+    """Open a GGUF file. `config` is not used, since the file contains all settings."""
     return GGUFSource(path)
 
 
 class GGUFSource:
-    """Source that reads whole tensors: block types as integers, float types as floats."""
+    """A source that reads whole tensors: block types as integers, float types as floats."""
 
     def __init__(self, path: Path) -> None:
         """Open the file. Raises `ValueError` as `GGUFFile.open` does, and for unknown tensors."""
@@ -74,7 +74,7 @@ class GGUFSource:
         except ValueError as error:
             raise ValueError(f"{tensor.file}: {tensor.name}: {error}") from error
         if self._form.adds_one_to_norms and name.endswith("norm.weight"):
-            assert isinstance(values, Tensor)  # only matrices can be quantised
+            assert isinstance(values, Tensor)  # only matrices can be quantized
             return values.float() - 1
         if self._form.has_permuted_heads and ".attn_q." in tensor.name:
             return _in_halves(values, self._num_heads)

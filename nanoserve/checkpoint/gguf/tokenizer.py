@@ -1,9 +1,9 @@
-"""Tokenizer of a GGUF file.
+"""Build the tokenizer of a GGUF file.
 
 For byte-level BPE ("gpt2"), a file has tokens, merges, and the name of a pre-tokenizer, which
-splits the text before merges apply: the patterns below are those of the models' own tokenizer.json.
+splits the input before merges apply. The patterns below come from the models' tokenizer.json files.
 An unknown name is rejected, because a wrong pre-tokenizer silently changes the tokens of about a
-tenth of all texts. For SentencePiece ("llama"), a file has tokens with scores, from which the
+tenth of all inputs. For SentencePiece ("llama"), a file has tokens with scores, from which the
 merges follow. Both give the same ids as llama.cpp.
 """
 
@@ -19,13 +19,13 @@ from nanoserve.checkpoint.gguf.container import GGUFFile
 from nanoserve.checkpoint.gguf.settings import list_of
 from nanoserve.utils.checks import is_int, require, shown
 
-_ADVICE = "give tokenizer=FOLDER or a name on the hub, of the model that was converted to GGUF"
+_ADVICE = "pass tokenizer=FOLDER, or the Hub name, of the model that was converted to GGUF"
 # In tokenizer.ggml.token_type; control tokens are special, user-defined ones are never split.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
 
 
 class _Cut(NamedTuple):
-    """Pre-tokenizer of a text. pattern: None is GPT-2's, which the library tokenizers has."""
+    """A pre-tokenizer. pattern: None is GPT-2's, which the library tokenizers has."""
 
     pattern: str | None
     is_normalized: bool = False  # to NFC
@@ -177,7 +177,7 @@ def _cutting(backend: Tokenizer, cut: _Cut) -> Tokenizer:
 def _with_marks(
     backend: Tokenizer, words: list[str], settings: dict[str, Any]
 ) -> PreTrainedTokenizerBase:
-    """Add the tokens with a role (BOS, EOS, ...), and the template that adds them to a text."""
+    """Add the tokens with a role (BOS, EOS, ...), and the template that adds them to an input."""
     roles = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
     ids: dict[str, Any] = {
         role: settings.get(f"tokenizer.ggml.{name}_token_id") for role, name in roles.items()

@@ -1,1 +1,1 @@
-"""CPU kernels: compiled by numba, and oneDNN's matrix products with packed weights."""
+"""CPU kernels, compiled by numba, and oneDNN's matrix products with packed weights."""

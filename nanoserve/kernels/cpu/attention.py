@@ -183,8 +183,8 @@ def _attend_row(q, out, cache, scales, blocks, kv_heads, length, options, elemen
     q, out: [n, num_kv_heads, group, head_dim].
 
     Positions outside of a token's range are skipped, not masked: the cache may hold NaN there, or
-    K and V of rejected draft tokens. So the result equals, bit for bit, that of a decode row with
-    this token alone.
+    K and V of rejected draft tokens. So the result equals, bit for bit, the result of a decode row
+    with this token alone.
     """
     scale, window, soft_cap = options
     n, num_kv_heads, group, head_dim = q.shape

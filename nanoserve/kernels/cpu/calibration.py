@@ -1,4 +1,4 @@
-"""Benchmark of matrix products by weight form and number of rows, run once and stored in a file."""
+"""Measure matrix products by weight form and number of rows once, and store the rates."""
 
 import hashlib
 import json

@@ -1,4 +1,4 @@
-"""Validation of the arguments of compiled kernels, which get plain addresses, without bounds.
+"""Validate the arguments of compiled kernels, which get addresses without bounds.
 
 With a wrong shape, a kernel would read or write outside of an array. Shapes, dtypes and strides are
 checked here; ids of slots, positions and blocks are checked in the kernels, which read each of them
@@ -109,7 +109,7 @@ def check_heads(
         rule = "positions and slot_mapping must be int32"
         refuse(rule, positions=positions, slot_mapping=slot_mapping)
     if (q_weight is None) != (k_weight is None):
-        rule = "q_weight and k_weight must both be given, or neither"
+        rule = "q_weight and k_weight must both be tensors, or both None"
         refuse(rule, q_weight=q_weight, k_weight=k_weight)
     if q_weight is not None and k_weight is not None:
         _check_head_norms(q_weight, k_weight, head_dim)
@@ -173,7 +173,7 @@ def check_codes(codes: Tensor, scale: Tensor, offset: Tensor | None, bits: int) 
     inputs, and all groups are of one size. bits: 4 or 8.
     """
     if codes.dtype == torch.float8_e4m3fn:
-        raise ValueError("codes must be integers, not 8-bit floats: quantise the weight to int8")
+        raise ValueError("codes must be integers, not 8-bit floats: quantize the weight to int8")
     check_weight(codes, (torch.int8,))
     outputs, inputs = codes.shape
     for values in (scale, offset):
@@ -185,4 +185,4 @@ def check_codes(codes: Tensor, scale: Tensor, offset: Tensor | None, bits: int) 
     if offset is not None and offset.shape != scale.shape:
         refuse("scale and offset must have the same shape", scale=scale, offset=offset)
     if bits not in (4, 8):
-        raise ValueError(f"codes must be of 4 or 8 bits, not {bits}")
+        raise ValueError(f"bits={bits} must be 4 or 8")

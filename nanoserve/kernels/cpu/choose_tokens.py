@@ -15,7 +15,7 @@ from torch import Tensor
 from nanoserve.kernels.cpu import checks
 from nanoserve.kernels.cpu.elements import ELEMENTS, EXACT, FAST, address, array_at, to_float
 
-FEW = 2**16  # logits; for so few, one thread is faster than waking the others
+FEW = 2**16  # logits; for so few, one thread is faster than waking more threads
 _AT_ONCE = 256  # tokens whose bounds are compared together
 _WEYL = np.uint32(0x9E3779B9)
 _LN2 = np.float32(math.log(2))

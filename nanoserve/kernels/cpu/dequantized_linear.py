@@ -1,4 +1,4 @@
-"""Linears with integer weights and float inputs."""
+"""Linear layers with integer weights and float inputs."""
 
 import functools
 
@@ -19,9 +19,10 @@ _product = functools.cache(make_product)
 class DequantizedPanels:
     """Integer weights in panels: x [..., inputs] -> [..., outputs] in x's dtype.
 
-    The arguments are those of `nanoserve.kernels.cpu.integer_linear.IntegerPanels`. The result
-    equals, bit for bit, that of `FloatPanels` with the dequantised weight in float32, but only 4 or
-    8 bits per weight are read: x and sums are float32, and a row does not depend on other rows.
+    The arguments are the same as for `nanoserve.kernels.cpu.integer_linear.IntegerPanels`. The
+    result equals, bit for bit, the result of `FloatPanels` with the dequantized weight in float32,
+    but only 4 or 8 bits per weight are read: x and sums are float32, and a row does not depend on
+    other rows.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
     y[m, n] = sum over inputs k, in their order, of x[m, k] x (codes[n, k] x scale[n, g]
                                                               + offset[n, g])
 
-A weight is dequantised to the float32 code x scale + offset, rounded twice, after it has been read
-from memory. So the result equals that of `float_tiles` with the dequantised weight bit for bit, and
+A weight is dequantized to the float32 code x scale + offset, rounded twice, after it has been read
+from memory. So the result equals `float_tiles` with the dequantized weight bit for bit, and
 a row's result does not depend on other rows; but 4 or 8 bits per weight are read, not 32.
 """
 

@@ -1,7 +1,7 @@
 """Integer arithmetic for attention over an int8 KV cache, for `attention_tiles`.
 
 A vector holds twice as many 16-bit integers as floats, and one instruction, which LLVM selects,
-multiplies them and adds adjacent products. So queries are quantised to 16 bits, and so are the
+multiplies them and adds adjacent products. So queries are quantized to 16 bits, and so are the
 weights of `TOKENS` tokens, relative to the largest of them. It is used for 16-bit models only.
 """
 
@@ -84,7 +84,7 @@ def add_values(
 ) -> None:
     """Compute sums[query] += weights[query, token] * v[token], for `TOKENS` tokens and whole units.
 
-    The adjacent products are those of two tokens, whose values are interleaved.
+    The adjacent products belong to two tokens, whose values are interleaved.
     """
     number, first = head_dim.type, head_dim.type(0)
     coded = [_coded(b, weights.at(b, query), scales) for query in range(count)]

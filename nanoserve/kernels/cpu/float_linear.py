@@ -1,4 +1,4 @@
-"""Linears with 16-bit or 32-bit float weights in panels, multiplied by our own tiles."""
+"""Linear layers with 16-bit or 32-bit float weights in panels, multiplied by our own tiles."""
 
 import functools
 from typing import Any
@@ -62,7 +62,7 @@ class FloatPanels:
 class SharedPanels(FloatPanels):
     """Weights packed by oneDNN, which our tiles can also read if the layout is the same.
 
-    num_rows: oneDNN multiplies inputs of at least so many rows, and our tiles those of fewer.
+    num_rows: oneDNN multiplies inputs of at least so many rows, and our tiles inputs of fewer.
     """
 
     keeps_rows = False  # the memory belongs to oneDNN

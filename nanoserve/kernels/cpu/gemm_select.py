@@ -1,4 +1,4 @@
-"""Choice of the storage form of float weights, by a benchmark that runs once per machine.
+"""Choose the storage form of float weights, by a benchmark that runs once per machine.
 
 The fastest form depends on the processor and on the number of rows. So each form that is available
 multiplies a matrix that exceeds the cache, with 1, 16 and 256 rows; the rates are stored in a file.
@@ -51,8 +51,8 @@ def choose_form(dtype: torch.dtype, num_bytes: int) -> Choice:
     name = next(iter(found))
     if find_spec("numba") is None:
         logger.info(
-            "without numba, matrix products are torch's: pip install 'nanoserve[cpu]' has faster "
-            "ones"
+            "without numba, torch computes matrix products; for faster products: "
+            "pip install 'nanoserve[cpu]'"
         )
     if num_bytes < calibration.MATRIX_BYTES or len(found) == 1:
         return Choice(name, found[name])

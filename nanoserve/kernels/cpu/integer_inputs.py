@@ -1,4 +1,4 @@
-"""Quantisation of activations for integer products: each group of a row of x has one scale.
+"""Quantize activations for integer products, with one scale for each group of a row.
 
 A few activations of a real model are thousands of times larger than the median of their row. With
 one scale per row, all other values would become 0; so each `GROUP` of them has its own scale, as in
@@ -33,7 +33,7 @@ _SMALLEST = 1e-36  # smaller values become zero, since their inverse would overf
 
 @njit(**EXACT)
 def quantize_row(x, row, size, shift, codes, scale, starts, sums):
-    """Quantise a row in groups of `size` inputs: codes = x / scale, scale = max |x| / 127.
+    """Quantize a row in groups of `size` inputs: codes = x / scale, scale = max |x| / 127.
 
     scale, starts: [num_rows, x groups]; starts are -shift x the sum of the group's codes. sums:
     [num_rows, weight groups], the sums of codes x scale. A group with NaN or infinity has a scale

@@ -1,4 +1,4 @@
-"""Linears with integer weights, whose inputs are quantised to integers on the fly."""
+"""Linear layers with integer weights, whose inputs are quantized to integers on the fly."""
 
 import functools
 from typing import Any
@@ -26,7 +26,7 @@ class IntegerPanels:
     offset (None is all zeros): float32 [outputs, groups]; a group is a run of inputs. kind: one of
     `nanoserve.kernels.cpu.isa.KINDS`; None is the best for this processor.
 
-    Each group of inputs in a row of x (see `x_group_size`) is quantised to integers from -127 to
+    Each group of inputs in a row of x (see `x_group_size`) is quantized to integers from -127 to
     127 with one scale, the largest magnitude / 127: a row does not depend on other rows. The result
     of a row with NaN or infinity is NaN.
     """
@@ -48,7 +48,7 @@ class IntegerPanels:
         self.own = KINDS[self.kind]
         if self.own.bits < bits or not self.own.takes(self.size):
             raise ValueError(
-                f"kind={self.kind!r} does not support codes of {bits} bits in groups of {self.size}"
+                f"kind={self.kind!r} does not support {bits}-bit codes in groups of {self.size}"
             )
         self.codes = pack_codes(codes, self.own)
         self.scale = pack_scales(scale, scale_dtype(scale))

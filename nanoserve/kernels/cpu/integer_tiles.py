@@ -52,7 +52,7 @@ _TILES = ((6, 2), (4, 2), (2, 4), (1, 4)) if has("avx512f") else TILES
 
 
 class _Inputs(NamedTuple):
-    """Addresses of quantised inputs, and their row strides in bytes."""
+    """Addresses of quantized inputs, and their row strides in bytes."""
 
     codes: ir.Value  # int8 or int16 [num_rows, inputs]
     codes_stride: ir.Value
@@ -225,7 +225,7 @@ def make_product(
         x, num_rows, element, codes, scale, offset, num_panels, groups, x_groups, steps, out, stride
     ):
         _ = sources
-        # 1) Quantise each row of x: codes, and scales and sums of its groups.
+        # 1) Quantize each row of x: codes, and scales and sums of its groups.
         all_groups = groups * x_groups
         inputs = all_groups * size
         x = array_at(x, (num_rows, inputs), element)

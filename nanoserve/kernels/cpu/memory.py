@@ -1,4 +1,4 @@
-"""Allocation of large CPU memory: weights and the KV cache."""
+"""Allocate large blocks of CPU memory, for weights and the KV cache."""
 
 import ctypes
 import mmap
@@ -27,7 +27,7 @@ def give_back_freed() -> None:
     """Return free heap memory to the system, with glibc.
 
     glibc keeps free memory below allocations that are in use. After the weights of Qwen3-0.6B had
-    been quantised one by one, that was 320 MB.
+    been quantized one by one, that was 320 MB.
     """
     if sys.platform != "linux":
         return

@@ -21,7 +21,7 @@ from nanoserve.kernels.cpu.elements import (
     to_float,
 )
 
-FEW = 2**15  # values; for so few, one thread is faster than waking the others
+FEW = 2**15  # values; for so few, one thread is faster than waking more threads
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,7 +1,7 @@
 """bfloat16 weights packed for oneDNN's matrix products on a CPU.
 
 Processors that multiply bfloat16 (AVX-512 BF16, AMX) need pairs of rows of a weight side by side.
-With a plain weight, oneDNN repacks it in every product; here it is packed once, after loading.
+Without packing, oneDNN repacks the weight in every product; here it is packed once, after loading.
 
 torch.compile uses the same operators for frozen weights. They are private to torch, so `works`
 tries them.
@@ -30,7 +30,7 @@ def works() -> bool:
     try:
         return torch.equal(linear(x, pack(weight)), F.linear(x, weight))
     except (AttributeError, RuntimeError) as error:
-        logger.info("packed weights are not available with this processor and torch: %s", error)
+        logger.info("packed weights are not available on this processor with this torch: %s", error)
         return False
 
 

@@ -1,4 +1,4 @@
-"""Fused kernel between the qkv projection and attention on a CPU, compiled by numba.
+"""The fused kernel between the qkv projection and attention on a CPU, compiled by numba.
 
 Query and key heads are normalised, if the model does that, and rotated (RoPE); keys and values are
 written to their slots of the paged KV cache, as floats or as 8-bit codes. Each value is read once
@@ -59,7 +59,7 @@ def store_kv(
     cos, sin: [num_positions, head_dim / 2].
     q_weight, k_weight: [head_dim], the RMSNorm of every query and key head, or both None.
     kv_cache: [2, num_blocks, num_kv_heads, block_size, head_dim], in the dtype of `heads`; or
-    codes, int8 or uint8 (e4m3), quantised from float32.
+    codes, int8 or uint8 (e4m3), quantized from float32.
     kv_scales: scales of the codes, float32 [2, num_blocks, num_kv_heads, block_size].
     All are contiguous. Raises `ValueError` for shapes and dtypes that do not match, and for
     positions and slots that do not exist, after the other tokens have been stored.

@@ -1,4 +1,4 @@
-"""Tiling and prefetching of the matrix products with weights in panels.
+"""Tiling and prefetching for matrix products with weights in panels.
 
 A *tile* is a few rows of x and 16 to 64 outputs, whose sums stay in registers during the loop over
 all inputs (Goto & van de Geijn 2008, "Anatomy of high-performance matrix multiplication"). A weight

@@ -1,4 +1,4 @@
-"""Weight forms that are multiplied by torch.
+"""Weight forms for matrix products in torch.
 
 A form is created from a weight [outputs, inputs]. Calling it multiplies: x [..., inputs] ->
 [..., outputs].
@@ -15,11 +15,11 @@ from nanoserve.kernels.cpu import checks, packed_linear
 Form = Callable[[Tensor], Tensor]
 
 _TILE = 512  # outputs that are widened at a time: they stay in the processor's cache
-_TILE_VALUES = 2**19  # weights that are dequantised at a time: 2 MiB
+_TILE_VALUES = 2**19  # weights that are dequantized at a time: 2 MiB
 
 
 class Plain:
-    """Weight as in the checkpoint, multiplied by `F.linear`."""
+    """A weight as in the checkpoint, multiplied by `F.linear`."""
 
     def __init__(self, weight: Tensor) -> None:
         self.weight = weight
@@ -29,7 +29,7 @@ class Plain:
 
 
 class Packed:
-    """bfloat16 weight packed for oneDNN: see `nanoserve.kernels.cpu.packed_linear`."""
+    """A bfloat16 weight packed for oneDNN: see `nanoserve.kernels.cpu.packed_linear`."""
 
     def __init__(self, weight: Tensor) -> None:
         checks.check_weight(weight, (torch.bfloat16,))
@@ -41,7 +41,7 @@ class Packed:
 
 
 class WidenedTiles:
-    """16-bit weight, widened tile by tile for a float32 product.
+    """A 16-bit weight, widened tile by tile for a float32 product.
 
     Where torch has no native 16-bit product, its fallback is ten times slower than this.
     """
@@ -55,7 +55,7 @@ class WidenedTiles:
 
 
 class DequantizedTiles:
-    """Weight of 4-bit or 8-bit integers, dequantised tile by tile for a float32 product.
+    """A weight of 4-bit or 8-bit integers, dequantized tile by tile for a float32 product.
 
     A weight is code x scale + offset. codes: int8 [outputs, inputs]; scale and offset: float32
     [outputs, groups]; a group is a run of inputs.

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
-_BLOCK = 1024  # 8 values, a 16-byte load in 16 bits, for each of the 128 threads of 4 warps
+_BLOCK = 1024  # 8 values, a 16-byte load if 16-bit, for each of the 128 threads of 4 warps
 
 
 def act_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:

@@ -58,7 +58,7 @@ def _launch(
         )
     normed = torch.empty_like(x)
     block = 1 << (hidden - 1).bit_length()  # Triton's `next_power_of_2` takes microseconds
-    # 8 values per thread are one 16-byte load in 16 bits; 512 threads leave registers for 32.
+    # 8 values per thread are one 16-byte load of 16-bit values; 512 threads leave registers for 32.
     num_warps = min(max(block // 256, 1), 16)
     _add_rms_norm[(num_tokens,)](
         x, residual, weight, normed, total, eps, hidden, block, num_warps=num_warps

@@ -127,7 +127,7 @@ def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, *shape: in
 
 
 # Slots and positions start anywhere in a step's buffer of integers: specialising on their alignment
-# would compile the kernel anew while serving.
+# would compile the kernel again while serving.
 @triton.jit(do_not_specialize_on_alignment=["slots", "positions"])
 def _best_of_parts(
     logits,

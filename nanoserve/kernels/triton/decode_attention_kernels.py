@@ -43,7 +43,7 @@ _PARTS = tl.constexpr(16)  # partial results that are merged at once
 
 
 # Values that change from step to step are not specialised: values of 1 or divisible by 16 would
-# each compile the kernel anew.
+# each recompile the kernel.
 @triton.jit(do_not_specialize=["num_rows", "table_stride"])
 def decode_attention_kernel(
     out_ptr,  # [num_tokens, num_heads, head_dim]

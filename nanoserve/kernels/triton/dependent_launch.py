@@ -1,4 +1,4 @@
-"""Programmatic dependent launch: a kernel that starts before the kernel before it has finished.
+"""Programmatic dependent launch: a kernel starts before the previous kernel has finished.
 
 Between two kernels of a stream a GPU is idle for about a microsecond: one drains, the next is
 launched. A kernel with `launch_pdl=True` may start as soon as every program of the kernel before it

@@ -1,4 +1,4 @@
-"""Mixture of experts as two grouped matrix products (Gale et al. 2022, "MegaBlocks").
+"""A mixture of experts as two grouped matrix products (Gale et al. 2022, "MegaBlocks").
 
 T tokens with K experts each make T x K *pairs*, numbered token x K + choice. Sorted by expert, the
 pairs of an expert are rows of one product with its weights, which are then read from memory once,
@@ -36,7 +36,7 @@ _SUM_BLOCK = 1024  # columns of a program
 
 
 class ExpertCodes(nn.Module):
-    """Expert weights as codes, int8 [experts, outputs, inputs], with scales.
+    """The weights of experts as codes, int8 [experts, outputs, inputs], with scales.
 
     scale: float32 [experts, outputs]. `nanoserve.kernels.triton.experts.fused_experts` reads the
     codes. The reference, `nanoserve.models.layers.experts.sum_of_experts`, iterates over the
@@ -167,7 +167,7 @@ def _check(
         )
     if hidden.dtype not in _TRITON_DTYPES or not kinds <= {hidden.dtype}:
         raise ValueError(
-            f"hidden, gate_up and down must have the same floating-point dtype: {given}"
+            f"hidden, gate_up and down must share one of float32, float16, bfloat16: {given}"
         )
     if expert_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"expert_ids must be int32 or int64: {given}")
@@ -232,12 +232,12 @@ def _product(
 
 
 # Values that change from step to step, or between ranks, are not specialised: values of 1 or
-# divisible by 16 would each compile the kernel anew.
+# divisible by 16 would each recompile the kernel.
 @triton.jit(do_not_specialize=["first_expert", "num_pairs"])
 def _sort_kernel(
     order_ptr, bounds_ptr, expert_ids_ptr, first_expert, num_pairs, BLOCK: tl.constexpr
 ):
-    """Counting sort: a program lists the pairs of one expert, after those of the experts before."""
+    """Counting sort: a program lists one expert's pairs, after the pairs of earlier experts."""
     here, num_here = tl.program_id(0), tl.num_programs(0)
     expert = first_expert + here
     i = tl.arange(0, BLOCK)
@@ -353,7 +353,7 @@ def _sum_kernel(
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Sum a token's experts in the order of the router's choice, without those of other ranks."""
+    """Sum a token's experts in the order of the router's choice, without other ranks' experts."""
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)

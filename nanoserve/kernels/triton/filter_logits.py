@@ -1,4 +1,4 @@
-"""Filters min-p, top-k and top-p on the GPU, as a threshold for each row, without a sort.
+"""The filters min-p, top-k and top-p on the GPU, as a threshold for each row, without a sort.
 
 As in `nanoserve/sampling/filters.py`, a row's filter is reduced to one number, the border, which is
 found by a search: a pass over the row sums what is at or above a trial border, by count for top-k
@@ -31,15 +31,15 @@ def filter_borders(
     logits: [num_rows, vocab_size < 2^24], float32, float16 or bfloat16, any row stride.
     slots: int32 [num_rows], the row of `settings` for each row of logits.
     settings: int32 [num_slots, 8], rows from `pack_settings`.
-    In vLLM's order, each filter applies to the tokens that the one before has left: min_p, top_k,
-    top_p. The border is -inf for rows that are greedy or have no filter. NaN counts as -inf here;
-    for a row that has NaN, `choose_tokens` returns no token.
+    The filters apply in the order min_p, top_k, top_p, each to the tokens that the previous
+    filter has kept. The border is -inf for rows that are greedy or have no filter. NaN counts
+    as -inf here; for a row that has NaN, `choose_tokens` returns no token.
     """
     check_logits(logits)
     num_rows, vocab_size = logits.shape
     if logits.dtype not in _UNUSED_BITS or vocab_size >= 2**24:
         raise ValueError(
-            f"logits must have a vocabulary below {2**24} and dtype float32, float16 or bfloat16, "
+            f"logits must have a vocab_size below {2**24} and dtype float32, float16 or bfloat16, "
             f"not {vocab_size} and {logits.dtype}"
         )
     check_tensor("slots", slots, torch.int32, num_rows)

@@ -1,7 +1,7 @@
-"""Products with weights of 4 or 8 bits, scales per output or group, and activations in floats.
+"""Matrix products of 4-bit or 8-bit weights, scaled per channel or group, and float activations.
 
 Codes are converted to floats in registers, as operands of tensor cores: memory traffic is a quarter
-of that of 16 bits (or half), which determines the time while a step has few rows (Frantar et al.
+of 16-bit traffic (or half), which determines the time while a step has few rows (Frantar et al.
 2024, "MARLIN"). A program computes some outputs for all rows of a tile; with few rows, only for a
 part of the inputs, so that there are programs for the whole GPU, and the partial sums are added.
 """
@@ -132,7 +132,7 @@ def grouped_product(x: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
         OUTPUTS=outputs,
         STORED=stored,
         GROUP=inputs // groups,
-        # Within a tile, whose start need not be that of a group.
+        # Within a tile, which need not start where a group starts.
         RUN=math.gcd(config.block_k, inputs // groups, stored),
         BLOCK_M=config.block_m,
         BLOCK_N=config.block_n,
@@ -163,7 +163,7 @@ def _num_multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-# Rows and parts change from step to step, and must not compile the kernel anew.
+# Rows and parts change from step to step, and must not recompile the kernel.
 @triton.jit(do_not_specialize=["num_rows", "steps_of_part"])
 def _grouped_product(
     out_ptr,  # [num_rows, OUTPUTS], or [parts, num_rows, OUTPUTS]
@@ -226,7 +226,7 @@ def _sum_parts(
 ):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
-    for part in tl.static_range(MOST_PARTS):  # all loads at once; those of absent parts are masked
+    for part in tl.static_range(MOST_PARTS):  # all loads at once; absent parts are masked
         mask = i < tl.where(num_parts > part, num_values, 0)
         total += tl.load(sums_ptr + part * num_values + i, mask=mask, other=0.0)
     tl.store(out_ptr + i, total.to(out_ptr.dtype.element_ty), mask=i < num_values)

@@ -1,4 +1,4 @@
-"""Attention over the paged KV cache in Triton: a kernel for prompts and chunks, one for decoding.
+"""Attention over the paged KV cache in Triton, with kernels for prompts (or chunks) and decoding.
 
 This is the host side: how the work is split into programs, and the launch parameters. The kernels
 are in `nanoserve.kernels.triton.paged_attention_kernels` for rows of several tokens, and in
@@ -143,7 +143,7 @@ class _Batch(NamedTuple):
         return self.q.shape[1] // self.kv_cache.shape[2]
 
     def rows(self, count: int) -> "_Batch":
-        """Return the first `count` rows; tensors with another start would compile kernels anew."""
+        """Return the first `count` rows; tensors with another start would recompile kernels."""
         return self._replace(
             cu_seqlens_q=self.cu_seqlens_q[: count + 1],
             context_lens=self.context_lens[:count],
@@ -159,7 +159,7 @@ def _check(batch: _Batch) -> None:
         raise ValueError(f"{q.shape[1]} heads must be a multiple of {kv_cache.shape[2]} KV heads")
     if kv_cache.shape[4] != q.shape[2]:
         raise ValueError(
-            f"head_dim must be equal: {q.shape[2]} in q, {kv_cache.shape[4]} in kv_cache"
+            f"q and kv_cache must have the same head_dim, not {q.shape[2]} and {kv_cache.shape[4]}"
         )
     if q.stride(-1) != 1 or kv_cache.stride(-1) != 1:
         raise ValueError(f"last strides must be 1: q {q.stride()}, kv_cache {kv_cache.stride()}")

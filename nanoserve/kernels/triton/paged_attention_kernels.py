@@ -31,7 +31,7 @@ from nanoserve.kernels.triton.quantized_kv import as_operand, load_scales
 
 
 # Values that change from step to step are not specialised: values of 1 or divisible by 16 would
-# each compile the kernel anew.
+# each recompile the kernel.
 @triton.jit(do_not_specialize=["first_row", "num_rows", "table_stride"])
 def chunk_attention_kernel(
     out_ptr,  # [num_tokens, num_heads, head_dim]

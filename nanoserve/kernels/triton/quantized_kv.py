@@ -1,4 +1,4 @@
-"""KV cache in 8 bits, for the Triton kernels: conversion to codes and scales, and back.
+"""Convert an 8-bit KV cache to codes and scales and back, in the Triton kernels.
 
 A value is its code x the scale of its token and head, float32; the largest magnitude of a head has
 the largest code, 127 for int8 or 448 for e4m3. Bytes of the type uint8 are e4m3, and are converted
@@ -53,7 +53,7 @@ def check_cache(kv_cache: torch.Tensor, kv_scales: torch.Tensor | None, dtype: t
         )
     if not (kv_cache.is_contiguous() and kv_scales.is_contiguous()):
         raise ValueError(
-            f"codes and scales must be contiguous: {kv_cache.stride()}, {kv_scales.stride()}"
+            f"codes and scales must be contiguous, not {kv_cache.stride()}, {kv_scales.stride()}"
         )
 
 

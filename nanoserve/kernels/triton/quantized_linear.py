@@ -1,8 +1,8 @@
-"""Products of 8-bit codes: activations with scales per row or group, weights per output.
+"""Matrix products of 8-bit codes: activations with scales per row or group, per-channel weights.
 
     y[m, n] = (sum over groups g of x_scale[m, g] (sum over k in g of x[m, k] w[n, k])) w_scale[n]
 
-Codes are int8, whose sums in int32 are exact; floats are added in the order of the groups: so a
+Codes are int8, whose sums in int32 are exact; floats are added in the order of the groups, so a
 row's result depends only on the row, for any tile sizes. Or they are e4m3 (FP8; Micikevicius et al.
 2022) with a scale for a whole row, on GPUs of compute capability 8.9 and newer: in bfloat16 the
 product is then `torch._scaled_mm`'s, wherever that supports it: see `least_scaled_mm_rows`.
@@ -201,7 +201,7 @@ def _check(
 
 
 # The number of rows changes from step to step and is not specialised: values of 1 or divisible by
-# 16 would each compile the kernel anew.
+# 16 would each recompile the kernel.
 @triton.jit(do_not_specialize=["num_rows"])
 def _scaled_product(
     out_ptr,  # [num_rows, OUTPUTS]

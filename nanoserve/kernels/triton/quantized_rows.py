@@ -1,7 +1,7 @@
-"""Activations in 8 bits: a scale for each row (a token's inputs), or for each group of inputs.
+"""Quantize activations to 8 bits, with a scale per row (a token's inputs) or group of inputs.
 
 In a real model a few inputs of a row are up to 25,000 times its median. With one scale for the row,
-int8 rounds nearly all others to 0; e4m3, which has an exponent, does not.
+int8 rounds nearly all other inputs to 0; e4m3, which has an exponent, does not.
 """
 
 import torch

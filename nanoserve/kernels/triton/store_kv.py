@@ -1,9 +1,9 @@
-"""Fused kernel between the qkv projection and attention: norms, rotary embedding, cache write.
+"""The fused kernel between qkv projection and attention: norms, rotary embedding, cache write.
 
 Query and key heads are normalised (if the model does that) and rotated by their positions, see
 `nanoserve/models/layers/rotary.py`; keys and values are written to their slots of the paged KV
-cache. Each value is read once and written once: as separate operations this would be some ten
-kernels a layer, and at small batches a kernel's launch costs more than its work.
+cache. Each value is read once and written once. As separate operations this would take about ten
+kernels per layer, and at small batches a kernel's launch costs more than its work.
 """
 
 import torch
@@ -94,19 +94,19 @@ def _check(
     shape, cache_shape = heads.shape, kv_cache.shape  # read once: this takes longer than the checks
     if len(shape) != 3 or len(cache_shape) != 5 or cache_shape[0] != 2:
         raise ValueError(
-            f"heads {list(shape)} must have 3 dimensions, and kv_cache {list(cache_shape)} 5, "
-            f"with first dimension 2"
+            f"heads {list(shape)} must have 3 dimensions, and kv_cache {list(cache_shape)} must be "
+            f"[2, ...] with 5 dimensions"
         )
     num_tokens, num_all_heads, head_dim = shape
     if head_dim % 2 or head_dim != cache_shape[4] or num_all_heads <= 2 * cache_shape[2]:
         raise ValueError(
             f"heads {list(shape)} and kv_cache {list(cache_shape)} must have the same, even "
-            f"head_dim, and heads must be query heads and then two times {cache_shape[2]} KV heads"
+            f"head_dim, and heads must have query heads and then 2 x {cache_shape[2]} KV heads"
         )
     if heads.stride()[2] != 1 or kv_cache.stride()[4] != 1:
         raise ValueError(
-            f"the last dimension must be contiguous, but strides are {list(heads.stride())} for "
-            f"heads and {list(kv_cache.stride())} for kv_cache"
+            f"heads and kv_cache must be contiguous in their last dimension; strides: "
+            f"heads={list(heads.stride())}, kv_cache={list(kv_cache.stride())}"
         )
     per_token, table, norm = (num_tokens,), (cos.shape[0], head_dim // 2), (head_dim,)
     for name, tensor, wanted in (
@@ -125,7 +125,7 @@ def _check(
 
 
 # Positions and slots start anywhere in a step's buffer of integers, and the number of tokens
-# changes with every step: specialising on them would compile the kernel anew while serving.
+# changes with every step: specialising on them would compile the kernel again while serving.
 @triton.jit(
     do_not_specialize=["num_tokens"],
     do_not_specialize_on_alignment=["positions", "slot_mapping"],

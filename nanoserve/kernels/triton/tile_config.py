@@ -36,8 +36,8 @@ def tile_config(
     """Return the largest tiles that fit into registers and shared memory, as ptxas reports them.
 
     `shared_memory`: the bytes that one program may use. A100 and H100 have 163 and 227 KiB, but the
-    smaller GPUs of their generations, an RTX 4090 or an L4, 99. `has_codes`: K and V are in 8 bits,
-    and are converted to floats in registers, of which fewer are left for tiles.
+    smaller GPUs of their generations, an RTX 4090 or an L4, 99. `has_codes`: the KV cache is 8-bit
+    and is converted to floats in registers, of which fewer are left for tiles.
     """
     wide, full_precision = head_dim > 128, dtype == torch.float32
     # Tensor cores do not support full float32: its operands go through registers, in small tiles.

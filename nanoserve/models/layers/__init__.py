@@ -1,1 +1,1 @@
-"""Layers of the models: parallel linears and embeddings, norm, rotary embedding, activation."""
+"""Layers that models share: parallel linears, embeddings, norms, rotary embedding, activation."""

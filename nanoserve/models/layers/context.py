@@ -1,4 +1,4 @@
-"""Context that all layers of a model share."""
+"""The context that all layers of a model share."""
 
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from nanoserve.models.layers.tensor_parallel import TensorParallel
 
 
 class LinearMethod(Protocol):
-    """Storage and use of a linear's weight: plain here; prepacked or quantised elsewhere."""
+    """Storage and use of a linear's weight: plain here; prepacked or quantized elsewhere."""
 
     def create_weights(
         self, layer: nn.Module, in_features: int, out_features: int, context: "LayerContext"
@@ -25,12 +25,12 @@ class LinearMethod(Protocol):
         """Convert the loaded weight to the form that `apply` uses."""
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
-        """Return the product without bias: [..., in_features] -> [..., out_features]."""
+        """Return the matrix product without bias: [..., in_features] -> [..., out_features]."""
 
 
 @dataclass(frozen=True)
 class ParallelContext:
-    """Rank of this process among all ranks of an engine; by default it is the only one.
+    """The rank of this process among all ranks of an engine. By default it is the only rank.
 
     A pipeline stage (`pp`) has its own layers, which several ranks may split (`tp`). `world` is the
     group of all ranks if there are several stages.
@@ -47,9 +47,9 @@ class ParallelContext:
 
     @property
     def global_rank(self) -> int:
-        """Number of this rank among all of them; those of the last stage come first.
+        """Number of this rank among all ranks. The ranks of the last stage come first.
 
-        Rank 0, which samples, is in the last stage: so sampled tokens need not be sent, and the
+        Rank 0, which samples, is in the last stage, so sampled tokens need not be sent, and the
         scheduler plans while the other stages compute.
         """
         return self.tp.size * (self.pp.num_stages - 1 - self.pp.index) + self.tp.rank

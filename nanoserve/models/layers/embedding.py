@@ -1,4 +1,4 @@
-"""Token embedding and LM head, both split over the ranks along the vocabulary."""
+"""The token embedding and the LM head. Both are split over the ranks along the vocabulary."""
 
 from collections.abc import Callable, Iterator
 
@@ -19,7 +19,7 @@ SHARED_FROM = 2**26
 class VocabParallelEmbedding(nn.Module):
     """Embedding [num_tokens] -> [num_tokens, hidden], split over the ranks along the vocabulary.
 
-    A rank looks up the tokens of its part and contributes zeros for the others; the sum over the
+    A rank looks up the tokens of its part and contributes zeros for other tokens; the sum over the
     ranks is the embedding. The vocabulary is padded to a multiple of the number of ranks.
     """
 

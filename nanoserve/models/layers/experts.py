@@ -1,8 +1,8 @@
 """Mixture of experts, in place of the feed-forward (Shazeer et al. 2017; Fedus et al. 2021).
 
 A router, which is a small linear, selects `num_experts_per_tok` of many feed-forwards for each
-token; only these are computed, and their outputs are added with the router's weights. So a model
-has the parameters of all experts, and the computation of a few.
+token. Only these are computed, and the router's weights weight the sum of their outputs. So a model
+has the parameters of all experts, but the computation of a few.
 
 Shapes: T tokens with K experts each make T x K *pairs*, numbered token x K + choice. To multiply
 with every expert's weights only once, pairs are sorted by expert.
@@ -49,7 +49,7 @@ class SparseMoE(nn.Module):
     def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
         super().__init__()
         if config.hidden_act != "silu":
-            raise ValueError(f"hidden_act={config.hidden_act!r} is not implemented for experts")
+            raise ValueError(f"hidden_act={config.hidden_act!r} is not supported for experts")
         moe, tp, hidden = config.moe, context.tp, config.hidden_size
         assert moe is not None
         self.num_experts, self.top_k = moe.num_experts, moe.num_experts_per_tok
@@ -122,7 +122,7 @@ def sum_of_experts(
     num_experts     of all ranks together; None if all are here
 
     Returns [num_tokens, hidden] in hidden's dtype. A token's experts are added in their order and
-    in float32: so its sum does not depend on other tokens.
+    in float32, so its sum does not depend on other tokens.
     """
     out = torch.zeros_like(hidden, dtype=torch.float32)
     ids, weights, top_k = expert_ids.flatten(), expert_weights.flatten(), expert_ids.shape[1]

@@ -42,9 +42,9 @@ class ColumnParallelLinear(_Linear):
     """Linear y = x W^T + b with the rows of W split over ranks; [..., in] -> [..., out / size].
 
     `outputs` has the names and output sizes of the checkpoint tensors that are fused into one
-    weight: {"gate_proj": 3072, "up_proj": 3072} is one product instead of two. `num_slices` is the
-    number of distinct slices of an output if it is not the number of ranks: with fewer KV heads
-    than ranks, several ranks have a copy of the same head.
+    weight: {"gate_proj": 3072, "up_proj": 3072} is one matrix product instead of two. `num_slices`
+    is the number of distinct slices of an output if it is not the number of ranks: with fewer KV
+    heads than ranks, several ranks have a copy of the same head.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Implementation of `TorchOps` for a CPU, compiled by numba (extra: `nanoserve[cpu]`)."""
+"""`TorchOps` implemented for CPUs and compiled by numba (extra: `nanoserve[cpu]`)."""
 
 from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""Small operations between the matrix products, in plain torch.
+"""The small operations between matrix products, in plain torch.
 
 They have little arithmetic and much memory traffic, so on a GPU each should be one pass over its
 data: `nanoserve.models.layers.triton_ops` implements the same methods as Triton kernels, and is
@@ -48,7 +48,7 @@ class TorchOps:
 
 
 class FusedOps(TorchOps):
-    """Operations with everything between the qkv projection and attention fused into one kernel."""
+    """Operations that fuse everything between the qkv projection and attention into one kernel."""
 
     # `nanoserve.kernels.triton.store_kv.store_kv`, or the function of that name in `kernels/cpu`.
     store_kv: Callable[..., Tensor]
@@ -74,7 +74,7 @@ class FusedOps(TorchOps):
             k_weight = k_norm.weight
             if k_norm.eps != eps:
                 raise ValueError(
-                    f"the norms of q and k must have the same eps, not {eps}, {k_norm.eps}"
+                    f"the norms of q and k must have the same eps, not {eps} and {k_norm.eps}"
                 )
         return self.store_kv(
             heads,

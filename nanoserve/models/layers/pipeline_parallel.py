@@ -1,9 +1,9 @@
-"""Stage of a pipeline: some of the model's layers, and the tensor passed to the next stage.
+"""Pipeline stages: each computes some of the model's layers and passes a tensor to the next.
 
 Huang et al. 2018 ("GPipe"): a model is cut between layers, and each part has its own devices.
 Unlike tensor parallelism, which communicates twice in each layer, a stage sends one tensor a step,
 [num_tokens, hidden_size]; so the links between stages may be slow, and a stage is busy only while a
-step is in it. All stages are busy when as many steps are under way
+step is in it. All stages are busy when as many steps are in flight
 (`nanoserve.features.parallel.pipeline_schedule`).
 """
 
@@ -18,10 +18,10 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class PipelineParallel:
-    """Pipeline stage of this process. By default there is one stage, the whole model.
+    """The pipeline stage of this process. By default, one stage computes the whole model.
 
     `layers` are those computed here, None for all. `before` connects this rank to a rank of the
-    stage before, `behind` to one of the next: each is a
+    previous stage, `behind` to a rank of the next stage. Each is a
     `nanoserve.features.parallel.process_group.Group` of two.
     """
 
@@ -60,7 +60,7 @@ class PipelineParallel:
         be modified afterwards.
         """
         self.sent_at = time.perf_counter()
-        while len(self._sent) >= self.num_stages:  # at most this many steps are under way
+        while len(self._sent) >= self.num_stages:  # at most this many steps are in flight
             work, _ = self._sent.popleft()
             self.behind.wait(work)
         work = self.behind.start_broadcast(hidden.view(torch.uint8))

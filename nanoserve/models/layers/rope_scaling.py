@@ -52,11 +52,11 @@ def _dynamic(rope: RopeConfig, head_dim: int, max_positions: int) -> Tensor:
     context grew; a larger one stretches it further.
 
     transformers takes n from each forward pass, so theta changes while a sequence grows, and keys
-    in its cache were rotated with other thetas than the query that meets them. Here n is that of
-    the longest sequence; in vLLM, always that of the model's limit. Our result equals that of
-    transformers for a sequence of `max_positions` tokens that transformers computes in one pass,
-    and for all sequences if `max_positions` is within the original context. Otherwise, below that
-    length, ours equals a model with the larger theta, and that of transformers does not.
+    in its cache were rotated with other thetas than the query that meets them. Here n belongs to
+    the longest sequence; in vLLM, to the model's limit. Our result equals transformers' result for
+    a sequence of `max_positions` tokens that transformers computes in one pass, and for all
+    sequences if `max_positions` is within the original context. Otherwise, below that length, ours
+    equals a model with the larger theta, and transformers' result does not.
     """
     if head_dim < 4:
         raise ValueError(f"rope_type='dynamic': head_dim={head_dim} must be at least 4")

@@ -1,4 +1,4 @@
-"""Tensor parallelism of layers: a rank's part of a layer, and the collectives over ranks."""
+"""Tensor parallelism: each rank's part of a layer, and the collectives over ranks."""
 
 from typing import Any, NamedTuple
 
@@ -17,7 +17,7 @@ class TensorParallel(NamedTuple):
     group: Any = None
 
     def part(self, total: int, what: str) -> int:
-        """Return `total` divided by the number of ranks; `ValueError` if it does not divide."""
+        """Return `total` / ranks. Raises `ValueError` if this is not an integer."""
         if total % self.size:
             raise ValueError(
                 f"{what}={total} must be a multiple of tensor_parallel_size={self.size}"
@@ -40,7 +40,7 @@ class TensorParallel(NamedTuple):
         return x
 
     def gather(self, x: Tensor) -> Tensor | None:
-        """Return, on rank 0, the ranks' tensors joined in the last dimension; elsewhere None."""
+        """Join the ranks' tensors in the last dimension on rank 0. Return None on other ranks."""
         if self.group is None:
             return x
         parts = self.group.gather(x)

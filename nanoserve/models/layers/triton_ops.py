@@ -1,4 +1,4 @@
-"""Implementation of `TorchOps` with a Triton kernel for each operation, for tensors on a GPU."""
+"""`TorchOps` implemented with a Triton kernel for each operation, for tensors on a GPU."""
 
 from typing import Any
 

@@ -1,1 +1,1 @@
-"""Quantised weights: a canonical form, readers of checkpoint formats, and linear methods."""
+"""Quantization schemes, and the linear methods that multiply quantized weights."""

@@ -1,4 +1,4 @@
-"""Linear methods for CPUs: each weight is stored in the form chosen for its type."""
+"""Linear methods for CPUs, which store each weight in the form chosen for its type."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ from nanoserve.models.quantization.schemes import Scheme, describe_integers
 
 
 class FormLinearMethod(UnquantizedLinearMethod):
-    """Linear method for float weights, each converted to a form by `make`.
+    """A linear method for float weights. `make` converts each weight to a form.
 
     A tied LM head gets its own form, since the embedding needs the plain rows.
     """
@@ -43,13 +43,14 @@ class FormLinearMethod(UnquantizedLinearMethod):
 
 
 class IntegerLinearMethod(FormLinearMethod):
-    """Linear method for integer weights, if the scheme or the checkpoint has them, or else floats.
+    """A linear method for integer weights, with floats for weights that stay unquantized.
 
     `make_integer` creates the form of integer weights from `QuantizedMatrix.operands`. The form
-    determines whether activations are quantised; `activations` and `weights` describe both.
+    determines whether activations are quantized; `activations` and `weights` describe both.
 
-    Quantised activations have one scale per 32 inputs. If a rank has a multiple of 32 inputs, its
-    codes equal those of a single rank; otherwise its groups are smaller, with less rounding error.
+    Quantized activations have one scale per 32 inputs. If a rank has a multiple of 32 inputs, its
+    codes equal the codes of a single rank; otherwise its groups are smaller, with less rounding
+    error.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class IntegerLinearMethod(FormLinearMethod):
 
 
 class _Reordered:
-    """Form of codes whose inputs are reordered (GPTQ's act-order)."""
+    """A form for codes whose inputs are reordered (GPTQ's act-order)."""
 
     def __init__(self, form: Form, order: Tensor) -> None:
         self._form, self._order = form, order

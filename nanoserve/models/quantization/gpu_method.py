@@ -1,4 +1,4 @@
-"""`LinearMethod` for quantised weights on a GPU."""
+"""`LinearMethod` for quantized weights on a GPU."""
 
 from dataclasses import replace
 from typing import Any
@@ -21,21 +21,22 @@ from nanoserve.models.quantization.schemes import Scheme
 from nanoserve.utils.checks import require
 
 GROUP_SIZE = 32  # inputs of a token per scale, as on a CPU
-_MAX_VALUES = 2**26  # values quantised at a time: several float32 tensors of 256 MiB
+_MAX_VALUES = 2**26  # values quantized at a time: several float32 tensors of 256 MiB
 
 
 class QuantizedLinearMethod(UnquantizedLinearMethod):
-    """Linear method that dequantises weights in registers, or multiplies 8-bit operands.
+    """A linear method that dequantizes weights in registers, or multiplies 8-bit operands.
 
-    By default, weights are dequantised and activations are floats. There are two exceptions. With
-    e4m3 weights, activations are quantised to e4m3, with a scale per token, unless `activations` is
-    "none". If it is "int8", weights must be int8 with a scale per output, and activations are
-    quantised to int8 with a scale per token and 32 inputs: with one scale per token, the few large
-    inputs of a real model would make all others 0. Other weights then raise `ValueError`.
+    By default, weights are dequantized and activations are floats. There are two exceptions. With
+    e4m3 weights, activations are quantized to e4m3, with a scale per token, unless `activations` is
+    "none". If `activations` is "int8", weights must be int8 with per-channel scales, and
+    activations are quantized to int8 with a scale per token and 32 inputs. With one scale per
+    token, the few large inputs of a real model would make all other inputs 0. Other weights then
+    raise `ValueError`.
 
-    Where the inputs are split over ranks, scales are those of the whole row, so the codes equal
-    those of a single rank. Experts are int8 with a scale per output, whatever the format of other
-    weights, and their activations are floats.
+    Where the inputs are split over ranks, scales are computed for the whole row, so the codes equal
+    the codes of a single rank. Experts are int8 with per-channel scales, whatever the format of
+    other weights, and their activations are floats.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
         setattr(layer, name, deferred_weight(shape, 8))
 
     def to_integers(self, weight: Weight, is_quantized: bool) -> Weight:
-        """Quantise a weight like `Scheme.to_integers`, on the GPU; the result stays there."""
+        """Quantize a weight like `Scheme.to_integers`, on the GPU; the result stays there."""
         if isinstance(weight, QuantizedMatrix):
             return _on(weight, self._device)
         pieces = weight.split(max(1, _MAX_VALUES // weight.shape[1]))
@@ -108,8 +109,8 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
                 return _GroupScaled(matrix, tp)
         require(
             self._activations != "int8",
-            f"quantization_activations='int8' on a GPU needs int8 weights with one scale per "
-            f"output, but a linear has {'e4m3' if matrix.is_e4m3 else f'{matrix.bits}-bit'} "
+            f"quantization_activations='int8' on a GPU needs per-channel int8 weights, "
+            f"but a linear has {'e4m3' if matrix.is_e4m3 else f'{matrix.bits}-bit'} "
             f"weights with {matrix.scale.shape[1]} scales per output: omit the option",
         )
         return _Grouped(matrix, order)
@@ -125,7 +126,7 @@ def _on(matrix: QuantizedMatrix, device: torch.device) -> QuantizedMatrix:
 
 
 def expert_codes(experts: list[QuantizedMatrix]) -> ExpertCodes:
-    """Stack experts as int8 with a scale per output; other formats are requantised."""
+    """Stack experts as int8 with per-channel scales, requantizing other formats."""
     experts = [each if _is_int8(each) else quantize_int8(each.dequantize()) for each in experts]
     codes = torch.stack([each.codes for each in experts])
     return ExpertCodes(codes, torch.stack([each.scale[:, 0] for each in experts]))
@@ -136,12 +137,12 @@ def _is_int8(matrix: QuantizedMatrix) -> bool:
 
 
 def _is_row_scaled(matrix: QuantizedMatrix) -> bool:
-    """Return True for 8-bit codes with one scale per output and no offset."""
+    """Return True for 8-bit codes with per-channel scales and no offset."""
     return matrix.bits == 8 and matrix.offset is None and matrix.scale.shape[1] == 1
 
 
 class _Floats(nn.Module):
-    """Float weight, which the checkpoint has not quantised."""
+    """A float weight that the checkpoint has not quantized."""
 
     def __init__(self, weight: Tensor) -> None:
         super().__init__()
@@ -152,7 +153,7 @@ class _Floats(nn.Module):
 
 
 class _RowScaled(nn.Module):
-    """e4m3 weight times e4m3 activations; the scale of a row covers the inputs of all ranks."""
+    """An e4m3 weight with e4m3 activations. A row's scale covers the inputs of all ranks."""
 
     def __init__(self, matrix: QuantizedMatrix, dtype: torch.dtype, tp: TensorParallel) -> None:
         super().__init__()
@@ -176,10 +177,10 @@ class _RowScaled(nn.Module):
 
 
 class _GroupScaled(nn.Module):
-    """int8 weight times int8 activations, with a scale per 32 inputs of a row.
+    """An int8 weight with int8 activations, which have a scale per 32 inputs of a row.
 
-    Groups are those of the whole row. If a group is split over ranks, a rank's inputs and codes are
-    padded with zeros at the front, up to the beginning of the group, and the ranks exchange the
+    Groups are formed over the whole row. If a group is split over ranks, a rank's inputs and codes
+    are padded with zeros at the front, up to the beginning of the group, and the ranks exchange the
     largest magnitudes.
     """
 
@@ -215,7 +216,7 @@ class _GroupScaled(nn.Module):
 
 
 class _Grouped(nn.Module):
-    """Weight in groups, with float activations. `order`: the order of inputs by group (GPTQ)."""
+    """A weight in groups, with float activations. `order`: the inputs sorted by group (GPTQ)."""
 
     def __init__(self, matrix: QuantizedMatrix, order: Tensor | None) -> None:
         super().__init__()

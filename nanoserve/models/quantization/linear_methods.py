@@ -1,4 +1,4 @@
-"""Choice of the linear method: how the linears of an engine store and multiply their weights."""
+"""Choose the linear method, i.e. how an engine's linear layers store and multiply weights."""
 
 import logging
 from collections.abc import Callable
@@ -21,9 +21,9 @@ logger = logging.getLogger(__name__)
 def choose_linear_method(
     config: EngineConfig, model_config: ModelConfig, device: torch.device, num_bytes: int
 ) -> LinearMethod | None:
-    """Return the linear method, or None for plain weights.
+    """Return the linear method, or None if linears simply multiply by float weights.
 
-    num_bytes: the size of the model without quantisation. Raises `ValueError` for options that the
+    num_bytes: the size of the unquantized model. Raises `ValueError` for options that the
     device does not support.
     """
     dtype = getattr(torch, model_config.dtype)
@@ -32,7 +32,7 @@ def choose_linear_method(
         return _gpu_method(config, model_config, scheme, device)
     require(
         scheme is None or not scheme.is_fp8,
-        "quantization='fp8' of plain weights needs a GPU: on a CPU, use quantization='int8'",
+        "quantization='fp8' of unquantized weights needs a GPU; on a CPU, use quantization='int8'",
     )
     choice = choose_form(dtype, num_bytes)
     floats = FormLinearMethod(choice.make, choice.name)
@@ -42,18 +42,18 @@ def choose_linear_method(
 
 
 def _integer_form(config: EngineConfig) -> tuple[Callable[..., Form], str]:
-    """Return the class of the form of integer weights, and a description of its activations."""
+    """Return the form class of integer weights, and a description of its activations."""
     activations = config.quantization_activations
     has_numba = find_spec("numba") is not None
     require(
         activations != "int8" or has_numba,
         "quantization_activations='int8' needs numba on a CPU: pip install 'nanoserve[cpu]', or "
-        "use 'none'",
+        "set it to 'none'",
     )
     if not has_numba:
         logger.info(
-            "without numba, integer weights are dequantised for each product: "
-            "pip install 'nanoserve[cpu]' has integer products"
+            "without numba, integer weights are dequantized for each matrix product; "
+            "for integer products: pip install 'nanoserve[cpu]'"
         )
         return DequantizedTiles, "stay floats"
     if activations == "none":
@@ -75,14 +75,14 @@ def _gpu_method(
     # For a checkpoint's own format, each linear is checked when it is read.
     require(
         activations != "int8" or config.quantization not in (None, "int4", "fp8"),
-        f"quantization_activations='int8' on a GPU needs int8 weights with a scale per output, but "
-        f"quantization={config.quantization!r} has others: omit it, or use 'none'",
+        f"quantization_activations='int8' on a GPU needs per-channel int8 weights, but "
+        f"quantization={config.quantization!r} has others: omit the option, or set it to 'none'",
     )
     if config.quantization is None:
         logger.warning(
-            "on a GPU, a quantised checkpoint is dequantised and takes the memory of a plain one, "
-            "unless quantization= names its format, which selects kernels that have not been "
-            "measured on a GPU"
+            "on a GPU, a quantized checkpoint is dequantized and takes as much memory as the "
+            "unquantized model, unless quantization= names its format, which selects kernels that "
+            "have not been measured on a GPU"
         )
         return None
     require(
@@ -107,7 +107,7 @@ def _gpu_method(
     if model_config.moe is not None and config.quantization != "int8":
         logger.warning("experts have int8 weights on a GPU, not %s", config.quantization)
     if model_config.moe is not None and activations == "int8":
-        logger.warning("experts' activations stay floats on a GPU")
+        logger.warning("the activations of experts stay floats on a GPU")
     from nanoserve.models.quantization.gpu_method import QuantizedLinearMethod
 
     dtype = getattr(torch, model_config.dtype)

@@ -1,4 +1,4 @@
-"""Online quantisation of float weights during loading: `quantization="int8"`, "int4" or "fp8"."""
+"""Online quantization of float weights during loading: `quantization="int8"`, "int4" or "fp8"."""
 
 from collections.abc import Callable
 
@@ -11,13 +11,13 @@ GROUP_SIZES = (128, 64, 32)
 # Shares of a group's largest magnitude that the largest 4-bit code represents. Clipping a few
 # values makes the steps finer for all others; the share with the smallest error is used.
 _SHARES = (1.0, 0.92, 0.84)
-_PIECE = 2**20  # values that are quantised at a time
+_PIECE = 2**20  # values that are quantized at a time
 
 
 def quantize_int8(weight: Tensor, group_size: int | None = None) -> QuantizedMatrix:
-    """Quantise to int8, with a scale per row or group: its largest magnitude / 127.
+    """Quantize to int8 with one scale per row or group: absmax / 127.
 
-    An element's error is at most half a scale. A group with NaN or infinity gets a scale of NaN.
+    The rounding error is at most scale / 2. A group containing NaN or inf gets a NaN scale.
     """
     num_inputs = weight.shape[1]
     size = num_inputs if group_size is None else group_size_for(num_inputs, group_size)
@@ -25,9 +25,9 @@ def quantize_int8(weight: Tensor, group_size: int | None = None) -> QuantizedMat
 
 
 def quantize_fp8(weight: Tensor) -> QuantizedMatrix:
-    """Quantise to e4m3 (Micikevicius et al. 2022), with a scale per row: max magnitude / 448.
+    """Quantize to e4m3 (Micikevicius et al. 2022) with one scale per row: absmax / 448.
 
-    An element's error is at most a sixteenth of its value, or 2^-10 scales if that is more.
+    The rounding error is at most 1/16 of the value, or scale x 2^-10 if this is larger.
     """
     scale = _magnitude(weight.float().abs().amax(dim=1, keepdim=True)) / 448
     quotients = (weight.float() / _divisor(scale)).nan_to_num_(0.0)
@@ -36,7 +36,7 @@ def quantize_fp8(weight: Tensor) -> QuantizedMatrix:
 
 
 def quantize_int4(weight: Tensor, group_size: int) -> QuantizedMatrix:
-    """Quantise to 4 bits in groups of at most `group_size` inputs: see `group_size_for`.
+    """Quantize to 4 bits in groups of at most `group_size` inputs: see `group_size_for`.
 
     The value of largest magnitude gets the code -8, whatever its sign: a scale may be negative. Of
     a few candidates, a group gets the scale with the smallest sum of squared errors. Scales are
@@ -50,7 +50,7 @@ def quantize_int4(weight: Tensor, group_size: int) -> QuantizedMatrix:
 def _in_pieces(
     weight: Tensor, size: int, bits: int, quantize: Callable[[Tensor], tuple[Tensor, Tensor]]
 ) -> QuantizedMatrix:
-    """Quantise some rows at a time: the temporary tensors stay in the processor's cache."""
+    """Quantize some rows at a time: the temporary tensors stay in the processor's cache."""
     outputs, inputs = weight.shape
     codes = torch.empty(outputs, inputs, dtype=torch.int8, device=weight.device)
     scale = torch.empty(outputs, inputs // size, device=weight.device)
@@ -89,7 +89,7 @@ def group_size_for(num_inputs: int, requested: int) -> int:
             return size
     raise ValueError(
         f"the {num_inputs} inputs of a linear cannot be divided into groups of {GROUP_SIZES[-1]} "
-        f"to {requested}: use quantization='int8', which has one scale for all of them"
+        f"to {requested}: use quantization='int8', which has per-channel scales"
     )
 
 

@@ -1,4 +1,4 @@
-"""Quantisation schemes: the number of bits of an engine's weights, and their conversion."""
+"""Quantization schemes, which convert an engine's weights to a number of bits."""
 
 from dataclasses import dataclass, replace
 
@@ -16,9 +16,9 @@ _GROUP_SIZE = 32  # default for int4: larger groups degrade tiny-qwen3
 
 @dataclass(frozen=True)
 class Scheme:
-    """Conversion of a linear's weight after it has been read from a checkpoint.
+    """A conversion of linear weights, applied after they are read from a checkpoint.
 
-    bits: 4 or 8, from the option `quantization`; None keeps a checkpoint's integers, and quantises
+    bits: 4 or 8, from the option `quantization`. None keeps a checkpoint's integers, and quantizes
     its other codes (FP8, NF4) to 8 bits.
     is_fp8: weights become 8-bit floats (e4m3).
     """
@@ -33,7 +33,7 @@ class Scheme:
         return self.bits or 8
 
     def description(self) -> str:
-        """Describe the rounding of weights, as far as it is known before they are read."""
+        """Describe how weights are quantized, as far as it is known before they are read."""
         if self.bits is None:
             return f"as stored, or int8 in groups of {_GROUP_SIZE} if they are not integers"
         if self.is_fp8:
@@ -44,7 +44,7 @@ class Scheme:
     def to_integers(
         self, weight: Tensor | QuantizedMatrix, is_quantized: bool
     ) -> Tensor | QuantizedMatrix:
-        """Quantise a weight; integers of the checkpoint are returned unchanged.
+        """Quantize a weight; integers of the checkpoint are returned unchanged.
 
         is_quantized: True if the checkpoint stores the weight in fewer bits.
         """
@@ -68,12 +68,12 @@ def describe_integers(bits: int, group_size: int | None, num_inputs: int | None 
 
 
 def check_activations(config: EngineConfig, model_config: ModelConfig) -> None:
-    """Raise `ValueError` for `quantization_activations` where weights are not quantised."""
+    """Raise `ValueError` for `quantization_activations` where weights are not quantized."""
     is_quantized = config.quantization or model_config.quantization_config
     require(
         config.quantization_activations is None or bool(is_quantized),
-        f"quantization_activations={config.quantization_activations!r} needs quantised weights, "
-        f"but these are plain: omit it, or give quantization='int8' or 'int4'",
+        f"quantization_activations={config.quantization_activations!r} needs quantized weights, "
+        f"but these are unquantized: omit it, or set quantization='int8' or 'int4'",
     )
 
 
@@ -87,13 +87,13 @@ def scheme_of(config: EngineConfig, model_config: ModelConfig) -> Scheme | None:
         method = stored.get("quant_method")
         require(
             requested in (None, method),
-            f"quantization={requested!r} must be omitted or {method!r}, the checkpoint's format",
+            f"quantization={requested!r} must be {method!r}, the checkpoint's format, or omitted",
         )
         return Scheme(None)
     require(
         requested in (None, *SCHEMES.names()),
-        f"quantization={requested!r} is a checkpoint format, but this checkpoint's weights are "
-        f"plain: they can be quantised with {' or '.join(SCHEMES.names())}",
+        f"quantization={requested!r} is a checkpoint format, but this checkpoint is "
+        f"unquantized: use {' or '.join(SCHEMES.names())} to quantize it",
     )
     if requested is None:
         return None

@@ -230,7 +230,10 @@ def test_the_grid_has_room_for_the_most_tiles_that_there_can_be(
         ({"expert_weights": torch.zeros(3, 2, dtype=torch.int64)}, "must be floating"),
         ({"gate_up": torch.zeros(5, 12, 8)}, "gate_up must be"),
         ({"gate_up": torch.zeros(4, 11, 8)}, "gate_up must be"),
-        ({"gate_up": torch.zeros(4, 12, 8, dtype=torch.float16)}, "the same floating-point dtype"),
+        (
+            {"gate_up": torch.zeros(4, 12, 8, dtype=torch.float16)},
+            "share one of float32, float16, bfloat16",
+        ),
         ({"down": torch.zeros(4, 8, 7)}, "gate_up must be"),
         ({"down": torch.zeros(4, 6, 8).transpose(1, 2)}, "down must be contiguous"),
     ],

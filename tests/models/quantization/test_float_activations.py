@@ -148,7 +148,7 @@ def test_what_a_checkpoint_holds_is_told_once_it_is_read(tmp_path: Path) -> None
 
 def test_plain_weights_have_no_such_choice(tmp_path: Path) -> None:
     make_qwen3(tmp_path)
-    message = "quantization_activations='none' needs quantised weights.*quantization='int8'"
+    message = "quantization_activations='none' needs quantized weights.*quantization='int8'"
     for attention in ("torch", "auto"):
         with pytest.raises(ValueError, match=message):
             LLM(

@@ -104,7 +104,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
-        ({UP: None}, rf"do not fit the model: missing: {UP}"),
+        ({UP: None}, rf"do not match the model: missing: {UP}"),
         ({"model.extra.weight": torch.ones(3)}, r"unexpected: model\.extra\.weight"),
         ({UP: torch.ones(95, 64)}, rf"{UP} is \[95, 64\], not \[96, 64\]"),
     ],
@@ -143,7 +143,7 @@ def test_a_source_without_a_tensor_is_not_read(tmp_path: Path) -> None:
     make_qwen3(tmp_path)
     config = ModelConfig.from_checkpoint(tmp_path)
     model = model_class(config.architecture)(config, LayerContext())
-    with pytest.raises(ValueError, match=r"do not fit the model: missing: .*layers\.0"):
+    with pytest.raises(ValueError, match=r"do not match the model: missing: .*layers\.0"):
         fill(model, Source(), None, False)
 
 

@@ -58,7 +58,7 @@ def test_a_format_of_ones_own(tmp_path: Path) -> None:
     save_file(tensors, file)
     config = {"quant_method": "negated", "marks": "proj"}
     edit_json(tmp_path / "config.json", quantization_config=config)
-    with pytest.raises(ValueError, match=r"'negated' is not implemented.*gguf"):
+    with pytest.raises(ValueError, match=r"'negated' is not supported.*gguf"):
         answer(tmp_path)
     FORMATS.register("negated", Negated)
     assert answer(tmp_path) == expected != answer_without_signs(tmp_path)
