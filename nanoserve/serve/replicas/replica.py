@@ -256,7 +256,7 @@ class Replica:
 def _call(function: bytes, engine: GuardedEngine) -> Any:
     """Unpickle and call a function of the engine.
 
-    It is unpickled here so that a failure of that is reported like any other error of the call.
+    Unpickling happens here, so that its errors are reported like any other error of the call.
     """
     return pickle.loads(function)(engine)
 

@@ -11,7 +11,7 @@ ROUTERS = ("approximate", "exact")
 
 @dataclass
 class ReplicaSettings:
-    """Settings of replicas, validated on construction: a `ValueError` names the wrong value."""
+    """Settings of replicas, validated on construction. A `ValueError` names the wrong value."""
 
     data_parallel_size: int = 1  # number of replicas; the least number if there is a maximum
     max_data_parallel_size: int | None = None  # greatest number of replicas; None: a fixed number
