@@ -1,4 +1,4 @@
-"""Keywords of vLLM's methods: unsupported ones are rejected, and `tokenization_kwargs` applied."""
+"""Keywords of vLLM's methods. Unsupported keywords are rejected with advice."""
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as AbstractSequence
@@ -66,9 +66,9 @@ def tokenized(
 ) -> list[Prompt]:
     """Return the prompts as token ids, as `tokenization_kwargs` specifies.
 
-    add_special_tokens: add the tokenizer's special tokens to texts. truncate_prompt_tokens: keep
-    only the last so many tokens, as vLLM; -1 keeps as many as leave room for one token of output.
-    truncation=True with max_length: keep so many, cut on the tokenizer's truncation_side.
+    add_special_tokens: add the tokenizer's special tokens to strings. truncate_prompt_tokens: keep
+    only this number of tokens at the end, as vLLM does; -1 leaves room for one output token.
+    truncation=True with max_length: keep this number, cut on the tokenizer's truncation_side.
     Raises `ValueError` for unknown or invalid keywords.
     """
     unknown = sorted(map(str, kwargs.keys() - _TOKENIZATION))

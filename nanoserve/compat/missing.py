@@ -85,8 +85,8 @@ IN_DROP_IN = {
 def refuse(module: str, name: str) -> NoReturn:
     """Raise `AttributeError` for a name that a module does not have.
 
-    If a replacement is known, raise `ImportError` instead: `from ... import` replaces the message
-    of an `AttributeError` by its own.
+    If a replacement is known, raise `ImportError` instead, because `from ... import` replaces the
+    message of an `AttributeError`.
     """
     message = f"module {module!r} has no attribute {name!r}"
     if name in IN_DROP_IN:

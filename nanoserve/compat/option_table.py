@@ -1,7 +1,7 @@
-"""vLLM's engine options that nanoserve does not have, current and former ones, by subject.
+"""Current and former engine options of vLLM that nanoserve does not have, by subject.
 
-Each entry has the values that match the behaviour here, which are accepted, and what to use instead
-of any other value.
+Each entry has the accepted values, which match the behaviour here, and what to use instead of any
+other value.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from nanoserve.utils.checks import is_number
 
 
 class Foreign(NamedTuple):
-    """Option of vLLM that nanoserve does not have."""
+    """An option of vLLM that nanoserve does not have."""
 
     accepts: Callable[[Any], bool]
     instead: str  # of a value that is not accepted: a reason, or what to use
@@ -27,7 +27,7 @@ def _anything(value: Any) -> bool:
 
 
 def _is_empty(value: Any) -> bool:
-    """Return True if a dictionary, list or text is empty, or False is given."""
+    """Return True if a dictionary, list or string is empty, or the value is False."""
     return value in ({}, [], (), "", False)
 
 

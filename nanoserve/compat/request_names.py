@@ -1,4 +1,4 @@
-"""Request fields of other servers and libraries, and what each means here.
+"""Request fields of other servers and libraries, and their meaning here.
 
 The HTTP endpoints and `SamplingParams` share these tables. They reject a field in `FOREIGN`, with
 what to use instead, unless its value has no effect. Fields in `HARMLESS` are often sent by clients
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 
 class Foreign(NamedTuple):
-    """Field that nanoserve does not support under this name.
+    """A field that nanoserve does not support under this name.
 
     instead: what to use instead. neutral: values besides None that have no effect. ours: the
     sampling parameter with the same meaning, if there is one. in_python: what to use instead in a

@@ -1,4 +1,4 @@
-"""Parameters of other engines in `SamplingParams`: rejected by name, with what to use instead."""
+"""Sampling parameters of other engines, rejected with an error that says what to use instead."""
 
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
@@ -31,7 +31,7 @@ FOREIGN["stream"] = ("llm.stream(prompt, params) yields text as it is generated"
 def without_foreign(given: Mapping[str, Any], ours: Collection[str]) -> dict[str, Any]:
     """Return the parameters that are `ours`.
 
-    Raises `ValueError` for any other, unless it is one of vLLM with a value that has no effect.
+    Raises `ValueError` for any other parameter, unless it is vLLM's and its value has no effect.
     """
     known, messages = {}, []
     for name, value in given.items():

@@ -1,7 +1,7 @@
 """Flags of vLLM and other servers that `nanoserve serve` does not have.
 
-As for options of the engine, a value that matches the behaviour here is accepted, and any other
-value is rejected with what to use instead.
+As with engine options, a value that matches the behaviour here is accepted, and any other value is
+rejected with what to use instead.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Options of vLLM in a `speculative_config`."""
+"""Options of vLLM's `speculative_config`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -30,7 +30,7 @@ def own_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return a `speculative_config` without the options that only vLLM has.
 
     Raises `ValueError` for a method that only vLLM has, and for an option of vLLM with a value that
-    is not implemented here. Unknown names are kept, for `SpeculativeConfig` to reject.
+    is not supported here. Unknown names are kept, for `SpeculativeConfig` to reject.
     """
     advice, method = _METHODS.get(str(options.get("method"))), options.get("method")
     require(advice is None, f"method={method!r} is vLLM's and not implemented: {advice}")

@@ -77,7 +77,7 @@ class EngineThread:
 
     @property
     def backlog(self) -> int:
-        """Number of waiting sequences minus free slots of the next step; below 0 if slots remain."""
+        """Number of waiting sequences minus free slots of the next step; may be negative."""
         scheduler = self.engine.scheduler
         num_slots = scheduler.max_num_seqs - len(scheduler.running)
         return len(scheduler.waiting) + self._orders.qsize() - num_slots

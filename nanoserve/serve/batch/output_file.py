@@ -1,4 +1,4 @@
-"""Output file of a batch job: one line per answer.
+"""The output file of a batch job, with one line per answer.
 
 Each line is written at once, so that none is lost when a run is killed.
 
@@ -27,7 +27,7 @@ class Earlier(NamedTuple):
 
 
 class AnswersFile:
-    """Output file, created if it does not exist, and locked against other runs.
+    """An output file, created if it does not exist, and locked against other runs.
 
     Raises `OSError` if it cannot be written, and `ValueError` if another run writes to it.
     """
@@ -67,7 +67,7 @@ class AnswersFile:
         return next(f["custom_id"] for _, f in self._lines() if key_of(f["custom_id"]) == key)
 
     def cut_torn_line(self) -> None:
-        """Truncate an incomplete last line. Call it after all checks: it is the first change."""
+        """Truncate an incomplete last line. Call this after all checks: it changes the file."""
         os.ftruncate(self._file.fileno(), self._size)
 
     def append(self, line: bytes) -> None:
@@ -97,7 +97,7 @@ class AnswersFile:
                 raise ValueError(message) from None
 
     def _lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield each complete line: its location, for messages, and its fields.
+        """Yield each complete line as its location, for messages, and its fields.
 
         Afterwards `_size` is the number of bytes of all complete lines.
         """

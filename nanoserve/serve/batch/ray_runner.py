@@ -1,4 +1,4 @@
-"""Batch job with several engines: Ray Data maps the input over actors with one engine each.
+"""Run a batch job with several engines. Ray Data maps the input over actors with one engine each.
 
 Only the positions of lines and their answers are sent between processes. Each replica reads the
 input itself, a chunk of lines at a time, so the file must exist on every machine.
@@ -34,10 +34,10 @@ _MOST_CHUNKS = 32  # concurrent chunks of a replica, each in a thread
 
 
 class Replica:
-    """State of a Ray Data actor: an engine. Chunks overlap, so that the engine is always busy.
+    """The state of a Ray Data actor, an engine. Chunks overlap to keep the engine busy.
 
-    A failure of the engine is returned as the result of line 0: if it were raised, Ray would print
-    a hundred lines or retry.
+    A failure of the engine is returned as the result of line 0, because Ray would print a hundred
+    lines for a raised error, or retry.
     """
 
     def __init__(self, path: Path, num_bytes: int, salt: str, answerer: dict[str, Any]) -> None:
@@ -91,9 +91,8 @@ def answer_on_ray(
     answerer: arguments of `Answerer`. address: of a Ray cluster; None starts Ray on this machine,
     for as long as this process runs. salt: see `parse`.
 
-    Returns the signal that ended the job early, or 0. A signal drops the answers that were not
-    written yet. Raises `ValueError` if Ray lacks resources for the replicas, and `RuntimeError` if
-    a replica fails.
+    Returns the signal that ended the job early, or 0. A signal drops unwritten answers. Raises
+    `ValueError` if Ray lacks resources for the replicas, and `RuntimeError` if a replica fails.
     """
     options = answerer["options"]
     for name in ("trace", "kv_events_config"):
@@ -151,7 +150,7 @@ def _resources(
 ) -> dict[str, Any]:
     """Return the Ray resources of a replica.
 
-    Raises `ValueError` if Ray has too few for all replicas: it would wait for them for ever.
+    Raises `ValueError` if Ray has too few for all replicas, for which it would wait forever.
     """
     needs = {"num_cpus": num_cpus, "num_gpus": 0}
     if config.device == "cuda" or (config.device == "auto" and there.get("GPU")):

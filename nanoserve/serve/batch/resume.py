@@ -1,4 +1,4 @@
-"""Survey of the input before anything is computed: lines to answer, and invalid lines."""
+"""Survey the input for lines to answer and invalid lines, before anything is computed."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ def survey(
     bytes of memory per line, which are released afterwards.
 
     Raises `ValueError` if `answers` has an answer to a line that is missing in the input or has
-    changed: the input was edited, or the answers belong to another one.
+    changed, i.e. if the input was edited or the answers belong to another input.
     """
     earlier, num_refused = answers.earlier()
     todo, num_answered, num_bad = Todo(), 0, 0

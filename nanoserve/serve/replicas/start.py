@@ -1,9 +1,9 @@
-"""Start of replicas for one server: Ray, Ray Serve and the application, and their shutdown.
+"""Start and shut down the replicas of one server: Ray, Ray Serve and the application.
 
 The ingress is the server's own process, with the same port, TLS, limits, signals and grace period
-as without replicas. A token passes through one process less than behind Serve's proxy. Serve's
-router runs in this process as well. For ingresses that are Serve deployments, with several of them
-or a YAML file, use `nanoserve.serve.replicas.ingress:build`.
+as without replicas. A token passes through one process less than with Serve's proxy. Serve's
+router runs in this process as well. To run ingresses as Serve deployments, for example to have
+several or to use a YAML file, use `nanoserve.serve.replicas.ingress:build`.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ def replicas(
     """Start replicas and yield their handle; stop them on exit.
 
     Replicas that already run on the cluster, for example after their server was killed, are
-    reused; if an argument has changed, Serve replaces them one by one. Raises `ValueError`, as
+    reused. If an argument has changed, Serve replaces them one by one. Raises `ValueError`, as
     `LLM` does, for a model or options that cannot be served, and `RuntimeError` if no replica
     starts.
     """
@@ -139,7 +139,7 @@ def _ray(settings: ReplicaSettings, num_cpus: float) -> Iterator[None]:
 
 
 def _check_room(resources: dict[str, float], num_replicas: int) -> None:
-    """Raise `ValueError` if Ray lacks resources, for which Serve would wait for ever."""
+    """Raise `ValueError` if Ray lacks resources, for which Serve would wait forever."""
     there = ray.cluster_resources()
     for name, wanted in (("CPU", resources["num_cpus"]), ("GPU", resources.get("num_gpus", 0))):
         has = there.get(name, 0)
@@ -151,7 +151,7 @@ def _check_room(resources: dict[str, float], num_replicas: int) -> None:
 
 
 def _plan_of_what_runs(name: str) -> str | None:
-    """Return the plan of the replicas that already run; None if there are none or none answers."""
+    """Return the plan of the replicas that already run; None without replicas or an answer."""
     try:
         handle = serve.get_app_handle(name)
         return handle.plan.remote(Call(b"")).result(timeout_s=10)
