@@ -177,7 +177,9 @@ def load(entry: Any) -> Any:
     methods = ("update_state", "apply", "is_argmax_invariant")
     lacking = {name for name in methods if not callable(getattr(found, name, None))}
     lacking |= getattr(found, "__abstractmethods__", frozenset())
-    require(not lacking, f"{given} is no LogitsProcessor: it has no {', '.join(sorted(lacking))}")
+    require(
+        not lacking, f"{given} is not a LogitsProcessor: it has no {', '.join(sorted(lacking))}"
+    )
     return found
 
 

@@ -75,7 +75,7 @@ def snapshot(engine: "GuardedEngine") -> list[Metric]:
         counted = metrics_of(engine)
     if not counted:
         raise ValueError(
-            "no metrics are counted: give LLM(..., disable_log_stats=False); llm.stats has totals "
+            "no metrics are counted; pass LLM(..., disable_log_stats=False). llm.stats has totals "
             "in any case"
         )
     return [metric for family in counted[0].collect() for metric in _read(family)]

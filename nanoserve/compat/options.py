@@ -43,7 +43,7 @@ SPELLINGS: dict[str, dict[Any, Any]] = {
 # Advice for values that are not supported here.
 _ADVICE = {
     ("load_format", "pt"): "pickles may run code: save the model as safetensors",
-    ("load_format", "gguf"): "give the file itself as model: LLM('folder/model-Q4_K_M.gguf')",
+    ("load_format", "gguf"): "pass the file itself as model: LLM('folder/model-Q4_K_M.gguf')",
     ("load_format", "sharded_state"): "each rank reads its shard of an ordinary checkpoint",
     ("load_format", "mistral"): "use the repository's files in Hugging Face's format",
     ("load_format", "bitsandbytes"): "bitsandbytes checkpoints are read with load_format='auto'",
@@ -117,7 +117,7 @@ def _translate(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(_unknown(name, known))
         if ours != name and ours in given:
             raise ValueError(
-                f"{name}={shown(value)} means {ours}, which is given as well: leave one out"
+                f"{name}={shown(value)} means {ours}, which is set as well; remove one"
             )
         options[ours] = _spelled(ours, value)
     return options
@@ -128,7 +128,7 @@ def _accept(name: str, value: Any) -> None:
     accepts, instead = FOREIGN[name]
     text = "..." if name == "hf_token" else shown(value)  # a token is a secret
     if not accepts(value):
-        raise ValueError(f"{name}={text} is vLLM's and not implemented here: {instead}")
+        raise ValueError(f"{name}={text} is vLLM's and not supported here: {instead}")
     logger.info("%s=%s has no effect here: %s", name, text, instead)
 
 
@@ -165,7 +165,7 @@ def _spelled(name: str, value: Any) -> Any:
     if isinstance(value, str):
         instead = _ADVICE.get((name, value))
         if instead is not None:
-            raise ValueError(f"{name}={value!r} is vLLM's and not implemented here: {instead}")
+            raise ValueError(f"{name}={value!r} is vLLM's and not supported here: {instead}")
         return spellings.get(value, value)
     return value
 
@@ -179,8 +179,8 @@ def _processors(make_config: Callable[..., Any], options: dict[str, Any]) -> Any
 
     if options.get("speculative_config") is not None:
         raise ValueError(
-            "logits_processors that are vLLM's classes do not support draft tokens: leave out "
-            "speculative_config, or give callables (logits, states), see "
+            "logits_processors that are vLLM classes do not support draft tokens; remove "
+            "speculative_config, or pass callables (logits, states), see "
             "nanoserve.sampling.processors"
         )
     others = {name: value for name, value in options.items() if name != "logits_processors"}

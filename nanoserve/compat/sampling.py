@@ -49,7 +49,7 @@ def without_foreign(given: Mapping[str, Any], ours: Collection[str]) -> dict[str
 def _rejection(name: str, ours: Collection[str]) -> str:
     """Return the error message for a parameter that is not `ours`."""
     if name in FOREIGN:
-        return f"{name} is not implemented: {FOREIGN[name][0]}"
+        return f"{name} is not supported: {FOREIGN[name][0]}"
     near = [LIKE[name]] if name in LIKE else get_close_matches(name, sorted(ours), n=2)
     if near:
         return f"unknown sampling parameter {name!r}: did you mean {' or '.join(near)}?"

@@ -33,12 +33,12 @@ def own_options(options: Mapping[str, Any]) -> dict[str, Any]:
     is not supported here. Unknown names are kept, for `SpeculativeConfig` to reject.
     """
     advice, method = _METHODS.get(str(options.get("method"))), options.get("method")
-    require(advice is None, f"method={method!r} is vLLM's and not implemented: {advice}")
+    require(advice is None, f"method={method!r} is vLLM's and not supported: {advice}")
     for name in options.keys() & FOREIGN.keys():
         instead, neutral = FOREIGN[name]
         require(
             not neutral or options[name] in (None, *neutral),
-            f"{name}={shown(options[name])} in speculative_config is vLLM's and not implemented: "
+            f"{name}={shown(options[name])} in speculative_config is vLLM's and not supported: "
             f"{instead}",
         )
     return {name: value for name, value in options.items() if name not in FOREIGN}

@@ -206,7 +206,9 @@ class AsyncLLM:
         Raises `ValueError` for vLLM's `wait_for_inflight_requests`, which is not supported.
         """
         check_choice("mode", mode, ("abort", "keep"))
-        unsupported = "wait_for_inflight_requests=True is not supported: await them, then pause"
+        unsupported = (
+            "wait_for_inflight_requests=True is not supported; await the requests, then pause"
+        )
         require(not wait_for_inflight_requests, unsupported)
         if mode == "abort":
             for request_id in list(self._readers):

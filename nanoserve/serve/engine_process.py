@@ -197,11 +197,11 @@ class EngineProcess:
             pulse.look(elapsed, is_alive)
             silence = 0.0 if is_alive else silence + min(elapsed, 2 * BEAT)
             if num_messages and silence >= WORK_LIMIT:
-                self.stall = f"the engine's process has sent nothing for {silence:.0f} seconds"
+                self.stall = f"the engine process has sent no heartbeat for {silence:.0f} seconds"
             # Silence is noticed up to two heartbeats late, so subtract these to keep the timeout.
             if pulse.silence >= (self._timeout - 2 * BEAT if num_messages else _IMPORT_TIMEOUT):
                 self.error = RuntimeError(
-                    f"the engine's process {pulse.pid} has shown no sign of life for "
+                    f"the engine process {pulse.pid} has sent no heartbeat for "
                     f"{pulse.silence:.0f} seconds and was killed"
                 )
                 self._process.kill()

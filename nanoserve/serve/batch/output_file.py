@@ -34,7 +34,7 @@ class AnswersFile:
 
     def __init__(self, path: Path) -> None:
         is_valid = path.is_file() or not path.exists()
-        require(is_valid, f"{path} exists, but is not a regular file: name another file")
+        require(is_valid, f"{path} is not a regular file; use another path")
         self.path = path
         self._file = io.FileIO(path, "a+")  # unbuffered, so that every answer is written at once
         try:
@@ -52,7 +52,7 @@ class AnswersFile:
             custom_id: Any = fields.get("custom_id")
             answer_id: Any = fields.get("id")
             is_ours = is_text(custom_id) and is_text(answer_id)
-            require(is_ours, f"{where} is not an answer of a batch job: name another file")
+            require(is_ours, f"{where} is not an answer of a batch job; use another file")
             key = key_of(custom_id)
             require(key not in answers, f"{where} answers custom_id={custom_id!r} a second time")
             try:
@@ -107,7 +107,7 @@ class AnswersFile:
                 where = f"{self.path}:{number}"
                 if not content.endswith(b"\n"):
                     is_ours = content.startswith(_BEGINNING[: len(content)])
-                    require(is_ours, f"{where} is not an answer of a batch job: name another file")
+                    require(is_ours, f"{where} is not an answer of a batch job; use another file")
                     break
                 yield where, json_object(content, where)
                 size += len(content)

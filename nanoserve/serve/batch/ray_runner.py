@@ -96,11 +96,13 @@ def answer_on_ray(
     """
     options = answerer["options"]
     for name in ("trace", "kv_events_config"):
-        require(name not in options, f"{name} needs a single engine: leave it or --replicas out")
+        require(name not in options, f"{name} needs a single engine; remove it or --replicas")
     config = engine_config(answerer["model"], options)
     backend = config.distributed_executor_backend
-    message = f"distributed_executor_backend={backend!r} must be 'mp' with --replicas, whose ranks "
-    require(backend in (None, "mp"), f"{message}run on one machine each")
+    message = (
+        f"distributed_executor_backend={backend!r} must be 'mp' with --replicas: all ranks of "
+    )
+    require(backend in (None, "mp"), f"{message}a replica run on one machine")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # otherwise Ray sends usage statistics
     import ray
     from ray.data import DataContext
@@ -157,7 +159,9 @@ def _resources(
         needs["num_gpus"] = config.tensor_parallel_size * config.pipeline_parallel_size
     for name, each in (("CPU", needs["num_cpus"]), ("GPU", needs["num_gpus"])):
         has = there.get(name, 0)
-        message = f"replicas={replicas} need {each} {name}s each, and Ray has {has:g}: use fewer"
+        message = (
+            f"replicas={replicas} need {each} {name}s each, but Ray has {has:g}; use fewer replicas"
+        )
         require(replicas * each <= has, message)
     return needs
 

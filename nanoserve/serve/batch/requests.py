@@ -78,7 +78,7 @@ def parse(number: int, content: bytes, salt: str) -> BatchLine:
         content = content.removeprefix(codecs.BOM_UTF8)
     fields = json_object(content, "the line")
     custom_id: Any = fields.get("custom_id")
-    require(is_text(custom_id), f"custom_id={shown(custom_id)} must be a text that is not empty")
+    require(is_text(custom_id), f"custom_id={shown(custom_id)} must be a non-empty string")
     digest = hashlib.blake2b(content.strip(), key=_key(salt), digest_size=16).hexdigest()
     return BatchLine(number, custom_id, fields, f"batch_req_{digest}")
 

@@ -37,7 +37,9 @@ def survey(
                 line = parse(number, content, salt)
                 key = key_of(line.custom_id)
                 if key in seen:
-                    raise ValueError(f"custom_id={line.custom_id!r:.200} is not unique: left out")
+                    raise ValueError(
+                        f"custom_id={line.custom_id!r:.200} is not unique; the line is skipped"
+                    )
             except ValueError as error:
                 report(number, str(error))
                 num_bad += 1
@@ -51,14 +53,14 @@ def survey(
             else:
                 raise ValueError(
                     f"{answers.path} answers custom_id={line.custom_id!r}, but not the request in "
-                    f"{path}:{number}: the line, the model or the seed has changed; name another "
-                    "file"
+                    f"{path}:{number}: the line, the model or the seed has changed; use another "
+                    "output file"
                 )
     if earlier:
         custom_id = answers.custom_id_of(next(iter(earlier)))
         raise ValueError(
-            f"{answers.path} answers custom_id={custom_id!r}, which is not in {path}: it belongs "
-            "to another input; name another file"
+            f"{answers.path} answers custom_id={custom_id!r}, which is not in {path}; use "
+            "another output file"
         )
     answers.cut_torn_line()
     return Survey(todo, num_answered, num_refused, num_bad)

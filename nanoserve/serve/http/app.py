@@ -60,7 +60,7 @@ class ApiServer:
 
     def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
         if llm.engine.tokenizer is None:
-            raise ValueError("a server needs a tokenizer: leave out skip_tokenizer_init=True")
+            raise ValueError("skip_tokenizer_init=True is not supported by a server; remove it")
         self.llm, self.settings = llm, settings
         self._tokenizer = llm.engine.tokenizer
         self.names = settings.served_model_name or [llm.engine.config.model]
@@ -177,7 +177,7 @@ class ApiServer:
             config = self.llm.engine.config.structured_outputs_config
             constraint = await self._prepare(lambda: constraint_of_tools(use, special_id, config))
             if constraint is not None and body.constraint is not None:
-                message = "response_format cannot be combined with tools that are forced or strict"
+                message = "response_format cannot be combined with forced or strict tools"
                 raise ApiError(400, message, "response_format", "unsupported")
             if constraint is not None:
                 body.constraint, body.constraint_parts = constraint, schemas_of_tools(use)
@@ -192,7 +192,7 @@ class ApiServer:
         """Return the token ids of a string or of a conversation, as vLLM does."""
         body = await self._read(request, TokenizeBody)
         if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "give either prompt or messages", "prompt")
+            raise ApiError(400, "pass either prompt or messages", "prompt")
         engine = self.llm.engine
 
         def token_ids() -> list[int]:

@@ -41,7 +41,7 @@ def chat_requests(
             400, f"{message}all, and the engine option max_logprobs is the limit", "top_logprobs"
         )
     if not body.messages:
-        raise ApiError(400, "messages is empty: there is nothing to answer", "messages")
+        raise ApiError(400, "messages is empty; pass at least one message", "messages")
     assert engine.tokenizer is not None  # `ApiServer` checks it
     prompt, special_id = chat_prompt(body, engine), engine.tokenizer.special_tokens.id_of
     if reasoning_parser is not None and body.constraint is not None:

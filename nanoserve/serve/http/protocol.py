@@ -220,7 +220,7 @@ class GenerationBody(Body):
         if given.get("n", 1) > 1 and "temperature" not in given and is_greedy:
             message = (
                 f"n={given['n']} completions would all be the same: this model's "
-                f"generation_config.json recommends temperature 0. Give a temperature"
+                f"generation_config.json sets temperature 0; set a temperature"
             )
             raise ApiError(400, message, "n")
 

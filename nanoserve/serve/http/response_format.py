@@ -36,7 +36,7 @@ def constraint_of(body: Any) -> StructuredOutputsParams | None:
         del given["response_format"]
     requested = [name for name, value in given.items() if value is not None]
     if len(requested) > 1:
-        raise ApiError(400, f"{' and '.join(requested)} cannot be combined: give one", requested[1])
+        raise ApiError(400, f"{' and '.join(requested)} cannot be combined; pass one", requested[1])
     if not requested:
         return None
     (name,) = requested
@@ -95,7 +95,7 @@ def _from_format(given: dict[str, Any]) -> dict[str, Any]:
         described = given.get("json_schema")
         schema = described.get("schema") if isinstance(described, dict) else None
         if not isinstance(schema, dict):
-            raise _FormatError("json_schema must be {'name': text, 'schema': {...}}")
+            raise _FormatError("json_schema must be {'name': string, 'schema': {...}}")
         return {"json": schema}
     if kind == "structural_tag":
         tag = {name: given.get(name) for name in ("structures", "triggers")}

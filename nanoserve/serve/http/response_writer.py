@@ -16,7 +16,7 @@ from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.response_builder import Answer
 from nanoserve.serve.response_stream import EngineDeadError, OutputReader
 
-_HEARTBEAT = b": the model is at work\n\n"  # a comment, which clients of event streams skip
+_HEARTBEAT = b": heartbeat\n\n"  # a comment, which clients of event streams skip
 _MOST_ENTRIES = 128  # tokens with log-probabilities that are encoded on the event loop itself
 _EVENTS = {
     "content-type": "text/event-stream; charset=utf-8",

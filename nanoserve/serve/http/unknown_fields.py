@@ -74,7 +74,7 @@ class UnknownNames:
         near = get_close_matches(key[1], sorted(known), n=1, cutoff=0.75)
         hint = f"; did you mean {near[0]}?" if near else ""
         where = f"{place}: " if place else ""
-        reason = reason or "no request has such a field"
+        reason = reason or "unknown field"
         logger.warning("%signored %r: %s%s", where, key[1], reason, hint)
         if len(self._logged) == _MOST_LOGGED:
             logger.warning("ignored %s unknown fields: further ones are not logged", _MOST_LOGGED)

@@ -73,7 +73,7 @@ def build(args: dict[str, Any]) -> Application:
     """
     given = {name: _value(value) for name, value in args.items()}
     model = given.pop("model", "tiny-qwen3")
-    require("ray_address" not in given, "ray_address is set by Serve's own cluster: leave it out")
+    require("ray_address" not in given, "ray_address is set by Serve's own cluster; remove it")
     replicas, server = (
         {field.name: given.pop(field.name) for field in fields(kind) if field.name in given}
         for kind in (ReplicaSettings, ServerSettings)

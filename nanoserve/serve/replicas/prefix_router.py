@@ -100,7 +100,7 @@ class PrefixRouter:
 
     def add_replica(self, replica: str, num_kv_blocks: int) -> None:
         """Add a replica with an empty cache; `num_kv_blocks` is the size of its block pool."""
-        require(replica not in self._known, f"{replica=} was already added: remove it first")
+        require(replica not in self._known, f"{replica=} was already added; remove it first")
         num_kv_blocks = check_int("num_kv_blocks", num_kv_blocks, 1)
         taken = sum(known.bit for known in self._known.values())
         self._known[replica] = Known(~taken & (taken + 1), num_kv_blocks)  # the lowest free bit
@@ -186,7 +186,7 @@ class PrefixRouter:
     def _known_of(self, replica: str) -> Known:
         known = self._known.get(replica)
         if known is None:
-            raise ValueError(f"{replica=} is not one of {self.replicas}: call add_replica first")
+            raise ValueError(f"{replica=} is not one of {self.replicas}; call add_replica first")
         return known
 
     def _add(self, known: Known, block_hash: bytes) -> None:

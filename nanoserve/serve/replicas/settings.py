@@ -27,7 +27,7 @@ class ReplicaSettings:
             self.max_data_parallel_size = most
         check_number("target_ongoing_requests", self.target_ongoing_requests, 1)
         check_choice("router", self.router, ROUTERS)
-        message = f"ray_address={self.ray_address!r} needs replicas: set data_parallel_size, too"
+        message = f"ray_address={self.ray_address!r} requires replicas; set data_parallel_size, too"
         require(self.ray_address is None or self.is_fleet, message)
 
     @property

@@ -78,7 +78,9 @@ def replicas(
         model = str(Path(model).resolve())  # a replica may have another working directory
     is_local = settings.ray_address is None
     config = engine_config(model, options)
-    kv_events = "kv_events_config needs a single engine: all replicas would use one address"
+    kv_events = (
+        "kv_events_config needs a single engine, as replicas would share an address; remove it"
+    )
     require(config.kv_events_config is None, kv_events)
     if is_local:  # otherwise the machines of the cluster must have the checkpoint
         checkpoint = Checkpoint.open(model, config, config.revision)
@@ -145,7 +147,7 @@ def _check_room(resources: dict[str, float], num_replicas: int) -> None:
         has = there.get(name, 0)
         message = (
             f"data_parallel_size={num_replicas} replicas with {wanted:g} {name}s each need more "
-            f"than the {has:g} that Ray has: use fewer replicas, or more machines"
+            f"than the {has:g} that Ray has; use fewer replicas or more machines"
         )
         require(num_replicas * wanted <= has, message)
 
