@@ -577,7 +577,7 @@ def test_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processor = VllmProcessor(OnlyTarget, None)
     assert load(processor) is processor and load(len) is len
     refused = {
-        "some_processors:Outer": "is not a LogitsProcessor: it has no apply, is_argmax_invariant, up",
+        "some_processors:Outer": "is not a LogitsProcessor: it has no apply, is_argmax_invariant",
         "some_processors:number": "is not a class, but 7",
         "some_processors:function": "is not a class, but <function",
         "some_processors:Good": "cannot be imported: AttributeError",
