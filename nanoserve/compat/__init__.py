@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from nanoserve.config import EngineConfig as VllmConfig
     from nanoserve.text.prompt_types import PromptType
 
-# Names in addition to those of `nanoserve` itself.
+# Names in addition to the names of `nanoserve` itself.
 __all__ = [
     "AdapterLogitsProcessor",
     "AsyncLLMEngine",

@@ -105,7 +105,7 @@ FOREIGN: dict[str, Foreign] = {
     **_known("hf_config_path", "config.json must be in the folder of the weights"),
     **_known("hf_token", "set HF_TOKEN, or log in with `hf auth login`", _on),
     **_known("model_class_overrides", "nanoserve.register_model(name, class) adds a model"),
-    **_known("quantization_config", "the checkpoint's is read; use quantization= for another one"),
+    **_known("quantization_config", "the checkpoint's config is read; set quantization= otherwise"),
     **_known("weight_transfer_config", "construct a new LLM for new weights"),
     **_known("code_revision", "code in a checkpoint is never run for a model"),
     **_known("tokenizer_revision", "pass tokenizer=FOLDER with the version to use"),
@@ -129,7 +129,7 @@ FOREIGN: dict[str, Foreign] = {
              "enable_multimodal_encoder_data_parallel", _TEXT,
              lambda value: _is_empty(value) or value == 0),
     **_known("enable_return_last_hidden_states enable_return_routed_experts return_sampling_mask",
-             "outputs are tokens, texts and log-probabilities", _off),
+             "outputs are tokens, text and log-probabilities", _off),
     **_known("enable_prompt_embeds", "a prompt is text or token ids", _off),
     # Steps and caches.
     **_known("max_num_partial_prefills max_long_partial_prefills",
@@ -202,8 +202,8 @@ FOREIGN: dict[str, Foreign] = {
              _REPLICAS),
     **_known("ray_workers_use_nsight worker_use_ray engine_use_ray",
              "set distributed_executor_backend='ray'", _off),
-    **_known("worker_cls", "workers are those of nanoserve.worker", _one_of("auto")),
-    **_known("worker_extension_cls", "workers are those of nanoserve.worker"),
+    **_known("worker_cls", "workers come from nanoserve.worker", _one_of("auto")),
+    **_known("worker_extension_cls", "workers come from nanoserve.worker"),
     **_known("enable_expert_parallel", _EXPERTS, _anything),
     **_known("enable_eplb enable_dbo eplb_log_balancedness "
              "disable_nccl_for_dp_synchronization", _EXPERTS, _off),
@@ -229,7 +229,7 @@ FOREIGN: dict[str, Foreign] = {
     **_known("reasoning_parser_plugin reasoning_config", "the parsers of `nanoserve serve "
              "--reasoning-parser` are qwen3 and deepseek_r1"),
     **_known("watermark_config", "outputs have no watermark"),
-    **_known("aux_output_config", "outputs are tokens, texts and log-probabilities"),
+    **_known("aux_output_config", "outputs are tokens, text and log-probabilities"),
     **_known("spec_method spec_model spec_tokens", "pass speculative_config={'method': ..., "
              "'model': ..., 'num_speculative_tokens': ...}"),
     **_known("guided_decoding_backend", _GUIDED, _one_of("auto")),

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 class Foreign(NamedTuple):
     """A field that nanoserve does not support under this name.
 
-    instead: what to use instead. neutral: values besides None that have no effect. ours: the
+    instead: what to use instead. neutral: values other than None that have no effect. ours: the
     sampling parameter with the same meaning, if there is one. in_python: what to use instead in a
     program, if that differs from HTTP.
     """
@@ -240,7 +240,7 @@ FOREIGN: dict[str, Foreign] = {
                "kv_transfer_params ec_transfer_params", ({},)),
     "background": Foreign("requests are answered synchronously, or by `nanoserve batch`", (False,)),
     "stream_format": Foreign("streams are server-sent events", ("sse",)),
-    # Contents of an answer besides its text.
+    # Contents of an answer other than its text.
     **_renamed("logprobs", "n_probs top_logprobs_num top_n_tokens num_logprobs", (0,)),
     **_refused("use logprobs", "return_logprob output_scores", (False,)),
     "logprob_token_ids": Foreign("use logprobs; a program may use SamplingParams("

@@ -13,7 +13,7 @@ FOREIGN: dict[str, tuple[str, tuple[Any, ...]]] = {
     "max_model_len": ("the engine's max_model_len applies", ()),
     "code_revision": ("code in a checkpoint is never run for a model", ()),
     "disable_by_batch_size": ("adaptive=True drafts only where it pays", ()),
-    "disable_logprobs": ("log-probabilities are those of the target model", (True, False)),
+    "disable_logprobs": ("log-probabilities come from the target model", (True, False)),
     "rejection_sample_method": ("a draft token equal to the sampled one is accepted", ("strict",)),
     "speculative_token_tree": ("draft tokens are a sequence, not a tree", ("",)),
 }

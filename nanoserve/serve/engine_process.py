@@ -88,7 +88,7 @@ class EngineProcess:
         self._is_over = threading.Event()
         self._calls: dict[int, Done] = {}
         self._call_numbers = count()
-        # A finalizer may send a command at any moment, even while another one is being sent.
+        # A finalizer may send a command at any moment, even while another command is being sent.
         self._orders: SimpleQueue[bytes | None] = SimpleQueue()
         theirs, orders = Pipe(duplex=False)
         self._news, ours = Pipe(duplex=False)
@@ -310,7 +310,7 @@ class _Sender:
         except OSError:
             pass  # the parent process has ended
         finally:
-            self._pipe.close()  # also after an error, so that the parent does not wait for ever
+            self._pipe.close()  # also after an error, so that the parent does not wait forever
 
     def _send_all(self) -> None:
         is_over = False

@@ -130,7 +130,7 @@ class RestartingAnswerer:
         self._is_single = group is not None and len(group) == 1
 
     async def _start_another(self, error: EngineDeadError | None) -> None:
-        logger.warning("the engine has ended (%s): starting another one", error)
+        logger.warning("the engine has ended (%s); starting another engine", error)
         try:
             self._answerer.close()
             self._answerer = self._make()

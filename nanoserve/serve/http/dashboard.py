@@ -75,7 +75,7 @@ class LiveView:
     def watching(self) -> Iterator[None]:
         """Count a watcher while it reads `events`.
 
-        The first one starts the observation, the last one ends it.
+        The first watcher starts the observation, and the last watcher ends it.
         """
         self.num_watchers += 1
         if self._follower is None or self._follower.done():

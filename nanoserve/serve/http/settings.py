@@ -60,7 +60,7 @@ class ServerSettings:
         if self.reasoning_parser is not None:
             check_choice("reasoning_parser", self.reasoning_parser, tuple(STARTS))
         for name in ("served_model_name", "api_key", "allowed_origins"):
-            check_list(name, getattr(self, name), lambda text: is_text(text) and text, "texts")
+            check_list(name, getattr(self, name), lambda text: is_text(text) and text, "strings")
         for origin in self.allowed_origins:
             rule = "must be '*', or like 'https://example.org:8443', without a path"
             is_origin = _ORIGIN.fullmatch(origin) is not None

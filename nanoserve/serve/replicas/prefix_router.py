@@ -84,7 +84,7 @@ class PrefixRouter:
         self._holders: dict[bytes, int] = {}
 
     def hashes(self, token_ids: list[int], cache_key: tuple[str, ...] = ()) -> list[bytes]:
-        """Return the hashes of the full blocks of a prompt, equal to those of the engines.
+        """Return the hashes of the full blocks of a prompt, equal to the hashes of the engines.
 
         The last token is omitted, because a hit never includes it. `cache_key` is the key of the
         sequence, see `InputProcessor`.

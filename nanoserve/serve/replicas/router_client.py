@@ -261,7 +261,7 @@ class Fleet:
         stored: list[bytes],
         removed: list[bytes],
     ) -> None:
-        """Process the updates of a replica, except for requests that have moved to another one."""
+        """Process the updates of a replica, except for requests that moved to another replica."""
         received, is_here = news_of(tokens, outputs), partial(self._is_at, name)
         news = News([*filter(is_here, received.tokens)], [*filter(is_here, received.outputs)])
         for new in news.tokens:

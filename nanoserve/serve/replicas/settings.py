@@ -15,7 +15,9 @@ class ReplicaSettings:
 
     data_parallel_size: int = 1  # number of replicas; the minimum if there is a maximum
     max_data_parallel_size: int | None = None  # maximum number of replicas; None: a fixed number
-    target_ongoing_requests: float = 64  # requests per replica above which another one is started
+    target_ongoing_requests: float = (
+        64  # requests per replica above which another replica is started
+    )
     ray_address: str | None = None  # of a cluster; None: start Ray here, and stop it at the end
     router: str = "approximate"  # how the router tracks the cached blocks of replicas
 
