@@ -1,8 +1,8 @@
-"""vLLM's names, so that a script written for vLLM runs after a change of its import.
+"""vLLM's names, which let a script written for vLLM run once its imports are changed.
 
     from nanoserve.compat import EngineArgs, LLMEngine, SamplingParams
 
-The names that scripts import are here, whichever module of vLLM they come from; the error for any
+The names that scripts import are here, whichever module of vLLM they come from. The error for any
 other name says what to use instead. Names are resolved on first use (PEP 562), so that a program
 that uses none of them loads nothing of this package.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from nanoserve.config import EngineConfig as VllmConfig
     from nanoserve.text.prompt_types import PromptType
 
-# Names in addition to those of `nanoserve` itself.
+# Names in addition to the names of `nanoserve` itself.
 __all__ = [
     "AdapterLogitsProcessor",
     "AsyncLLMEngine",

@@ -1,4 +1,4 @@
-"""Keywords of vLLM's methods: unsupported ones are rejected, and `tokenization_kwargs` applied."""
+"""Keywords of vLLM's methods. Unsupported keywords are rejected with advice."""
 
 from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as AbstractSequence
@@ -14,13 +14,13 @@ from nanoserve.utils.checks import check_bool, check_int, require, shown
 
 _TOKENIZATION = {"add_special_tokens", "truncate_prompt_tokens", "truncation", "max_length"}
 _ELSEWHERE = {
-    "stream": "llm.stream() yields the answer as it comes",
-    "lora_request": "adapters are not implemented; merge it into its base (peft: "
+    "stream": "llm.stream() yields the answer as it is generated",
+    "lora_request": "adapters are not supported; merge it into its base (peft: "
     "merge_and_unload) and load that",
-    "prompt_token_ids": "give {'prompt_token_ids': [...]}, or the list, as the prompt",
-    "prompt": "it is called prompts, of which there may be one",
+    "prompt_token_ids": "pass {'prompt_token_ids': [...]}, or the list, as the prompt",
+    "prompt": "use prompts, which may be a single prompt",
     "mm_processor_kwargs": "nanoserve runs text models only",
-    "documents": "give chat_template_kwargs={'documents': ...}",
+    "documents": "pass chat_template_kwargs={'documents': ...}",
     "use_tqdm": "a stream has no progress bar",
     "sampling_param": "did you mean sampling_params?",
 }
@@ -41,10 +41,10 @@ def refuse_chat_keywords(unknown: Mapping[str, Any]) -> None:
     for name, value in _given(unknown):
         known = {*ChatOptions.__annotations__, "sampling_params", "priority"} - {name}
         near = get_close_matches(name, sorted(known))
-        advice = f"if the template takes it, chat_template_kwargs={{{name!r}: {shown(value)}}}"
+        advice = f"if the template uses it, pass chat_template_kwargs={{{name!r}: {shown(value)}}}"
         if near:
             advice = f"did you mean {' or '.join(near)}?"
-        raise ValueError(f"{name}={shown(value)} is no keyword here: {advice}")
+        raise ValueError(f"{name}={shown(value)} is an unknown keyword: {advice}")
 
 
 def _given(unknown: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -57,7 +57,7 @@ def _given(unknown: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             raise ValueError(f"{name}={shown(value)} is not supported here: {_ELSEWHERE[name]}")
         if ours in SamplingParams.__dataclass_fields__:
             advice = f"it is a sampling parameter: SamplingParams({ours}={shown(value)})"
-            raise ValueError(f"{name}={shown(value)} is no keyword here: {advice}")
+            raise ValueError(f"{name}={shown(value)} is not a keyword: {advice}")
         yield name, value
 
 
@@ -66,9 +66,9 @@ def tokenized(
 ) -> list[Prompt]:
     """Return the prompts as token ids, as `tokenization_kwargs` specifies.
 
-    add_special_tokens: add the tokenizer's special tokens to texts. truncate_prompt_tokens: keep
-    only the last so many tokens, as vLLM; -1 keeps as many as leave room for one token of output.
-    truncation=True with max_length: keep so many, cut on the tokenizer's truncation_side.
+    add_special_tokens: add the tokenizer's special tokens to strings. truncate_prompt_tokens: keep
+    only this number of tokens at the end, as vLLM does; -1 leaves room for one output token.
+    truncation=True with max_length: keep this number, cut on the tokenizer's truncation_side.
     Raises `ValueError` for unknown or invalid keywords.
     """
     unknown = sorted(map(str, kwargs.keys() - _TOKENIZATION))
@@ -107,8 +107,11 @@ def _tokenized(
         given = {"prompt_token_ids": prompt}
     text, token_ids = given.get("prompt"), given.get("prompt_token_ids")
     if token_ids is None and isinstance(text, str):
-        require(engine.tokenizer is not None, "a text prompt needs a tokenizer, and there is none")
-        if most is None:  # a text that will be truncated may be too long
+        require(
+            engine.tokenizer is not None,
+            "a string prompt needs a tokenizer, and the engine has none",
+        )
+        if most is None:  # a string that will be truncated may be too long
             engine.input_processor.text_limit.check(text)
         token_ids = engine.tokenizer.encode(text, adds)
     if token_ids is None:

@@ -1,4 +1,4 @@
-"""Methods of vLLM's `LLM` besides `generate`, which is in `nanoserve.llm`.
+"""Methods of vLLM's `LLM` other than `generate`, which is in `nanoserve.llm`.
 
 The implementation of each method is in another module; rare ones are imported on first use.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class LLMMethods:
-    """Base class of `LLM` with the methods besides `generate` and `stream`."""
+    """The base class of `LLM`, with all methods except `generate` and `stream`."""
 
     engine: GuardedEngine
     _sleeper: "Sleeper | None" = None  # created by the first sleep()
@@ -57,18 +57,19 @@ class LLMMethods:
     ) -> list[RequestOutput]:
         """Answer one conversation or several, each a list of `{"role": ..., "content": ...}`.
 
-        A content is a text, or a list of `{"type": "text", "text": ...}`. `chat_options`, as in
-        vLLM: `chat_template_kwargs` are the template's own variables, such as `{"enable_thinking":
-        False}`; `chat_template`, a file or a text, replaces the checkpoint's; `tools` are passed to
-        the template, for which tool call arguments in JSON text, as OpenAI's clients keep them, are
-        parsed; with `continue_final_message` (and `add_generation_prompt=False`) the output
-        continues the last message. The other keywords are those of `generate`.
+        A content is a string, or a list of `{"type": "text", "text": ...}`. The other keywords of
+        `generate` are accepted, too. `chat_options`, as in vLLM:
 
-        The contents of messages are text: a special token typed in a message, such as "<|im_end|>",
-        is encoded as ordinary text, and only those that the template writes become control tokens.
-        vLLM, and transformers by default, turn both into control tokens, as does
-        `allow_special_tokens=True` here. So does `generate` with every text: there, the prompt
-        stands for the rendered template.
+        chat_template_kwargs: variables of the template, such as `{"enable_thinking": False}`.
+        chat_template: file or string that replaces the checkpoint's template. tools: passed to the
+        template. Tool call arguments in messages may be JSON strings, as OpenAI clients keep them;
+        they are parsed. continue_final_message: the output continues the last message; also pass
+        `add_generation_prompt=False`.
+
+        A special token typed in a message, such as "<|im_end|>", is encoded as ordinary text. Only
+        special tokens that the template writes become control tokens. vLLM, and transformers by
+        default, turn both into control tokens, as does `allow_special_tokens=True` here. So does
+        `generate` with every string, because there the prompt stands for the rendered template.
         """
         own = {"priority": priority, "tokenization_kwargs": tokenization_kwargs}
         prompts = prompts_of(self.engine, messages, **chat_options)
@@ -86,11 +87,11 @@ class LLMMethods:
 
         See `nanoserve.features.beam_search`.
 
-        `concurrency_limit`: maximum number of prompts searched at once; None is all of them.
+        `concurrency_limit`: maximum number of prompts searched at once; None means all prompts.
         """
 
         def complete(beams: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
-            """Complete beams. The engine's `max_logprobs` limits clients, not a beam search."""
+            """The complete beams. The engine's `max_logprobs` limits clients, not a beam search."""
             size = len(beams)
             return self._complete(beams, [params] * size, [0] * size, False, params.logprobs)
 
@@ -111,7 +112,7 @@ class LLMMethods:
     def get_default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters of requests that have none.
 
-        They are those of the checkpoint's generation_config.json, updated by
+        They come from the checkpoint's generation_config.json, updated by
         `override_generation_config`.
         """
         return self.engine.input_processor.default_sampling_params()
@@ -123,7 +124,7 @@ class LLMMethods:
 
     @property
     def stats(self) -> EngineStats:
-        """Totals since the engine started."""
+        """The totals since the engine started."""
         return self.engine.stats
 
     def get_metrics(self) -> "list[Metric]":
@@ -143,17 +144,17 @@ class LLMMethods:
     def sleep(self, level: int = 1) -> None:
         """Release the memory of the KV cache and of the weights until `wake_up`.
 
-        level 1 keeps the weights in the host's memory (on a CPU, where they are), level 2 reads
-        them again from the checkpoint. Cached prefixes are evicted. Raises `ValueError` while
-        requests are unfinished, and for level 1 with several ranks.
+        Level 1 copies the weights to host memory (on a CPU, they stay where they are). Level 2
+        drops them and reads them again from the checkpoint. Cached prefixes are evicted. Raises
+        `ValueError` while requests are unfinished, and for level 1 with several ranks.
         """
         self._get_sleeper().sleep(level)
 
     def wake_up(self, tags: list[str] | None = None) -> None:
-        """Resume after `sleep`, with the same weights: the same request gets the same output again.
+        """Resume after `sleep` with the same weights, so a request gets the same output as before.
 
         `tags` is a list of "weights" and "kv_cache", which can be woken one after the other in any
-        order; None is both. Requests are rejected until both are back. Raises `ValueError` for
+        order; None means both. Requests are rejected until both are back. Raises `ValueError` for
         other tags, and for a single tag with several ranks, which wake up as a whole.
         """
         self._get_sleeper().wake_up(tags)

@@ -1,4 +1,4 @@
-"""vLLM's logits processors: its classes under their names, and an adapter that runs them.
+"""Classes under the names of vLLM's logits processors, and an adapter that runs them.
 
 Such a class processes all rows of a step at once and keeps state for each row. Before every step,
 `update_state` is given the changes in the assignment of requests to rows:
@@ -8,7 +8,7 @@ Such a class processes all rows of a step at once and keeps state for each row. 
     step 3  a ends, d starts  added 0         rows d b c  (the added request replaces a)
     step 4  b ends            removed 1       rows d - c
 
-`VllmProcessor` keeps these assignments. A request keeps its row until it ends or is preempted: no
+`VllmProcessor` keeps these assignments. A request keeps its row until it ends or is preempted. No
 row ever moves, and after step 4 the row in the middle is zeros. A request that resumes after a
 preemption is added again, with the tokens that it has by then.
 """
@@ -37,13 +37,13 @@ State = TypeVar("State")
 
 _OfOutput = Callable[[list[int], torch.Tensor], torch.Tensor]
 _WithPrompt = Callable[[list[int] | None, list[int], torch.Tensor], torch.Tensor]
-# (output_token_ids, logits [vocab_size]) -> logits, or with the prompt's token ids as the first
-# argument.
+# (output_token_ids, logits [vocab_size]) -> logits. The prompt's token ids may be an additional
+# first argument.
 RequestLogitsProcessor = _OfOutput | _WithPrompt
 
 
 class MoveDirectionality(Enum):
-    """Kind of a move between rows: the target is overwritten, or the two rows are swapped."""
+    """The kind of a move between rows, which overwrites the target or swaps the two rows."""
 
     UNIDIRECTIONAL = auto()
     SWAP = auto()
@@ -51,10 +51,10 @@ class MoveDirectionality(Enum):
 
 @dataclass(frozen=True)
 class BatchUpdate:
-    """Changes of rows since the previous step, to be applied as `removed`, `added`, `moved`.
+    """The changes of rows since the previous step, to be applied as `removed`, `added`, `moved`.
 
     batch_size: number of rows of the logits from now on. removed: rows. added: (row, params, prompt
-    token ids, output token ids); the last list grows in place with every token, and a request that
+    token ids, output token ids). The last list grows in place with every token, and a request that
     had this row has ended. moved: (from, to, direction); empty in nanoserve.
     """
 
@@ -65,7 +65,7 @@ class BatchUpdate:
 
 
 class LogitsProcessor(ABC):
-    """Logits processor of all rows of a step; it is constructed when the first step samples."""
+    """A logits processor of all rows of a step, constructed when the first step samples."""
 
     @classmethod
     def validate_params(cls, sampling_params: "SamplingParams") -> None:
@@ -96,14 +96,14 @@ class LogitsProcessor(ABC):
 
 
 class AdapterLogitsProcessor(LogitsProcessor):
-    """Logits processor of all rows that applies a separate processor to each request's row."""
+    """A logits processor that applies a separate processor to each request's row."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self.req_info: dict[int, partial[torch.Tensor]] = {}  # by row
 
     @abstractmethod
     def new_req_logits_processor(self, params: "SamplingParams") -> RequestLogitsProcessor | None:
-        """Return the processor of a new request, or None if it needs none."""
+        """Return the processor for a new request, or None if it needs no processor."""
 
     def update_state(self, batch_update: BatchUpdate | None) -> None:
         process_dict_updates(self.req_info, batch_update, self._bound)
@@ -177,7 +177,9 @@ def load(entry: Any) -> Any:
     methods = ("update_state", "apply", "is_argmax_invariant")
     lacking = {name for name in methods if not callable(getattr(found, name, None))}
     lacking |= getattr(found, "__abstractmethods__", frozenset())
-    require(not lacking, f"{given} is no LogitsProcessor: it has no {', '.join(sorted(lacking))}")
+    require(
+        not lacking, f"{given} is not a LogitsProcessor: it has no {', '.join(sorted(lacking))}"
+    )
     return found
 
 
@@ -197,9 +199,10 @@ def _imported(name: str) -> Any:
 
 
 class VllmProcessor:
-    """Engine-wide processor that runs a class of vLLM's kind; see `nanoserve.sampling.processors`.
+    """An engine-wide processor that runs a vLLM class; see `nanoserve.sampling.processors`.
 
-    Errors of the class are passed on. Each engine has its own, since rows are those of its steps.
+    Errors of the class are passed on. Each engine has its own processor, since rows belong to its
+    steps.
     """
 
     def __init__(self, processor_class: type, vllm_config: Any) -> None:

@@ -1,4 +1,4 @@
-"""Release of memory between two engines of one script."""
+"""Release memory between two engines of one script."""
 
 import gc
 import sys
@@ -7,8 +7,8 @@ import sys
 def cleanup_dist_env_and_memory(shutdown_ray: bool = False) -> None:
     """Collect garbage, and release the GPU memory that torch caches.
 
-    An engine leaves nothing else behind when it is closed or collected: no process group in this
-    process, and no global state. `shutdown_ray` is accepted because vLLM has it, and has no effect.
+    An engine that is closed or collected leaves nothing else, i.e. no process group in this process
+    and no global state. `shutdown_ray` is accepted because vLLM has it, and has no effect.
     """
     gc.collect()
     torch = sys.modules.get("torch")

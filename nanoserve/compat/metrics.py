@@ -1,4 +1,4 @@
-"""Metrics of `LLM.get_metrics`: those that a server shows at /metrics, as vLLM's objects."""
+"""The metrics that a server shows at /metrics, as vLLM's objects, for `LLM.get_metrics`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ _PER_POSITION = "spec_decode_num_accepted_tokens_per_pos"
 
 @dataclass
 class Metric:
-    """Metric, with a name that begins with "vllm:" as in dashboards for vLLM."""
+    """A metric. Its name begins with "vllm:", as in dashboards for vLLM."""
 
     name: str
     labels: dict[str, str]
@@ -20,30 +20,30 @@ class Metric:
 
 @dataclass
 class Counter(Metric):
-    """Metric that only grows."""
+    """A metric that only grows."""
 
     value: int
 
 
 @dataclass
 class Vector(Metric):
-    """Metric with a counter for each index: accepted draft tokens by position."""
+    """A metric with a counter for each index, such as accepted draft tokens by position."""
 
     values: list[int]
 
 
 @dataclass
 class Gauge(Metric):
-    """Metric with the current value of a quantity."""
+    """A metric with the current value of a quantity."""
 
     value: float
 
 
 @dataclass
 class Histogram(Metric):
-    """Metric with the number of values up to each upper bound.
+    """A metric with the number of values up to each upper bound.
 
-    buckets: cumulative counts by upper bound as text; the last one is "+Inf".
+    buckets: cumulative counts by upper bound, as a string; the last bound is "+Inf".
     """
 
     count: int
@@ -54,7 +54,7 @@ class Histogram(Metric):
 def start_counting(engine: "GuardedEngine") -> None:
     """Start to count metrics of the engine.
 
-    Raises `ValueError` if prometheus-client, or what else it takes, is not installed.
+    Raises `ValueError` if prometheus-client, or a package that it needs, is not installed.
     """
     try:
         from nanoserve.features.metrics import start_metrics
@@ -75,7 +75,7 @@ def snapshot(engine: "GuardedEngine") -> list[Metric]:
         counted = metrics_of(engine)
     if not counted:
         raise ValueError(
-            "no metrics are counted: give LLM(..., disable_log_stats=False); llm.stats has totals "
+            "no metrics are counted; pass LLM(..., disable_log_stats=False). llm.stats has totals "
             "in any case"
         )
     return [metric for family in counted[0].collect() for metric in _read(family)]

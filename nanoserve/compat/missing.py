@@ -26,32 +26,32 @@ METHODS = {
         ("enqueue", "enqueue_chat", "wait_for_completion"),
         "call llm.engine.add_request() to queue and llm.engine.step() to run",
     ),
-    "set_tokenizer": "give LLM(..., tokenizer=FOLDER)",
+    "set_tokenizer": "pass LLM(..., tokenizer=FOLDER)",
     "preprocess_chat": "chat() renders and tokenizes; get_tokenizer().apply_chat_template does too",
-    "model_config": "it is llm.engine.model_config",
+    "model_config": "use llm.engine.model_config",
     "model_executor": _MODEL,
     "vllm_config": "llm.engine.config has all options",
-    "abort": "it is llm.engine.abort_request(request_id)",
-    "add_request": "it is llm.engine.add_request()",
-    "step": "it is llm.engine.step()",
-    "is_finished": "it is not llm.engine.has_unfinished_requests()",
+    "abort": "use llm.engine.abort_request(request_id)",
+    "add_request": "use llm.engine.add_request()",
+    "step": "use llm.engine.step()",
+    "is_finished": "use not llm.engine.has_unfinished_requests()",
 }
 # Attributes of vLLM's `ModelConfig`.
 MODEL_CONFIG = {
-    "max_model_len": "it is llm.engine.input_processor.max_model_len",
+    "max_model_len": "use llm.engine.input_processor.max_model_len",
     **dict.fromkeys(
         ("hf_config", "hf_text_config"),
         "entries of config.json are attributes here; the file is in llm.engine.config.model, and "
         "transformers.AutoConfig reads it",
     ),
-    "get_vocab_size": "it is vocab_size",
-    "get_hidden_size": "it is hidden_size",
-    "get_head_size": "it is head_dim",
-    "get_num_layers": "it is num_hidden_layers",
-    "get_num_attention_heads": "it is num_attention_heads",
-    "get_num_kv_heads": "it is num_key_value_heads",
-    "model_type": "it is architecture",
-    "quantization": "it is llm.engine.config.quantization",
+    "get_vocab_size": "use vocab_size",
+    "get_hidden_size": "use hidden_size",
+    "get_head_size": "use head_dim",
+    "get_num_layers": "use num_hidden_layers",
+    "get_num_attention_heads": "use num_attention_heads",
+    "get_num_kv_heads": "use num_key_value_heads",
+    "model_type": "use architecture",
+    "quantization": "use llm.engine.config.quantization",
     **dict.fromkeys(
         ("model", "tokenizer", "seed", "enforce_eager", "trust_remote_code", "revision"),
         "llm.engine.config has all options",
@@ -62,7 +62,7 @@ NAMES = {
     **dict.fromkeys(("PoolingParams", "PoolingRequestOutput", "EmbeddingRequestOutput"), _POOLING),
     "AsyncStream": "iterate over what AsyncLLM.generate() returns",
     "CompilationConfig": "kernels are fused by hand and nothing is compiled by torch",
-    "GuidedDecodingParams": "StructuredOutputsParams has the same fields; give it as "
+    "GuidedDecodingParams": "StructuredOutputsParams has the same fields; pass it as "
     "SamplingParams(structured_outputs=...)",
     "KVTransferConfig": "KV caches are not transferred between engines",
     "LoRARequest": "merge the adapter into its base (peft: merge_and_unload) and load that",
@@ -85,8 +85,8 @@ IN_DROP_IN = {
 def refuse(module: str, name: str) -> NoReturn:
     """Raise `AttributeError` for a name that a module does not have.
 
-    If a replacement is known, raise `ImportError` instead: `from ... import` replaces the message
-    of an `AttributeError` by its own.
+    If a replacement is known, raise `ImportError` instead, because `from ... import` replaces the
+    message of an `AttributeError`.
     """
     message = f"module {module!r} has no attribute {name!r}"
     if name in IN_DROP_IN:

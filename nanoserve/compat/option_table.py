@@ -1,7 +1,7 @@
-"""vLLM's engine options that nanoserve does not have, current and former ones, by subject.
+"""Current and former engine options of vLLM that nanoserve does not have, by subject.
 
-Each entry has the values that match the behaviour here, which are accepted, and what to use instead
-of any other value.
+Each entry has the accepted values, which match the behaviour here, and what to use instead of any
+other value.
 """
 
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from nanoserve.utils.checks import is_number
 
 
 class Foreign(NamedTuple):
-    """Option of vLLM that nanoserve does not have."""
+    """An option of vLLM that nanoserve does not have."""
 
     accepts: Callable[[Any], bool]
     instead: str  # of a value that is not accepted: a reason, or what to use
@@ -27,7 +27,7 @@ def _anything(value: Any) -> bool:
 
 
 def _is_empty(value: Any) -> bool:
-    """Return True if a dictionary, list or text is empty, or False is given."""
+    """Return True if a dictionary, list or string is empty, or the value is False."""
     return value in ({}, [], (), "", False)
 
 
@@ -42,7 +42,7 @@ def _known(
 
 
 _one, _off, _on = _one_of(1), _one_of(False), _one_of(True)
-_TEXT = "nanoserve runs text models only: leave it out"
+_TEXT = "nanoserve runs text models only; remove it"
 _REPLICAS = (
     "one engine is one replica of tensor_parallel_size x pipeline_parallel_size ranks; for "
     "several use `nanoserve serve --data-parallel-size N`, or `nanoserve batch --replicas N`"
@@ -52,15 +52,15 @@ _EXPERTS = "whole experts are always distributed over the ranks of tensor_parall
 _LORA = "merge the adapter into its base (peft: merge_and_unload) and load that"
 _POOLING = "nanoserve generates text; use sentence-transformers or vLLM for embeddings and scores"
 _GRAPHS = "the sizes of CUDA graphs follow from max_num_seqs; enforce_eager=True disables them"
-_COMPILED = "kernels are fused by hand and nothing is compiled by torch: leave it out"
+_COMPILED = "kernels are fused by hand and nothing is compiled by torch; remove it"
 _STATE = "no supported model has such a state"
 _NOT_MOVED = "weights and KV cache stay on their device: use a smaller model, or quantization"
-_GUIDED = "give structured_outputs_config={'backend': ...}"
+_GUIDED = "pass structured_outputs_config={'backend': ...}"
 _KERNELS = "device and dtype determine the kernels; only attention_backend can be chosen"
 _MACHINES = "distributed_executor_backend='ray' starts the ranks of several machines"
 _NUMA = "start the program under numactl"
 _FAULTS = "a rank that dies ends the engine; `nanoserve serve --data-parallel-size N` restarts it"
-_REASONING = "give --reasoning-parser NAME to `nanoserve serve`"
+_REASONING = "pass --reasoning-parser NAME to `nanoserve serve`"
 _LOGGING = "use Python's logging: logging.getLogger('nanoserve').setLevel('DEBUG')"
 _OBSERVED = "trace='run.jsonl' records every step; get_metrics() and /metrics have statistics"
 
@@ -68,7 +68,7 @@ _OBSERVED = "trace='run.jsonl' records every step; get_metrics() and /metrics ha
 FOREIGN: dict[str, Foreign] = {
     # Behaviour that cannot be changed here.
     **_known("enable_chunked_prefill", "prompts are always computed in chunks of at most "
-             "max_num_batched_tokens: leave it out", _on),
+             "max_num_batched_tokens; remove it", _on),
     **_known("use_v2_block_manager", "there is one block manager", _anything),
     **_known("fail_on_environ_validation enable_shm_tensor_arena allow_deprecated_quantization "
              "scheduler_reserve_full_isl renderer_num_workers", "it changes no result", _anything),
@@ -86,7 +86,7 @@ FOREIGN: dict[str, Foreign] = {
     **_known("max_parallel_loading_workers", "at most 16 threads load weights", _is_size),
     **_known("safetensors_load_strategy pt_load_map_location", "weights are copied from mapped "
              "files in pieces", _one_of("lazy", "auto", "cpu")),
-    **_known("served_model_name", "give --served-model-name to `nanoserve serve`", _anything),
+    **_known("served_model_name", "pass --served-model-name to `nanoserve serve`", _anything),
     **_known("prefix_caching_hash_algo", "a hash only finds a block; its tokens are compared",
              _anything),
     **_known("safetensors_prefetch_num_threads safetensors_prefetch_block_size",
@@ -100,16 +100,16 @@ FOREIGN: dict[str, Foreign] = {
              _one_of("auto", "hf")),
     **_known("model_impl", "models are nanoserve's own; nanoserve.models.registry adds others",
              _one_of("auto", "vllm")),
-    **_known("model_weights", "give the folder with config.json and weights as model"),
+    **_known("model_weights", "pass the folder with config.json and weights as model"),
     **_known("tokens_only", "skip_tokenizer_init=True takes and returns token ids", _off),
     **_known("hf_config_path", "config.json must be in the folder of the weights"),
     **_known("hf_token", "set HF_TOKEN, or log in with `hf auth login`", _on),
     **_known("model_class_overrides", "nanoserve.register_model(name, class) adds a model"),
-    **_known("quantization_config", "the checkpoint's is read; use quantization= for another one"),
+    **_known("quantization_config", "the checkpoint's config is read; set quantization= otherwise"),
     **_known("weight_transfer_config", "construct a new LLM for new weights"),
     **_known("code_revision", "code in a checkpoint is never run for a model"),
-    **_known("tokenizer_revision", "give tokenizer=FOLDER with the version to use"),
-    **_known("rope_scaling rope_theta", "give hf_overrides={'rope_scaling': ...}, as in "
+    **_known("tokenizer_revision", "pass tokenizer=FOLDER with the version to use"),
+    **_known("rope_scaling rope_theta", "pass hf_overrides={'rope_scaling': ...}, as in "
              "config.json"),
     **_known("disable_sliding_window", "the windows of config.json apply; a smaller "
              "max_model_len makes them ineffective", _off),
@@ -129,13 +129,13 @@ FOREIGN: dict[str, Foreign] = {
              "enable_multimodal_encoder_data_parallel", _TEXT,
              lambda value: _is_empty(value) or value == 0),
     **_known("enable_return_last_hidden_states enable_return_routed_experts return_sampling_mask",
-             "outputs are tokens, texts and log-probabilities", _off),
+             "outputs are tokens, text and log-probabilities", _off),
     **_known("enable_prompt_embeds", "a prompt is text or token ids", _off),
     # Steps and caches.
     **_known("max_num_partial_prefills max_long_partial_prefills",
              "limit the tokens of one sequence with long_prefill_token_threshold", _one),
-    **_known("max_num_scheduled_tokens", "it is max_num_batched_tokens"),
-    **_known("max_num_active_seqs", "it is max_num_seqs"),
+    **_known("max_num_scheduled_tokens", "use max_num_batched_tokens"),
+    **_known("max_num_active_seqs", "use max_num_seqs"),
     **_known("max_num_queued_reqs max_num_queued_tokens",
              "`nanoserve serve --max-queue N` answers 429 when N sequences wait"),
     **_known("long_prefill_token_threshold_adaptive",
@@ -145,7 +145,7 @@ FOREIGN: dict[str, Foreign] = {
     **_known("prefix_match_unit", "cached prefixes are whole blocks of block_size tokens"),
     **_known("prefix_cache_retention_interval", "the blocks used least recently are evicted first"),
     **_known("kv_cache_dtype_skip_layers", "all layers have one kv_cache_dtype"),
-    **_known("swa_bounded_replay", "tokens behind a window are never computed again", _off),
+    **_known("swa_bounded_replay", "tokens outside a window are never computed again", _off),
     **_known("use_fp64_gumbel", "noise is float32 and the same on every device", _off),
     **_known("num_lookahead_slots", "draft tokens use only free blocks", _one_of(0)),
     **_known("external_parameters additional_config", "nothing here reads it"),
@@ -185,7 +185,7 @@ FOREIGN: dict[str, Foreign] = {
     **_known("device_ids", "set CUDA_VISIBLE_DEVICES"),
     **_known("numa_bind", _NUMA, _off),
     **_known("numa_bind_nodes numa_bind_cpus", _NUMA),
-    **_known("cpu_distributed_timeout_seconds", "it is distributed_timeout_seconds"),
+    **_known("cpu_distributed_timeout_seconds", "use distributed_timeout_seconds"),
     **_known("enable_fault_tolerance", _FAULTS, _off),
     **_known("fault_tolerance_config", _FAULTS),
     **_known("dcp_kv_cache_interleave_size cp_kv_cache_interleave_size", _RANKS, _one),
@@ -201,9 +201,9 @@ FOREIGN: dict[str, Foreign] = {
              "data_parallel_rpc_port data_parallel_hybrid_lb data_parallel_external_lb",
              _REPLICAS),
     **_known("ray_workers_use_nsight worker_use_ray engine_use_ray",
-             "give distributed_executor_backend='ray'", _off),
-    **_known("worker_cls", "workers are those of nanoserve.worker", _one_of("auto")),
-    **_known("worker_extension_cls", "workers are those of nanoserve.worker"),
+             "set distributed_executor_backend='ray'", _off),
+    **_known("worker_cls", "workers come from nanoserve.worker", _one_of("auto")),
+    **_known("worker_extension_cls", "workers come from nanoserve.worker"),
     **_known("enable_expert_parallel", _EXPERTS, _anything),
     **_known("enable_eplb enable_dbo eplb_log_balancedness "
              "disable_nccl_for_dp_synchronization", _EXPERTS, _off),
@@ -228,14 +228,14 @@ FOREIGN: dict[str, Foreign] = {
     **_known("reasoning_parser enable_reasoning", _REASONING),
     **_known("reasoning_parser_plugin reasoning_config", "the parsers of `nanoserve serve "
              "--reasoning-parser` are qwen3 and deepseek_r1"),
-    **_known("watermark_config", "texts have no watermark"),
-    **_known("aux_output_config", "outputs are tokens, texts and log-probabilities"),
-    **_known("spec_method spec_model spec_tokens", "give speculative_config={'method': ..., "
+    **_known("watermark_config", "outputs have no watermark"),
+    **_known("aux_output_config", "outputs are tokens, text and log-probabilities"),
+    **_known("spec_method spec_model spec_tokens", "pass speculative_config={'method': ..., "
              "'model': ..., 'num_speculative_tokens': ...}"),
     **_known("guided_decoding_backend", _GUIDED, _one_of("auto")),
     **_known("guided_decoding_disable_fallback", "there is no fallback", _anything),
     **_known("guided_decoding_disable_any_whitespace guided_decoding_disable_additional_properties",
-             "they are fields of StructuredOutputsParams", _off),
+             "use the fields of StructuredOutputsParams", _off),
     **_known("logits_processor_pattern io_processor_plugin", "pass logits_processors in a program"),
     # Observability.
     **_known("show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces "

@@ -1,8 +1,8 @@
-"""Translation of vLLM's engine options to those of `EngineConfig`.
+"""Translate vLLM's engine options to `EngineConfig`.
 
-Every option of vLLM is known by name. Some have another name or other values here. Of those that
-nanoserve does not have, a value that matches its behaviour is accepted, and any other value is
-rejected with what to use instead: silently ignoring an option would be worse than an error.
+Every option of vLLM is known by name. Some have another name or other values here. For an option
+that nanoserve does not have, a value that matches its behaviour is accepted, and any other value is
+rejected with what to use instead. Silently ignoring an option would be worse than an error.
 """
 
 import logging
@@ -40,10 +40,10 @@ SPELLINGS: dict[str, dict[Any, Any]] = {
     "load_format": {"hf": "auto"},
     "distributed_executor_backend": {"uni": "mp"},
 }
-# Advice for values that are not implemented here.
+# Advice for values that are not supported here.
 _ADVICE = {
     ("load_format", "pt"): "pickles may run code: save the model as safetensors",
-    ("load_format", "gguf"): "give the file itself as model: LLM('folder/model-Q4_K_M.gguf')",
+    ("load_format", "gguf"): "pass the file itself as model: LLM('folder/model-Q4_K_M.gguf')",
     ("load_format", "sharded_state"): "each rank reads its shard of an ordinary checkpoint",
     ("load_format", "mistral"): "use the repository's files in Hugging Face's format",
     ("load_format", "bitsandbytes"): "bitsandbytes checkpoints are read with load_format='auto'",
@@ -85,12 +85,12 @@ def engine_config(model: str | Path, options: Mapping[str, Any]) -> EngineConfig
     """Return the `EngineConfig` for options of `LLM`, including vLLM's; None is "not given".
 
     Raises `ValueError` for a name that neither nanoserve nor vLLM has, with similar names; for an
-    option of vLLM with a value that is not implemented, with what to use instead; and for a value
-    out of range.
+    option of vLLM with a value that is not supported, with what to use instead; and for a value out
+    of range.
     """
     name = str(model)
     if isinstance(model, Path) and not name.startswith(("/", ".", "~")):
-        name = f"./{name}"  # a Path is never a name on the hub
+        name = f"./{name}"  # a Path is never a name on the Hub
     given = {name: value for name, value in options.items() if value is not None}
     if given.get("max_model_len") in (-1, "auto"):
         del given["max_model_len"]
@@ -117,7 +117,7 @@ def _translate(given: Mapping[str, Any]) -> dict[str, Any]:
             raise ValueError(_unknown(name, known))
         if ours != name and ours in given:
             raise ValueError(
-                f"{name}={shown(value)} means {ours}, which is given as well: leave one out"
+                f"{name}={shown(value)} means {ours}, which is set as well; remove one"
             )
         options[ours] = _spelled(ours, value)
     return options
@@ -128,7 +128,7 @@ def _accept(name: str, value: Any) -> None:
     accepts, instead = FOREIGN[name]
     text = "..." if name == "hf_token" else shown(value)  # a token is a secret
     if not accepts(value):
-        raise ValueError(f"{name}={text} is vLLM's and not implemented here: {instead}")
+        raise ValueError(f"{name}={text} is vLLM's and not supported here: {instead}")
     logger.info("%s=%s has no effect here: %s", name, text, instead)
 
 
@@ -143,7 +143,7 @@ def _unknown(name: str, known: Collection[str]) -> str:
 
 
 def _of_the_same_words(name: str, names: Collection[str]) -> list[str]:
-    """Return the names with as many words, each of which begins as the word in `name`.
+    """Return the names with the same number of words, each beginning like the word in `name`.
 
     An example is "gpu_memory_utilization" for "gpu_mem_utilization".
     """
@@ -165,13 +165,13 @@ def _spelled(name: str, value: Any) -> Any:
     if isinstance(value, str):
         instead = _ADVICE.get((name, value))
         if instead is not None:
-            raise ValueError(f"{name}={value!r} is vLLM's and not implemented here: {instead}")
+            raise ValueError(f"{name}={value!r} is vLLM's and not supported here: {instead}")
         return spellings.get(value, value)
     return value
 
 
 def _processors(make_config: Callable[..., Any], options: dict[str, Any]) -> Any:
-    """Return the logits processors, with vLLM's classes wrapped as processors of all rows."""
+    """Return the logits processors, with vLLM classes wrapped as processors of all rows."""
     given = options["logits_processors"]
     if not isinstance(given, (list, tuple)) or all(map(_is_plain, given)):
         return given
@@ -179,8 +179,8 @@ def _processors(make_config: Callable[..., Any], options: dict[str, Any]) -> Any
 
     if options.get("speculative_config") is not None:
         raise ValueError(
-            "logits_processors that are vLLM's classes do not support draft tokens: leave out "
-            "speculative_config, or give callables (logits, states), see "
+            "logits_processors that are vLLM classes do not support draft tokens; remove "
+            "speculative_config, or pass callables (logits, states), see "
             "nanoserve.sampling.processors"
         )
     others = {name: value for name, value in options.items() if name != "logits_processors"}

@@ -1,4 +1,4 @@
-"""Request fields of other servers and libraries, and what each means here.
+"""Request fields of other servers and libraries, and their meaning here.
 
 The HTTP endpoints and `SamplingParams` share these tables. They reject a field in `FOREIGN`, with
 what to use instead, unless its value has no effect. Fields in `HARMLESS` are often sent by clients
@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 
 class Foreign(NamedTuple):
-    """Field that nanoserve does not support under this name.
+    """A field that nanoserve does not support under this name.
 
-    instead: what to use instead. neutral: values besides None that have no effect. ours: the
+    instead: what to use instead. neutral: values other than None that have no effect. ours: the
     sampling parameter with the same meaning, if there is one. in_python: what to use instead in a
     program, if that differs from HTTP.
     """
@@ -55,7 +55,7 @@ _TEXT_ONLY = "nanoserve runs text models only"
 _NO_LORA = "merge the adapter into its base (peft: merge_and_unload) and serve that"
 _MESSAGES = "send the text in messages"
 _EXTRA_OUTPUT = "answers have text, logprobs and usage only"
-_CONTEXT = "the context length is an option of the server: --max-model-len"
+_CONTEXT = "the context length is set by the server option --max-model-len"
 _ONE_LEVEL = "its fields belong at the top level of the request"
 _BEAMS = "LLM.beam_search(prompts, BeamSearchParams(...)) searches offline"
 _GRAMMAR = (
@@ -179,7 +179,7 @@ FOREIGN: dict[str, Foreign] = {
         "choices": 'use structured_outputs={"choice": [...]} (or guided_choice)',
     }.items()},
     "guided_decoding_backend": Foreign(
-        "it is an option of the server: --structured-outputs-config", ("auto",)),
+        "use the server option --structured-outputs-config", ("auto",)),
     "grammar_lazy": Foreign(_GRAMMAR, (False,)),
     "grammar_triggers": Foreign('use structured_outputs={"structural_tag": ...}', ([],)),
     # Conversations.
@@ -198,9 +198,9 @@ FOREIGN: dict[str, Foreign] = {
                          ({},)),
     "include_reasoning": Foreign("reasoning is a separate field of the answer, which a client "
                                  "may ignore", (True,)),
-    "separate_reasoning": Foreign("it is an option of the server: --reasoning-parser", (True,)),
+    "separate_reasoning": Foreign("use the server option --reasoning-parser", (True,)),
     "stream_reasoning": Foreign("reasoning is streamed as it is generated", (True,)),
-    "reasoning_format": Foreign("it is an option of the server: --reasoning-parser",
+    "reasoning_format": Foreign("use the server option --reasoning-parser",
                                 ("auto", "none")),
     "thinking_forced_open": Foreign(_THINKING, (False,)),
     "safe_prompt": Foreign("send it as a system message", (False,)),
@@ -212,16 +212,16 @@ FOREIGN: dict[str, Foreign] = {
     "input": Foreign(_MESSAGES),
     "inputs": Foreign("use prompt, or messages"),
     "content": Foreign("use prompt, or messages"),
-    "text": Foreign("use prompt for a text, and response_format for a format", ({},)),
+    "text": Foreign("use prompt for a string, and response_format for a format", ({},)),
     "input_ids": Foreign("prompt of /v1/completions takes token ids"),
     "prompt_token_ids": Foreign("prompt of /v1/completions takes token ids"),
-    **_refused("embeddings are unsupported: send text or token ids", "prompt_embeds input_embeds"),
+    **_refused("embeddings are not supported; send text or ids", "prompt_embeds input_embeds"),
     **_refused(_CONVERSATION, "previous_response_id conversation context session_params"),
     "suffix": Foreign("a prompt can only be continued; put the suffix into it in the "
                       "model's fill-in-the-middle format", ("",)),
     **_refused("put it into the prompt", "input_prefix input_suffix", ("",)),
     "input_extra": Foreign("put it into the prompt", ([],)),
-    "raw": Foreign("/v1/completions takes a text without a template", (False,)),
+    "raw": Foreign("/v1/completions takes a prompt without a template", (False,)),
     "prompt": Foreign(_MESSAGES),
     # Kinds of data that a text model does not read or write.
     "modalities": Foreign(_TEXT_ONLY, (["text"],)),
@@ -233,14 +233,14 @@ FOREIGN: dict[str, Foreign] = {
     "search_parameters": Foreign("give the model a tool that searches", ({"mode": "off"},)),
     "plugins": Foreign("give the model a tool", ([],)),
     "data_sources": Foreign("give the model a tool", ([],)),
-    **_refused("a server has one model: start another server for another one", "models", ([],)),
+    **_refused("a server has one model; start another server for another model", "models", ([],)),
     **_refused(_NO_LORA, "lora_path lora_request adapter_id adapters adapter", ("",)),
     "lora": Foreign(_NO_LORA, ([],)),
     **_refused("KV caches are not transferred between engines",
                "kv_transfer_params ec_transfer_params", ({},)),
     "background": Foreign("requests are answered synchronously, or by `nanoserve batch`", (False,)),
     "stream_format": Foreign("streams are server-sent events", ("sse",)),
-    # Contents of an answer besides its text.
+    # Contents of an answer other than its text.
     **_renamed("logprobs", "n_probs top_logprobs_num top_n_tokens num_logprobs", (0,)),
     **_refused("use logprobs", "return_logprob output_scores", (False,)),
     "logprob_token_ids": Foreign("use logprobs; a program may use SamplingParams("
@@ -257,7 +257,7 @@ FOREIGN: dict[str, Foreign] = {
                "return_prompt_text return_token_offsets", (False,)),
     "flat_logprobs": Foreign("logprobs have one entry for each token", (False,), None,
                              "logprobs are dictionaries, one for each token"),
-    **_refused("logprobs are the model's, before penalties and filters",
+    **_refused("logprobs come from the model, before penalties and filters",
                "post_sampling_probs", (False,)),
     **_refused(_EXTRA_OUTPUT, "return_hidden_states return_routed_experts timings_per_token "
                "return_progress perf_metrics_in_response return_dict_in_generate", (False,)),
@@ -270,11 +270,11 @@ FOREIGN: dict[str, Foreign] = {
     "extra_key": Foreign("use cache_salt"),
     "parse_tool_calls": Foreign('use tool_choice="none", or no tools', (True,)),
     # Fields of programs only.
-    "stream_interval": Foreign("it is an option of the server", (1,), None,
-                               "it is an option of AsyncLLM, for all requests"),
+    "stream_interval": Foreign("use the server option --stream-interval", (1,), None,
+                               "use the option of AsyncLLM, for all requests"),
     "skip_reading_prefix_cache": Foreign(
         "use a unique cache_salt: no other request's blocks are then reused", (False,), None,
-        "give the prompt a unique 'cache_salt': no other request's blocks are then reused"),
+        "set a unique 'cache_salt' in the prompt: no other request's blocks are then reused"),
     "skip_clone": Foreign("parameters are always copied when a request is made", (False,)),
     "trace_decode_token_ids": Foreign("append the tokens to the prompt, with prompt_logprobs"),
 }  # fmt: skip
@@ -315,11 +315,11 @@ PLACES: dict[str, tuple[frozenset[str], dict[str, Foreign]]] = {
     ),
     "response_format.json_schema": (
         _names("name description schema strict"),
-        {"json_schema": Foreign("the field of the schema is called schema")},
+        {"json_schema": Foreign("use the field schema")},
     ),
     "stream_options": (
         _names("include_usage continuous_usage_stats include_obfuscation"),
-        {"chunk_size": Foreign("it is an option of the server: --stream-interval")},
+        {"chunk_size": Foreign("use the server option --stream-interval")},
     ),
     "messages": (
         _names(

@@ -1,4 +1,4 @@
-"""Parameters of other engines in `SamplingParams`: rejected by name, with what to use instead."""
+"""Sampling parameters of other engines, rejected with an error that says what to use instead."""
 
 from collections.abc import Collection, Mapping
 from difflib import get_close_matches
@@ -31,7 +31,7 @@ FOREIGN["stream"] = ("llm.stream(prompt, params) yields text as it is generated"
 def without_foreign(given: Mapping[str, Any], ours: Collection[str]) -> dict[str, Any]:
     """Return the parameters that are `ours`.
 
-    Raises `ValueError` for any other, unless it is one of vLLM with a value that has no effect.
+    Raises `ValueError` for any other parameter, unless it is vLLM's and its value has no effect.
     """
     known, messages = {}, []
     for name, value in given.items():
@@ -49,7 +49,7 @@ def without_foreign(given: Mapping[str, Any], ours: Collection[str]) -> dict[str
 def _rejection(name: str, ours: Collection[str]) -> str:
     """Return the error message for a parameter that is not `ours`."""
     if name in FOREIGN:
-        return f"{name} is not implemented: {FOREIGN[name][0]}"
+        return f"{name} is not supported: {FOREIGN[name][0]}"
     near = [LIKE[name]] if name in LIKE else get_close_matches(name, sorted(ours), n=2)
     if near:
         return f"unknown sampling parameter {name!r}: did you mean {' or '.join(near)}?"

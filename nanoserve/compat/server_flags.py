@@ -1,7 +1,7 @@
 """Flags of vLLM and other servers that `nanoserve serve` does not have.
 
-As for options of the engine, a value that matches the behaviour here is accepted, and any other
-value is rejected with what to use instead.
+As with engine options, a value that matches the behaviour here is accepted, and any other value is
+rejected with what to use instead.
 """
 
 from collections.abc import Callable
@@ -29,7 +29,7 @@ _LORA = "merge the adapter into its base (peft: merge_and_unload) and serve that
 _PROXY = "put a proxy such as nginx or Caddy in front of the server"
 _LOGGED = "neither prompts nor answers are logged"
 _ACCESS = "there is no access log unless --access-log is given"
-_ONE_PROCESS = "one process serves HTTP, and --data-parallel-size N starts engines behind it"
+_ONE_PROCESS = "one process serves HTTP, and --data-parallel-size N starts several engines"
 _ALL_ALLOWED = "origins in --allowed-origins may use every method and header"
 _PARSERS = "--tool-call-parser takes hermes, llama3_json or mistral"
 _GRPC = "the server speaks HTTP"
@@ -40,16 +40,16 @@ _OTHER_PROTOCOLS = "the server has /v1/completions and /v1/chat/completions, and
 # All flags of `vllm serve` (0.32) that are neither flags here nor options of vLLM's engine.
 FLAGS: dict[str, Foreign] = {
     # Prompts.
-    **_known("chat_template_content_format", "templates get the content of a message as a text",
+    **_known("chat_template_content_format", "templates get the content of a message as a string",
              _one_of("auto", "string")),
-    **_known("trust_request_chat_template", "a template is a program, which no request can bring: "
-             "give the server --chat-template FILE", _off),
+    **_known("trust_request_chat_template", "a template is a program, so a request cannot set it; "
+             "start the server with --chat-template FILE", _off),
     **_known("trust_request_mm_kwargs", "nanoserve runs text models only", _anything),
     **_known("response_role", "the role of answers is always assistant", _one_of("assistant")),
     **_known("cohere_is_reasoning_model cohere_format anthropic_disabled_thinking_effort",
              _OTHER_PROTOCOLS, _anything),
     # Tools.
-    **_known("exclude_tools_when_tool_choice_none", "leave `tools` out of such a request", _off),
+    **_known("exclude_tools_when_tool_choice_none", "omit `tools` in such a request", _off),
     **_known("tool_parser_plugin", _PARSERS, _one_of("")),
     **_known("tool_strict_level", "calls of a tool with strict: true follow its schema",
              _one_of("auto")),
@@ -61,7 +61,7 @@ FLAGS: dict[str, Foreign] = {
              "stream", _off),
     **_known("enable_per_request_metrics", "/metrics has latencies of all requests", _off),
     **_known("enable_request_id_headers", "each answer has an x-request-id", _anything),
-    **_known("sse_keep_alive_interval", "it is --heartbeat-interval S"),
+    **_known("sse_keep_alive_interval", "use --heartbeat-interval S"),
     **_known("fingerprint_mode", "system_fingerprint is null", _one_of("none")),
     **_known("fingerprint_value", "system_fingerprint is null"),
     # Endpoints.
@@ -80,7 +80,7 @@ FLAGS: dict[str, Foreign] = {
     **_known("disable_uvicorn_access_log disable_access_log_for_endpoints", _ACCESS, _anything),
     # Sockets and processes.
     **_known("root_path", f"{_PROXY} that takes the prefix off the path"),
-    **_known("uds", "give --host 127.0.0.1 and --port; socat or a proxy can listen on a socket of "
+    **_known("uds", "use --host 127.0.0.1 and --port; socat or a proxy can listen on a socket of "
              "the file system"),
     **_known("middleware", f"{_PROXY}, or wrap the ASGI application "
              "nanoserve.serve.http.app.ApiServer(llm, settings).app"),
@@ -99,45 +99,45 @@ FLAGS: dict[str, Foreign] = {
              "dp_supervisor_probe_timeout_s dp_supervisor_probe_failure_threshold",
              "with --data-parallel-size N, Ray supervises the engines", _anything),
 }  # fmt: skip
-_TEMPLATES = "templates are always Jinja templates: leave it out"
+_TEMPLATES = "templates are always Jinja templates; remove it"
 _ON_GPU = "all layers are on one device: --device cuda or --device cpu"
 # Flags of llama.cpp, SGLang, TGI and older versions, and what to use here.
 ELSEWHERE = {
     **dict.fromkeys(("-c", "--ctx-size", "--context-length", "--max-total-tokens", "--max-seq-len"),
-                    "it is --max-model-len N"),
+                    "use --max-model-len N"),
     **dict.fromkeys(("-ngl", "--n-gpu-layers", "--gpu-layers"), _ON_GPU),
     **dict.fromkeys(("--jinja", "--no-jinja"), _TEMPLATES),
-    **dict.fromkeys(("-a", "--alias"), "it is --served-model-name NAME"),
+    **dict.fromkeys(("-a", "--alias"), "use --served-model-name NAME"),
     **dict.fromkeys(("-np", "--parallel", "--max-running-requests", "--max-concurrent-requests"),
-                    "it is --max-num-seqs N"),
+                    "use --max-num-seqs N"),
     **dict.fromkeys(("-m", "--model-path", "--model-id", "--model-tag", "-hf", "-hfr", "--hf-repo"),
                     "the model is the first argument: nanoserve serve MODEL"),
-    **dict.fromkeys(("-t", "--threads"), "it is --num-threads N"),
+    **dict.fromkeys(("-t", "--threads"), "use --num-threads N"),
     **dict.fromkeys(("-b", "--batch-size", "--max-batch-prefill-tokens", "--chunked-prefill-size"),
-                    "it is --max-num-batched-tokens N"),
-    **dict.fromkeys(("-fa", "--flash-attn"), "it is --attention-backend NAME"),
-    **dict.fromkeys(("-ctk", "-ctv", "--cache-type-k", "--cache-type-v"), "it is --kv-cache-dtype"),
-    **dict.fromkeys(("-md", "--model-draft"), "it is --speculative-config '{\"method\": "
+                    "use --max-num-batched-tokens N"),
+    **dict.fromkeys(("-fa", "--flash-attn"), "use --attention-backend NAME"),
+    **dict.fromkeys(("-ctk", "-ctv", "--cache-type-k", "--cache-type-v"), "use --kv-cache-dtype"),
+    **dict.fromkeys(("-md", "--model-draft"), "use --speculative-config '{\"method\": "
                     "\"draft_model\", \"model\": ...}'"),
     **dict.fromkeys(("--n-predict", "--predict", "--temp", "--temperature", "--top-k", "--top-p",
                      "--min-p", "--max-tokens"),
-                    "send it with each request, or give --override-generation-config"),
-    **dict.fromkeys(("--tp", "--tp-size", "--num-shard", "-sm"), "it is --tensor-parallel-size N"),
-    **dict.fromkeys(("--pp", "--pp-size"), "it is --pipeline-parallel-size N"),
-    **dict.fromkeys(("--dp", "--dp-size"), "it is --data-parallel-size N"),
+                    "send it with each request, or set --override-generation-config"),
+    **dict.fromkeys(("--tp", "--tp-size", "--num-shard", "-sm"), "use --tensor-parallel-size N"),
+    **dict.fromkeys(("--pp", "--pp-size"), "use --pipeline-parallel-size N"),
+    **dict.fromkeys(("--dp", "--dp-size"), "use --data-parallel-size N"),
     **dict.fromkeys(("--mem-fraction-static", "--cuda-memory-fraction"),
-                    "it is --gpu-memory-utilization X"),
+                    "use --gpu-memory-utilization X"),
     **dict.fromkeys(("--cont-batching", "-cb", "--mlock", "--no-mmap", "--no-webui", "-ub"),
-                    "leave it out"),
-    **dict.fromkeys(("--reasoning-format",), "it is --reasoning-parser NAME"),
-    **dict.fromkeys(("--timeout",), "it is --body-timeout S, or the client's own"),
+                    "remove it"),
+    **dict.fromkeys(("--reasoning-format",), "use --reasoning-parser NAME"),
+    **dict.fromkeys(("--timeout",), "use --body-timeout S, or the client's own"),
     **dict.fromkeys(("--embedding", "--embeddings", "--is-embedding", "--rerank", "--reranking"),
                     "nanoserve generates text; use sentence-transformers or vLLM for embeddings"),
     **dict.fromkeys(("--mmproj", "-mm"), "nanoserve runs text models only"),
     **dict.fromkeys(("--lora", "--lora-scaled"), _LORA),
-    **dict.fromkeys(("--disable-radix-cache",), "it is --no-enable-prefix-caching"),
-    **dict.fromkeys(("--disable-cuda-graph",), "it is --enforce-eager"),
-    **dict.fromkeys(("--schedule-policy",), "it is --scheduling-policy NAME"),
+    **dict.fromkeys(("--disable-radix-cache",), "use --no-enable-prefix-caching"),
+    **dict.fromkeys(("--disable-cuda-graph",), "use --enforce-eager"),
+    **dict.fromkeys(("--schedule-policy",), "use --scheduling-policy NAME"),
     **dict.fromkeys(("--api-key-file",), "set NANOSERVE_API_KEY"),
-    **dict.fromkeys(("--quantize",), "it is --quantization NAME"),
+    **dict.fromkeys(("--quantize",), "use --quantization NAME"),
 }  # fmt: skip

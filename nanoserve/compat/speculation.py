@@ -1,4 +1,4 @@
-"""Options of vLLM in a `speculative_config`."""
+"""Options of vLLM's `speculative_config`."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -13,7 +13,7 @@ FOREIGN: dict[str, tuple[str, tuple[Any, ...]]] = {
     "max_model_len": ("the engine's max_model_len applies", ()),
     "code_revision": ("code in a checkpoint is never run for a model", ()),
     "disable_by_batch_size": ("adaptive=True drafts only where it pays", ()),
-    "disable_logprobs": ("log-probabilities are those of the target model", (True, False)),
+    "disable_logprobs": ("log-probabilities come from the target model", (True, False)),
     "rejection_sample_method": ("a draft token equal to the sampled one is accepted", ("strict",)),
     "speculative_token_tree": ("draft tokens are a sequence, not a tree", ("",)),
 }
@@ -30,15 +30,15 @@ def own_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return a `speculative_config` without the options that only vLLM has.
 
     Raises `ValueError` for a method that only vLLM has, and for an option of vLLM with a value that
-    is not implemented here. Unknown names are kept, for `SpeculativeConfig` to reject.
+    is not supported here. Unknown names are kept, for `SpeculativeConfig` to reject.
     """
     advice, method = _METHODS.get(str(options.get("method"))), options.get("method")
-    require(advice is None, f"method={method!r} is vLLM's and not implemented: {advice}")
+    require(advice is None, f"method={method!r} is vLLM's and not supported: {advice}")
     for name in options.keys() & FOREIGN.keys():
         instead, neutral = FOREIGN[name]
         require(
             not neutral or options[name] in (None, *neutral),
-            f"{name}={shown(options[name])} in speculative_config is vLLM's and not implemented: "
+            f"{name}={shown(options[name])} in speculative_config is vLLM's and not supported: "
             f"{instead}",
         )
     return {name: value for name, value in options.items() if name not in FOREIGN}

@@ -1,4 +1,4 @@
-"""`AsyncLLM`: an engine shared by all tasks of an event loop."""
+"""`AsyncLLM`, an engine that all tasks of an event loop share."""
 
 import asyncio
 import atexit
@@ -43,11 +43,11 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MOST_CHECKED = 32  # grammars checked at a time: most wait for one of a `Checker`'s four processes
+_MOST_CHECKED = 32  # grammars checked at a time; most wait for one of a `Checker`'s four processes
 
 
 class AsyncLLM:
-    """Asynchronous engine for concurrent requests; `model` and `options` are those of `LLM`.
+    """An asynchronous engine for concurrent requests. It takes the same arguments as `LLM`.
 
         async with AsyncLLM("tiny-qwen3") as llm:
             async for output in llm.generate("What is a KV cache?", SamplingParams(max_tokens=50)):
@@ -55,11 +55,11 @@ class AsyncLLM:
 
     One thread owns the engine and steps while there is work. With `engine_process=True` that thread
     runs in another process, so that it does not compete for this process's interpreter lock (GIL).
-    The event loop is woken once per step, for all outputs together. Prompts are tokenised one at a
+    The event loop is woken once per step, for all outputs together. Prompts are tokenized one at a
     time, in a separate thread. Only tasks of one event loop at a time may use the object.
 
     stream_interval: number of new tokens between two outputs of a request. The first token and the
-    end of a request are always output at once. A larger interval costs less work per token.
+    end of a request are always output at once. A larger interval reduces the overhead per token.
     """
 
     def __init__(  # type: ignore[misc]  # vLLM has an option `stream_interval`, too
@@ -74,7 +74,7 @@ class AsyncLLM:
         self._tokenizing = ThreadPoolExecutor(1, thread_name_prefix="nanoserve tokenizer")
         self._tokenizing_much = ThreadPoolExecutor(1, thread_name_prefix="nanoserve tokenizer 2")
         self._checking = ThreadPoolExecutor(_MOST_CHECKED, thread_name_prefix="nanoserve checks")
-        # By request id. Weak references: a reader that its task drops must be collected.
+        # By request id. Weak references, so that a reader that its task drops is collected.
         self._readers: weakref.WeakValueDictionary[str, OutputReader] = (
             weakref.WeakValueDictionary()
         )
@@ -88,7 +88,7 @@ class AsyncLLM:
         self.owner = self._make_owner(model, engine_process, options, post)
         tokenizer = self.engine.tokenizer
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
-        # At exit, wait for the engine: torch must not be torn down while it runs.
+        # At exit, wait for the engine, because torch must not be torn down while it runs.
         at_exit = partial(_shut_down, weakref.ref(self))
         atexit.register(at_exit)
         self._end = weakref.finalize(self, _end, self.owner, at_exit)
@@ -101,9 +101,9 @@ class AsyncLLM:
 
     @property
     def engine(self) -> "GuardedEngine | EngineFront":
-        """Engine, for reading only; use `call_in_engine` to change it.
+        """The engine, for reading only; use `call_in_engine` to change it.
 
-        For an engine in another process this is an `EngineFront`, which has only `config`,
+        With an engine in another process this is an `EngineFront`, which has only `config`,
         `model_config`, `tokenizer`, `input_processor` and `clock`.
         """
         return self.owner.engine
@@ -116,7 +116,7 @@ class AsyncLLM:
     def stall(self) -> str | None:
         """Reason why the engine is considered hung; None if it is not.
 
-        A step hangs if it has used no processor time for half a minute or takes five minutes. If it
+        A step hangs if it has used no CPU time for 30 seconds or has run for five minutes. If it
         ends after all, the engine continues.
         """
         return self.owner.stall
@@ -133,12 +133,15 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
     ) -> AsyncIterator[RequestOutput]:
-        """Yield the outputs of a request, of the kind `sampling_params.output_kind`.
+        """Yield the outputs of a request. `sampling_params.output_kind` sets their kind.
 
         If the caller reads slowly, the tokens of several steps are merged into one output. Dropping
         the iterator aborts the request. If the request fails, its error is raised after its last
-        output. When the first output is requested, raises `ValueError` for what `LLM.generate`
-        rejects and for a `request_id` that is in use, and `EngineDeadError`.
+        output.
+
+        When the first output is requested, raises `ValueError` for arguments that `LLM.generate`
+        rejects and for a `request_id` that is in use, and `EngineDeadError` if the engine is not
+        running.
         """
         request_id = self.new_request_id() if request_id is None else request_id
         process = self.engine.input_processor.process
@@ -195,15 +198,17 @@ class AsyncLLM:
     ) -> None:
         """Take no step until `resume_generation`; requests that arrive meanwhile wait.
 
-        mode: "abort" ends running requests, each with a last output; "keep" continues them where
-        they were when generation resumes.
-        clear_cache: after "abort", evict all blocks of the prefix cache, as before a change of the
-        weights.
+        mode: "abort" ends running requests, each with a last output. "keep" continues them where
+        they stopped when generation resumes.
+        clear_cache: after "abort", evict all blocks of the prefix cache, which is required before
+        the weights change.
 
         Raises `ValueError` for vLLM's `wait_for_inflight_requests`, which is not supported.
         """
         check_choice("mode", mode, ("abort", "keep"))
-        unsupported = "wait_for_inflight_requests=True is not supported: await them, then pause"
+        unsupported = (
+            "wait_for_inflight_requests=True is not supported; await the requests, then pause"
+        )
         require(not wait_for_inflight_requests, unsupported)
         if mode == "abort":
             for request_id in list(self._readers):
@@ -222,7 +227,10 @@ class AsyncLLM:
         return self._is_paused
 
     async def get_tokenizer(self) -> "PreTrainedTokenizerBase":
-        """Return the checkpoint's tokenizer as a transformers object; `ValueError` without one."""
+        """Return the checkpoint's tokenizer as a transformers object.
+
+        Raises `ValueError` if the engine has none.
+        """
         return hugging_face_tokenizer(self.engine.tokenizer)
 
     def new_request_id(self) -> str:
@@ -230,9 +238,9 @@ class AsyncLLM:
         return next(self._request_ids)
 
     async def prepare(self, make: Callable[[], T], is_large: bool = False) -> T:
-        """Call `make()` in the tokenising thread and return its result.
+        """Call `make()` in the tokenizing thread and return its result.
 
-        is_large: use a second thread for long work, so that short prompts do not wait behind it.
+        is_large: use a second thread for long work, so that short prompts do not wait for it.
         """
         pool = self._tokenizing_much if is_large else self._tokenizing
         self._num_preparing += 1
@@ -244,8 +252,8 @@ class AsyncLLM:
     async def check_constraint(self, constraint: "StructuredOutputsParams | None") -> None:
         """Raise `ValueError` for a structured output constraint that cannot be compiled.
 
-        A check may take as long as tokenising a hundred texts, so checks have their own threads, in
-        which a slow grammar does not delay others. Results are cached.
+        A check may take as long as tokenizing a hundred prompts, so checks have their own threads,
+        in which a slow grammar does not delay other grammars. Results are cached.
         """
         if constraint is not None:
             processor = self.engine.input_processor
@@ -255,7 +263,8 @@ class AsyncLLM:
     def open(self, requests: list[Request]) -> OutputReader:
         """Queue requests made by `engine.input_processor`; return the reader of their outputs.
 
-        Raises `ValueError` for a `request_id` that is in use, and `EngineDeadError`.
+        Raises `ValueError` for a `request_id` that is in use, and `EngineDeadError` if the engine
+        is not running.
         """
         self._check_is_running()
         self._join_loop()
@@ -271,7 +280,7 @@ class AsyncLLM:
     async def call_in_engine(self, function: Callable[[GuardedEngine], T]) -> T:
         """Call `function(engine)` between two steps, in the engine's thread; return its result.
 
-        With `engine_process`, `function` and its result are pickled.
+        With `engine_process=True`, `function` and its result are pickled.
         """
         return await self._result_of(partial(self.owner.call, function))
 
@@ -300,7 +309,7 @@ class AsyncLLM:
     def call_soon(self, function: Callable[[GuardedEngine], Any]) -> None:
         """Call `function(engine)` like `call_in_engine`, but without waiting for its result.
 
-        It is called before any request that is opened later is processed. An error is logged.
+        The call precedes all requests that are opened later. An error is logged.
         """
 
         def done(_: Any, error: Exception | None) -> None:
@@ -333,7 +342,7 @@ class AsyncLLM:
         options: dict[str, Any],
         post: Callable[[News | None], None],
     ) -> EngineOwner:
-        """Return the owner of the engine, which steps it and calls `post` with the updates."""
+        """Return an owner of the engine, which steps it and calls `post` with the updates."""
         if not engine_process:
             return EngineThread(LLM(model, **options), post)
         return EngineProcess(model, options, post)
@@ -418,7 +427,7 @@ def _forget_prefixes(engine: GuardedEngine) -> None:
 
 
 def _do_nothing(engine: GuardedEngine) -> None:
-    """Do nothing; its call returns once all earlier commands have been executed."""
+    """Do nothing. The call returns once all earlier commands have been executed."""
 
 
 def _shut_down(llm: "weakref.ref[AsyncLLM]") -> None:

@@ -1,14 +1,14 @@
-"""Engine in a separate process, which does not share the server's interpreter lock (GIL).
+"""Run an engine in a separate process, which does not share the server's interpreter lock (GIL).
 
 Python executes one thread of a process at a time. Where a step of the engine takes milliseconds,
 converting the tokens of 256 streams to text and events takes about as long again. With two
-processes, both run in parallel.
+processes, the two run in parallel.
 
-Two pipes carry pickles between the two processes, which trust each other: commands in one
-direction, updates in the other. The updates include heartbeats: an engine process that sends none,
-for example because it was stopped by a signal, is killed, and its clients receive an error. The
-process is started as `python -m nanoserve.serve.engine_process`, so that a plain script needs no
-`if __name__ == "__main__"`. It ends when its parent process ends, for whatever reason.
+The processes exchange pickles, and so trust each other. One pipe carries commands and another one
+updates. The updates include heartbeats: an engine process that sends none, for example because a
+signal stopped it, is killed, and its clients receive an error. The process is started as `python -m
+nanoserve.serve.engine_process`, so that a plain script needs no `if __name__ == "__main__"`. It
+ends when its parent process ends, for whatever reason.
 """
 
 import contextlib
@@ -46,13 +46,13 @@ from nanoserve.text.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s: %(message)s"
-_IMPORT_TIMEOUT = 120.0  # seconds of silence before the first heartbeat: imports from a slow disk
+_IMPORT_TIMEOUT = 120.0  # seconds of silence before the first heartbeat; imports may be slow
 _END_TIMEOUT = 10.0  # seconds that the interpreter may take to exit after its last message
 _ORPHAN_TIMEOUT = 10.0  # seconds that a step may still take after the parent process has ended
 
 
 class EngineFront:
-    """Local stand-in for an engine in another process, sufficient to create requests for it."""
+    """A local stand-in for an engine in another process, sufficient to create requests for it."""
 
     def __init__(
         self,
@@ -70,9 +70,9 @@ class EngineFront:
 
 
 class EngineProcess:
-    """Owner of an engine in another process, with the interface of `EngineThread`.
+    """Owns an engine in another process, with the interface of `EngineThread`.
 
-    Raises what `LLM(model, **options)` raises.
+    Raises the same errors as `LLM(model, **options)`.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class EngineProcess:
         self._is_over = threading.Event()
         self._calls: dict[int, Done] = {}
         self._call_numbers = count()
-        # A finalizer may send a command at any moment, even while another one is being sent.
+        # A finalizer may send a command at any moment, even while another command is being sent.
         self._orders: SimpleQueue[bytes | None] = SimpleQueue()
         theirs, orders = Pipe(duplex=False)
         self._news, ours = Pipe(duplex=False)
@@ -113,7 +113,7 @@ class EngineProcess:
 
     @property
     def backlog(self) -> int:
-        """Backlog that the engine last reported, plus the sequences sent since."""
+        """The backlog that the engine last reported, plus the sequences sent since then."""
         return self._backlog + self._num_sent - self._num_received
 
     def add(self, request: Request, is_followed: bool) -> None:
@@ -127,7 +127,7 @@ class EngineProcess:
         self._send("pause", is_paused)
 
     def call(self, function: Callable[[GuardedEngine], Any], done: Done) -> None:
-        # Pickle first: if that raises, no call is registered.
+        # Pickle first, so that no call is registered if pickling raises.
         number, content = next(self._call_numbers), pickle.dumps(function)
         self._calls[number] = done
         self._send("call", number, content)
@@ -171,7 +171,7 @@ class EngineProcess:
             (self.stall,) = content
 
     def _receive_front(self) -> Any:
-        """Return the arguments of `EngineFront`, or raise what loading the engine has raised."""
+        """Return the arguments of `EngineFront`, or raise the error of loading the engine."""
         try:
             kind, content = self._receive()
         except EOFError:
@@ -183,9 +183,9 @@ class EngineProcess:
         return pickle.loads(content)
 
     def _watch(self) -> None:
-        """Kill the process if it shows no sign of life; `_listen` then finds the end of its pipe.
+        """Kill the process if it sends no heartbeat; `_listen` then finds the end of its pipe.
 
-        A process that uses processor time without sending heartbeats, for example in compiled code
+        A process that uses CPU time without sending heartbeats, for example in compiled code
         that holds the GIL, is not killed, but is considered hung after a while.
         """
         pulse, num_messages, silence = Pulse(self._process.pid), 0, 0.0
@@ -197,11 +197,11 @@ class EngineProcess:
             pulse.look(elapsed, is_alive)
             silence = 0.0 if is_alive else silence + min(elapsed, 2 * BEAT)
             if num_messages and silence >= WORK_LIMIT:
-                self.stall = f"the engine's process has sent nothing for {silence:.0f} seconds"
-            # Silence is noticed up to two heartbeats late: subtract them to keep the timeout.
+                self.stall = f"the engine process has sent no heartbeat for {silence:.0f} seconds"
+            # Silence is noticed up to two heartbeats late, so subtract these to keep the timeout.
             if pulse.silence >= (self._timeout - 2 * BEAT if num_messages else _IMPORT_TIMEOUT):
                 self.error = RuntimeError(
-                    f"the engine's process {pulse.pid} has shown no sign of life for "
+                    f"the engine process {pulse.pid} has sent no heartbeat for "
                     f"{pulse.silence:.0f} seconds and was killed"
                 )
                 self._process.kill()
@@ -226,7 +226,7 @@ class EngineProcess:
             self.error = error
         finally:
             self._is_over.set()
-            self._orders.put(None)  # this closes the pipe, for which the process waits last
+            self._orders.put(None)  # closes the pipe; the process waits for that before it exits
             status = self._wait(1.0)  # the status of a killed process is available at once
             if status and self.error is None:
                 self.error = RuntimeError(f"the engine's process has ended with status {status}")
@@ -238,10 +238,10 @@ class EngineProcess:
 
 
 class _Sender:
-    """Output queue of the engine process and the thread that sends it.
+    """An output queue of the engine process, with the thread that sends it.
 
-    The engine's thread never waits for a full pipe: until a message is sent, further tokens of a
-    sequence are merged with those in the queue.
+    The engine's thread never waits for a full pipe. Until a message is sent, further tokens of a
+    sequence are merged with its queued tokens.
     """
 
     def __init__(self, news: Connection) -> None:
@@ -310,7 +310,7 @@ class _Sender:
         except OSError:
             pass  # the parent process has ended
         finally:
-            self._pipe.close()  # also after an error, so that the parent does not wait for ever
+            self._pipe.close()  # also after an error, so that the parent does not wait forever
 
     def _send_all(self) -> None:
         is_over = False
@@ -370,7 +370,7 @@ def _without_objects(value: Any) -> Any:
 
 def _main(orders: Connection, news: Connection) -> None:
     """Run the engine process: load the model, execute commands, exit."""
-    # Terminals and supervisors send these to all processes of a group; the parent handles them.
+    # Terminals and supervisors signal all processes of a group; the parent handles the signals.
     for name in ("SIGINT", "SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -428,7 +428,7 @@ def _execute(orders: Connection, thread: EngineThread, sender: _Sender) -> None:
 def _call(function: bytes, engine: GuardedEngine) -> Any:
     """Unpickle and call a function of the engine.
 
-    It is unpickled here so that a failure of that is reported like any other error of the call.
+    Unpickling happens here, so that its errors are reported like any other error of the call.
     """
     return pickle.loads(function)(engine)
 

@@ -1,4 +1,4 @@
-"""Thread that owns an engine: executes commands, steps, and posts new tokens and outputs."""
+"""A thread that owns an engine, executes commands and steps, and posts tokens and outputs."""
 
 import atexit
 import logging
@@ -20,12 +20,12 @@ from nanoserve.serve.token_stream import NewTokens, TokenFeed
 
 logger = logging.getLogger(__name__)
 
-_NUM_TRIES = 2  # attempts at a step, before the requests in it are aborted
-_MOST_FAILURES = 6  # consecutive failed steps, before the engine is stopped
+_NUM_TRIES = 2  # attempts at a step before the requests in it are aborted
+_MOST_FAILURES = 6  # consecutive failed steps before the engine is stopped
 
-# Limits on the commands executed between two steps while there is work: a client that sends
-# commands without end must not starve the others. A call may take milliseconds, any other command
-# microseconds.
+# Limits on the commands executed between two steps while there is work, so that a client that
+# sends commands without end does not starve other clients. A call may take milliseconds, any other
+# command microseconds.
 _MOST_ORDERS = 1024
 _MOST_CALLS = 1
 
@@ -33,14 +33,14 @@ Done = Callable[[Any, Exception | None], None]  # receives the result of a call,
 
 
 class News(NamedTuple):
-    """Updates of a step: new tokens of followed requests (see `TokenFeed`), and outputs."""
+    """The updates of a step: new tokens of followed requests (see `TokenFeed`), and outputs."""
 
     tokens: list[NewTokens]
     outputs: list[RequestOutput]
 
 
 class EngineThread:
-    """Owner of an engine in this process: a thread that has exclusive access to it.
+    """Owns an engine in this process, as a thread that has exclusive access to it.
 
     Commands from other threads are executed in order, between two steps.
 
@@ -48,7 +48,8 @@ class EngineThread:
     that raises leaves the engine unchanged, so it is repeated; if it raises again, the requests in
     it end with that error and the other requests continue. After six consecutive failed steps the
     engine is stopped, and `error` is the cause. A dead executor stops the engine at once, even
-    between two steps: a second thread monitors the executor and the duration of steps and calls.
+    between two steps, because a second thread monitors the executor and the duration of steps and
+    calls.
     """
 
     def __init__(self, llm: LLM, post: Callable[[News | None], None]) -> None:
@@ -76,7 +77,7 @@ class EngineThread:
 
     @property
     def backlog(self) -> int:
-        """Number of waiting sequences minus free slots of the next step; below 0: slots remain."""
+        """Number of waiting sequences minus free slots of the next step; may be negative."""
         scheduler = self.engine.scheduler
         num_slots = scheduler.max_num_seqs - len(scheduler.running)
         return len(scheduler.waiting) + self._orders.qsize() - num_slots

@@ -1,4 +1,4 @@
-"""Reader of the outputs of some requests, for one task."""
+"""Readers, each of which collects the outputs of some requests for one task."""
 
 import asyncio
 from typing import TYPE_CHECKING, Union
@@ -18,20 +18,21 @@ EngineOwner = Union[EngineThread, "EngineProcess"]
 
 
 class EngineDeadError(RuntimeError):
-    """The engine has failed or was shut down; the exception's cause is its error, if any."""
+    """Raised if the engine has failed or was shut down. Its error, if any, is the cause."""
 
     def __init__(self, message: str = "the engine is not running") -> None:
         super().__init__(message)
 
 
 class OutputReader:
-    """Unread outputs of some requests, for the one task that reads them.
+    """Holds the unread outputs of some requests for the one task that reads them.
 
-    A task that reads late finds at most one output per request, into which later ones were merged.
+    A task that reads late finds at most one output per request, into which later outputs were
+    merged.
     A reader that is closed or dropped aborts its unfinished requests.
 
-    The task is woken when a request has its first token, `stream_interval` tokens more than were
-    read of it, or its end.
+    The task is woken when a request has its first token, has ended, or has `stream_interval` more
+    tokens than were read.
     """
 
     def __init__(
@@ -57,12 +58,12 @@ class OutputReader:
         self._waiter: asyncio.Future[None] | None = None
 
     def follows(self, request: Request) -> bool:
-        """Return True if this reader makes the outputs of `request`, from its tokens alone."""
+        """Return True if this reader makes the outputs of `request` from its tokens alone."""
         return request.request_id in self._followed
 
     @property
     def is_over(self) -> bool:
-        """True when every request has ended and all outputs were read."""
+        """True once every request has finished and all outputs have been read."""
         return not self._unread and not self._are_deltas
 
     async def read(self) -> list[RequestOutput]:

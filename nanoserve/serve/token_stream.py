@@ -1,4 +1,4 @@
-"""Detokenisation of streams in the reading task, instead of in the engine's thread.
+"""Detokenize streams in the reading task instead of in the engine's thread.
 
 For a *followed* request, the engine itself produces no output before the end and converts no token
 to text. A step observer collects the new tokens, at less than a microsecond each, and the task that
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 class NewTokens(NamedTuple):
-    """New tokens of one sequence, and its finish reason if it has ended."""
+    """The new tokens of one sequence, and its finish reason if it has ended."""
 
     request_id: str
     index: int  # type: ignore[assignment]  # of the completion in its request; hides tuple.index
@@ -45,7 +45,7 @@ def can_follow(request: Request) -> bool:
 
 
 class TokenFeed(RequestListener):
-    """Step observer and request listener that collects the new tokens of followed requests.
+    """A step observer and request listener that collects the new tokens of followed requests.
 
     It runs in the engine's thread. The last output of a request contains all of its tokens, so it
     does not matter whether the observer or the listener is called first when a request ends.
@@ -94,9 +94,9 @@ class _Completion:
 
 
 class FollowedRequest:
-    """Tokens and text of a followed request, in the task that reads them.
+    """The tokens and text of a followed request, in the task that reads them.
 
-    If detokenisation raises, the request ends with that error in `error`.
+    If detokenization raises, the request ends with that error in `error`.
     """
 
     def __init__(self, request: Request, detokenizer: Detokenizer) -> None:
@@ -126,7 +126,7 @@ class FollowedRequest:
             _end(seq, completion.finish_reason, completion.stop_reason)
 
     def output(self) -> RequestOutput:
-        """Return an output with all that is new since the last call."""
+        """Return an output with everything that is new since the last call."""
         request, last, outputs = self._request, self._last, []
         for completion in self._completions:
             seq, num_read = completion.seq, completion.num_read
@@ -163,7 +163,7 @@ class FollowedRequest:
             self._detokenizer.restart(completion.seq)
 
     def _text(self, seq: Sequence) -> str:
-        """Return the new text of `seq`; "" if detokenisation has failed."""
+        """Return the new text of `seq`; "" if detokenization has failed."""
         if self.error is None:
             try:
                 self._detokenizer.advance(seq)
@@ -174,7 +174,7 @@ class FollowedRequest:
         return ""
 
     def _failed(self, outputs: list[CompletionOutput]) -> list[CompletionOutput]:
-        """Return the last outputs after failed detokenisation, for all unfinished completions."""
+        """Return the last outputs after failed detokenization, for all unfinished completions."""
         new = {output.index: output for output in outputs}
         for completion in self._completions:
             if completion.seq.index in new or not completion.is_end_read:

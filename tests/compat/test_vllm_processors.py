@@ -577,7 +577,7 @@ def test_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processor = VllmProcessor(OnlyTarget, None)
     assert load(processor) is processor and load(len) is len
     refused = {
-        "some_processors:Outer": "is no LogitsProcessor: it has no apply, is_argmax_invariant, up",
+        "some_processors:Outer": "is not a LogitsProcessor: it has no apply, is_argmax_invariant",
         "some_processors:number": "is not a class, but 7",
         "some_processors:function": "is not a class, but <function",
         "some_processors:Good": "cannot be imported: AttributeError",
@@ -593,7 +593,7 @@ def test_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         with pytest.raises(ValueError, match=f"{name!r} .*{message}"):
             load(name)
     for entry, message in (
-        (int, "<class 'int'> is no LogitsProcessor: it has no apply"),
+        (int, "<class 'int'> is not a LogitsProcessor: it has no apply"),
         (Incomplete, "it has no __init__, is_argmax_invariant"),
         (7, "7 is neither a class, the name of one nor a callable"),
         (None, "None is neither"),

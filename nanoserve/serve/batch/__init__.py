@@ -1,1 +1,1 @@
-"""Batch jobs: answer a file of requests in OpenAI's batch format, without a server."""
+"""Batch jobs, which answer a file of requests in OpenAI's batch format without a server."""

@@ -1,4 +1,4 @@
-"""Client for an ASGI application in this process, without a server and without HTTP."""
+"""A client for an ASGI application in this process, without a server and without HTTP."""
 
 import asyncio
 import logging
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 async def post(app: "ASGIApp", path: str, content: bytes) -> tuple[int, bytes]:
     """Post a JSON body; return the status and the body of the complete response.
 
-    Cancelling it has the effect of a disconnecting client.
+    Cancelling it has the same effect as a client that disconnects.
     """
     scope: Scope = {
         "type": "http",

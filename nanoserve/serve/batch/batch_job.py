@@ -1,4 +1,4 @@
-"""Progress of a batch job: writes, counts and shows its answers."""
+"""The progress of a batch job, which writes, counts and shows its answers."""
 
 import sys
 import time
@@ -14,7 +14,7 @@ _SECONDS = 10.0  # between two progress messages, if stderr is not a terminal wi
 
 
 class Job:
-    """Batch job under way. Answers may arrive in any order."""
+    """A running batch job. Answers may arrive in any order."""
 
     def __init__(self, path: Path, answers: AnswersFile, found: Survey) -> None:
         self._path, self._answers, self._found = path, answers, found

@@ -1,4 +1,4 @@
-"""Batch job with one engine: sends only as many concurrent lines as keep it busy."""
+"""Run a batch job with one engine, with only as many concurrent lines as keep it busy."""
 
 import asyncio
 import signal

@@ -1,4 +1,4 @@
-"""Output file of a batch job: one line per answer.
+"""The output file of a batch job, with one line per answer.
 
 Each line is written at once, so that none is lost when a run is killed.
 
@@ -27,14 +27,14 @@ class Earlier(NamedTuple):
 
 
 class AnswersFile:
-    """Output file, created if it does not exist, and locked against other runs.
+    """An output file, created if it does not exist, and locked against other runs.
 
     Raises `OSError` if it cannot be written, and `ValueError` if another run writes to it.
     """
 
     def __init__(self, path: Path) -> None:
         is_valid = path.is_file() or not path.exists()
-        require(is_valid, f"{path} exists, but is not a regular file: name another file")
+        require(is_valid, f"{path} is not a regular file; use another path")
         self.path = path
         self._file = io.FileIO(path, "a+")  # unbuffered, so that every answer is written at once
         try:
@@ -52,7 +52,7 @@ class AnswersFile:
             custom_id: Any = fields.get("custom_id")
             answer_id: Any = fields.get("id")
             is_ours = is_text(custom_id) and is_text(answer_id)
-            require(is_ours, f"{where} is not an answer of a batch job: name another file")
+            require(is_ours, f"{where} is not an answer of a batch job; use another file")
             key = key_of(custom_id)
             require(key not in answers, f"{where} answers custom_id={custom_id!r} a second time")
             try:
@@ -67,7 +67,7 @@ class AnswersFile:
         return next(f["custom_id"] for _, f in self._lines() if key_of(f["custom_id"]) == key)
 
     def cut_torn_line(self) -> None:
-        """Truncate an incomplete last line. Call it after all checks: it is the first change."""
+        """Truncate an incomplete last line. Call this after all checks: it changes the file."""
         os.ftruncate(self._file.fileno(), self._size)
 
     def append(self, line: bytes) -> None:
@@ -97,7 +97,7 @@ class AnswersFile:
                 raise ValueError(message) from None
 
     def _lines(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield each complete line: its location, for messages, and its fields.
+        """Yield each complete line as its location, for messages, and its fields.
 
         Afterwards `_size` is the number of bytes of all complete lines.
         """
@@ -107,7 +107,7 @@ class AnswersFile:
                 where = f"{self.path}:{number}"
                 if not content.endswith(b"\n"):
                     is_ours = content.startswith(_BEGINNING[: len(content)])
-                    require(is_ours, f"{where} is not an answer of a batch job: name another file")
+                    require(is_ours, f"{where} is not an answer of a batch job; use another file")
                     break
                 yield where, json_object(content, where)
                 size += len(content)

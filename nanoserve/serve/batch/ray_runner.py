@@ -1,4 +1,4 @@
-"""Batch job with several engines: Ray Data maps the input over actors with one engine each.
+"""Run a batch job with several engines. Ray Data maps the input over actors with one engine each.
 
 Only the positions of lines and their answers are sent between processes. Each replica reads the
 input itself, a chunk of lines at a time, so the file must exist on every machine.
@@ -34,10 +34,10 @@ _MOST_CHUNKS = 32  # concurrent chunks of a replica, each in a thread
 
 
 class Replica:
-    """State of a Ray Data actor: an engine. Chunks overlap, so that the engine is always busy.
+    """The state of a Ray Data actor, an engine. Chunks overlap to keep the engine busy.
 
-    A failure of the engine is returned as the result of line 0: if it were raised, Ray would print
-    a hundred lines or retry.
+    A failure of the engine is returned as the result of line 0, because Ray would print a hundred
+    lines for a raised error, or retry.
     """
 
     def __init__(self, path: Path, num_bytes: int, salt: str, answerer: dict[str, Any]) -> None:
@@ -91,17 +91,18 @@ def answer_on_ray(
     answerer: arguments of `Answerer`. address: of a Ray cluster; None starts Ray on this machine,
     for as long as this process runs. salt: see `parse`.
 
-    Returns the signal that ended the job early, or 0. A signal drops the answers that were not
-    written yet. Raises `ValueError` if Ray lacks resources for the replicas, and `RuntimeError` if
-    a replica fails.
+    Returns the signal that ended the job early, or 0. A signal drops unwritten answers. Raises
+    `ValueError` if Ray lacks resources for the replicas, and `RuntimeError` if a replica fails.
     """
     options = answerer["options"]
     for name in ("trace", "kv_events_config"):
-        require(name not in options, f"{name} needs a single engine: leave it or --replicas out")
+        require(name not in options, f"{name} needs a single engine; remove it or --replicas")
     config = engine_config(answerer["model"], options)
     backend = config.distributed_executor_backend
-    message = f"distributed_executor_backend={backend!r} must be 'mp' with --replicas, whose ranks "
-    require(backend in (None, "mp"), f"{message}run on one machine each")
+    message = (
+        f"distributed_executor_backend={backend!r} must be 'mp' with --replicas: all ranks of "
+    )
+    require(backend in (None, "mp"), f"{message}a replica run on one machine")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # otherwise Ray sends usage statistics
     import ray
     from ray.data import DataContext
@@ -151,14 +152,16 @@ def _resources(
 ) -> dict[str, Any]:
     """Return the Ray resources of a replica.
 
-    Raises `ValueError` if Ray has too few for all replicas: it would wait for them for ever.
+    Raises `ValueError` if Ray has too few for all replicas, for which it would wait forever.
     """
     needs = {"num_cpus": num_cpus, "num_gpus": 0}
     if config.device == "cuda" or (config.device == "auto" and there.get("GPU")):
         needs["num_gpus"] = config.tensor_parallel_size * config.pipeline_parallel_size
     for name, each in (("CPU", needs["num_cpus"]), ("GPU", needs["num_gpus"])):
         has = there.get(name, 0)
-        message = f"replicas={replicas} need {each} {name}s each, and Ray has {has:g}: use fewer"
+        message = (
+            f"replicas={replicas} need {each} {name}s each, but Ray has {has:g}; use fewer replicas"
+        )
         require(replicas * each <= has, message)
     return needs
 

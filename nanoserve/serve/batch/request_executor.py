@@ -1,4 +1,4 @@
-"""Answering of lines by the server's own application, in this process and without HTTP."""
+"""Answer lines with the server's own application, in this process and without HTTP."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ _URLS = ("/v1/chat/completions", "/v1/completions")
 
 
 class Answered(NamedTuple):
-    """Result of a line: `content` is the line to write, or b"" if the next run is to retry it."""
+    """The result of a line. `content` is the line to write, or b"" if the next run is to retry."""
 
     number: int
     content: bytes
@@ -26,9 +26,9 @@ class Answered(NamedTuple):
 
 
 class Answerer:
-    """Engine that answers lines exactly as a server would.
+    """An engine that answers lines exactly as a server would.
 
-    settings: fields of `ServerSettings`. options: those of `LLM`. Raises what they raise.
+    settings: fields of `ServerSettings`. options: options of `LLM`. Raises the errors of both.
 
     A request without a seed gets one that is derived from its `custom_id` and the engine's seed.
     Its answer therefore does not depend on concurrent requests, on the replica, or on restarts.
@@ -103,7 +103,7 @@ def error_answer(line: BatchLine, message: str) -> Answered:
 
 
 def _has_several_prompts(body: dict[str, Any]) -> bool:
-    """Return True for a list of prompts, of which equal ones must not share one seed."""
+    """Return True for a list of prompts, in which equal prompts must not share a seed."""
     prompt = body.get("prompt")
     return isinstance(prompt, list) and len(prompt) > 1 and not isinstance(prompt[0], int)
 

@@ -1,4 +1,4 @@
-"""Input file of a batch job: each line is a request in OpenAI's batch format with a unique id.
+"""The input file of a batch job. Each line is a request in OpenAI's batch format, with an id.
 
     {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "..."}}
 
@@ -18,7 +18,7 @@ MOST_BYTES = 16 * 2**20  # of a line; a server accepts bodies of 8 MiB
 
 
 class BatchLine(NamedTuple):
-    """Line with a `custom_id`, which can be answered, at least with an error."""
+    """A line with a `custom_id`, which can be answered, at least with an error."""
 
     number: int  # from 1, as in editors
     custom_id: str
@@ -27,7 +27,7 @@ class BatchLine(NamedTuple):
 
 
 class Todo:
-    """Positions of the lines that have no answer yet, at 16 bytes per line."""
+    """The positions of the lines that have no answer yet, at 16 bytes per line."""
 
     def __init__(self, places: Iterable[tuple[int, int]] = ()) -> None:
         self._numbers, self._offsets = array("Q"), array("Q")  # offsets in bytes
@@ -78,19 +78,19 @@ def parse(number: int, content: bytes, salt: str) -> BatchLine:
         content = content.removeprefix(codecs.BOM_UTF8)
     fields = json_object(content, "the line")
     custom_id: Any = fields.get("custom_id")
-    require(is_text(custom_id), f"custom_id={shown(custom_id)} must be a text that is not empty")
+    require(is_text(custom_id), f"custom_id={shown(custom_id)} must be a non-empty string")
     digest = hashlib.blake2b(content.strip(), key=_key(salt), digest_size=16).hexdigest()
     return BatchLine(number, custom_id, fields, f"batch_req_{digest}")
 
 
 def key_of(custom_id: str) -> int:
-    """Return a 64-bit hash of a `custom_id`: a million of them must fit in memory."""
+    """Return a 64-bit hash of a `custom_id`, so that a million of them fit in memory."""
     text = custom_id.encode("utf-8", "surrogatepass")  # JSON can contain unpaired surrogates
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
 def key_of_answer(answer_id: str) -> int:
-    """Return 64 bits of the digest in the `id` of an answer; `ValueError` for any other `id`."""
+    """Return 64 bits of the digest in an answer's `id`. Raises `ValueError` for any other `id`."""
     prefix, digest = answer_id[:10], answer_id[10:]
     require(
         prefix == "batch_req_" and len(digest) == 32,

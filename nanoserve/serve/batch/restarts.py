@@ -1,7 +1,7 @@
-"""Restart of the engine after a crash, and bisection to find the line that crashes it.
+"""Restart the engine after a crash, and find the line that crashes it by bisection.
 
-Requests run concurrently, so any of those under way may have caused the crash. They are answered
-again, all together; if the engine crashes again, each half separately, and so on. A line that
+Requests run concurrently, so any request in flight may have caused the crash. They are answered
+again, all together. If the engine crashes again, each half runs separately, and so on. A line that
 crashes an engine when it runs alone is answered with an error, and the other lines continue.
 """
 
@@ -34,7 +34,7 @@ _SMALLEST = BatchLine(
 
 
 class RestartingAnswerer:
-    """Answerer that starts a new engine when the current one has ended.
+    """An answerer that starts a new engine when the current engine has ended.
 
     All methods must be called in the same event loop. Raises what `make_answerer` raises.
     """
@@ -44,7 +44,7 @@ class RestartingAnswerer:
         self._answerer = make_answerer()
         self._changed = asyncio.Condition()
         self._running: set[int] = set()  # lines that are being answered
-        self._suspects: set[int] = set()  # lines under way when the engine ended
+        self._suspects: set[int] = set()  # lines in flight when the engine ended
         self._group: set[int] | None = None  # lines that may run now; None: all
         self._is_single = False  # True if the group consists of one line
         self._groups: deque[list[int]] = deque()  # groups that run next
@@ -60,7 +60,7 @@ class RestartingAnswerer:
         """Answer a line; see `Answerer.answer`.
 
         Raises `EngineDeadError` if a new engine crashes before its first line, and the errors of
-        starting one.
+        starting an engine.
         """
         number = line.number
         while True:
@@ -87,7 +87,7 @@ class RestartingAnswerer:
                 return answered
 
     def close(self) -> None:
-        """Abort running requests, and release the engine. No other one is started."""
+        """Abort running requests, and release the engine. No other engine is started."""
         if self._failure is None:
             self._failure = EngineDeadError()
         self._answerer.close()
@@ -99,7 +99,7 @@ class RestartingAnswerer:
         return is_its_turn and not self._is_restarting and not self._suspects
 
     def _leave(self, number: int, error: EngineDeadError | None = None) -> None:
-        """Record that a line is no longer under way; `error`: because the engine has ended."""
+        """Record that a line is no longer in flight. `error`: set if the engine has ended."""
         self._running.discard(number)
         has_ended = error is not None or bool(self._suspects)
         if self._group is not None and number not in self._suspects:
@@ -130,7 +130,7 @@ class RestartingAnswerer:
         self._is_single = group is not None and len(group) == 1
 
     async def _start_another(self, error: EngineDeadError | None) -> None:
-        logger.warning("the engine has ended (%s): starting another one", error)
+        logger.warning("the engine has ended (%s); starting another engine", error)
         try:
             self._answerer.close()
             self._answerer = self._make()

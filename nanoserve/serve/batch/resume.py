@@ -1,4 +1,4 @@
-"""Survey of the input before anything is computed: lines to answer, and invalid lines."""
+"""Survey the input for lines to answer and invalid lines, before anything is computed."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -24,7 +24,7 @@ def survey(
     bytes of memory per line, which are released afterwards.
 
     Raises `ValueError` if `answers` has an answer to a line that is missing in the input or has
-    changed: the input was edited, or the answers belong to another one.
+    changed, i.e. if the input was edited or the answers belong to another input.
     """
     earlier, num_refused = answers.earlier()
     todo, num_answered, num_bad = Todo(), 0, 0
@@ -37,7 +37,9 @@ def survey(
                 line = parse(number, content, salt)
                 key = key_of(line.custom_id)
                 if key in seen:
-                    raise ValueError(f"custom_id={line.custom_id!r:.200} is not unique: left out")
+                    raise ValueError(
+                        f"custom_id={line.custom_id!r:.200} is not unique; the line is skipped"
+                    )
             except ValueError as error:
                 report(number, str(error))
                 num_bad += 1
@@ -51,14 +53,14 @@ def survey(
             else:
                 raise ValueError(
                     f"{answers.path} answers custom_id={line.custom_id!r}, but not the request in "
-                    f"{path}:{number}: the line, the model or the seed has changed; name another "
-                    "file"
+                    f"{path}:{number}: the line, the model or the seed has changed; use another "
+                    "output file"
                 )
     if earlier:
         custom_id = answers.custom_id_of(next(iter(earlier)))
         raise ValueError(
-            f"{answers.path} answers custom_id={custom_id!r}, which is not in {path}: it belongs "
-            "to another input; name another file"
+            f"{answers.path} answers custom_id={custom_id!r}, which is not in {path}; use "
+            "another output file"
         )
     answers.cut_torn_line()
     return Survey(todo, num_answered, num_refused, num_bad)

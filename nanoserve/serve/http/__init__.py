@@ -1,1 +1,1 @@
-"""The OpenAI-compatible server, and its page."""
+"""The OpenAI-compatible server and its web page."""

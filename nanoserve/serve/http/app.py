@@ -50,17 +50,17 @@ from nanoserve.serve.response_stream import EngineDeadError
 
 BodyType = TypeVar("BodyType", bound=Body)
 
-_OTHER_ITEMS = 2**16  # besides a prompt and a bias for each token of the vocabulary: see `BodyCost`
+_OTHER_ITEMS = 2**16  # in addition to a prompt and a bias for each token; see `BodyCost`
 _METRICS_SECONDS = 0.25  # least time between two reads of the engine's metrics
-_TURN_SECONDS = 0.01  # tokenising time of one request before other requests get a turn
+_TURN_SECONDS = 0.01  # tokenizing time of one request before other requests get a turn
 
 
 class ApiServer:
-    """OpenAI's protocol in front of an `AsyncLLM`; `app` is the ASGI application."""
+    """An OpenAI-compatible API for an `AsyncLLM`; `app` is the ASGI application."""
 
     def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
         if llm.engine.tokenizer is None:
-            raise ValueError("a server needs a tokenizer: leave out skip_tokenizer_init=True")
+            raise ValueError("skip_tokenizer_init=True is not supported by a server; remove it")
         self.llm, self.settings = llm, settings
         self._tokenizer = llm.engine.tokenizer
         self.names = settings.served_model_name or [llm.engine.config.model]
@@ -129,9 +129,9 @@ class ApiServer:
             add(path, endpoint, methods=["POST"], response_model=None)
 
     async def health(self) -> Response:
-        """Return 200 while requests are served, else 503.
+        """Return 200 while requests are served, otherwise 503.
 
-        That is if the engine has failed, one of its steps hangs, or the server is stopping.
+        Requests are not served if the engine has failed, a step hangs, or the server is stopping.
         """
         is_well = self.llm.is_running and self.llm.stall is None and not self.is_draining
         return Response(status_code=200 if is_well else 503)
@@ -177,7 +177,7 @@ class ApiServer:
             config = self.llm.engine.config.structured_outputs_config
             constraint = await self._prepare(lambda: constraint_of_tools(use, special_id, config))
             if constraint is not None and body.constraint is not None:
-                message = "response_format cannot be combined with tools that are forced or strict"
+                message = "response_format cannot be combined with forced or strict tools"
                 raise ApiError(400, message, "response_format", "unsupported")
             if constraint is not None:
                 body.constraint, body.constraint_parts = constraint, schemas_of_tools(use)
@@ -189,10 +189,10 @@ class ApiServer:
         self.is_draining = True
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
-        """Return the token ids of a text or of a conversation, as in vLLM."""
+        """Return the token ids of a string or of a conversation, as vLLM does."""
         body = await self._read(request, TokenizeBody)
         if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "give either prompt or messages", "prompt")
+            raise ApiError(400, "pass either prompt or messages", "prompt")
         engine = self.llm.engine
 
         def token_ids() -> list[int]:
@@ -212,8 +212,8 @@ class ApiServer:
     async def detokenize(self, request: Request) -> dict[str, str]:
         """Return the text of at most `max_model_len` token ids.
 
-        vLLM has no limit. Millions of ids would occupy the tokenizer for seconds, and no text of
-        the model has more tokens than its context.
+        vLLM has no limit. Millions of ids would occupy the tokenizer for seconds, and no prompt or
+        output of the model has more tokens than its context.
         """
         body = await self._read(request, DetokenizeBody)
         vocab_size = self.llm.engine.model_config.vocab_size
@@ -234,7 +234,7 @@ class ApiServer:
         make: Callable[..., Iterable[Any]],
         answer_kind: Callable[..., Answer],
     ) -> Response:
-        """Tokenise and queue a request; return its complete output or a stream of it."""
+        """Tokenize and queue a request; return its complete output or a stream of it."""
         arrived = self.llm.engine.clock()
         self._admit(body)
         engine, new_id = self.llm.engine, self.llm.new_request_id
@@ -243,7 +243,7 @@ class ApiServer:
             lambda: make(body, engine, new_id), body.is_large, body.prompt_field
         )
         for one in requests:
-            one.sequences[0].metrics.arrival_time = arrived  # tokenising counts as latency
+            one.sequences[0].metrics.arrival_time = arrived  # tokenizing counts as latency
             self._check_length(body, len(one.prompt_token_ids), one.params.max_tokens)
         answer = answer_kind(body, body.model or self.names[0], requests, engine.tokenizer)
         reader = self.llm.open(requests)
@@ -319,7 +319,7 @@ class ApiServer:
         try:
             if not received.is_large:
                 return read()
-            # One thread, so one large body at a time: the event loop runs between two of them.
+            # One thread, so one large body at a time. The event loop runs between two of them.
             return await asyncio.get_running_loop().run_in_executor(self._reading, read)
         except ValueError as error:
             raise ApiError.of(error) from None
@@ -351,7 +351,7 @@ class ApiServer:
     async def _prepare(
         self, make: Callable[[], Any], is_large: bool = False, prompt_field: str = "prompt"
     ) -> Any:
-        """Call `make()` off the event loop and return its result; its `ValueError`s become 400s."""
+        """Call `make()` off the event loop and return its result; a `ValueError` returns 400."""
         try:
             return await self.llm.prepare(make, is_large)
         except ContextLengthError as error:

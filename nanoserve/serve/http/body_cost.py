@@ -1,8 +1,8 @@
-"""Cost estimate of parsing a JSON body, counted while the body arrives.
+"""Estimate the cost of parsing a JSON body while it arrives.
 
-A parser holds Python's interpreter lock (GIL) until it is done, and allocates 50 to 150 bytes for
-an item of three bytes, so a body of some megabytes could block the event loop for seconds and take
-gigabytes. Long strings cost almost nothing; the number of items has to be limited.
+A JSON parser holds the GIL for the whole parse and allocates 50 to 150 bytes for each three-byte
+item, so a body of a few MB could block the event loop for seconds and use gigabytes. Long strings
+are cheap; it is the number of items that must be limited.
 """
 
 # Costs in units of about 100 ns and 50 bytes.
@@ -14,9 +14,9 @@ PIECE = 2**16  # bytes counted at a time: about a millisecond
 
 
 class BodyCost:
-    """Cost of a body, in units, for the pieces added so far.
+    """The cost of a body, in units, for the pieces added so far.
 
-    Only bytes outside of strings count as syntax; a string may continue in the next piece. For
+    Only bytes outside strings count as syntax, and a string may continue in the next piece. For
     input that is not JSON the result has no meaning, but is at most `_CONTAINER` times the length.
     """
 
@@ -32,7 +32,7 @@ class BodyCost:
 
     @classmethod
     def of(cls, text: str) -> int:
-        """Return the cost of JSON inside of a string, which counts only as a string in its body."""
+        """Return the cost of JSON inside a string, which counts only as a string in its body."""
         cost = cls()
         cost.add(text.encode("utf-8", "surrogatepass"))
         return cost.total

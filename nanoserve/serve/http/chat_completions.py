@@ -1,4 +1,4 @@
-"""Endpoint /v1/chat/completions: answers a conversation with a message."""
+"""Endpoint /v1/chat/completions, which answers a conversation with a message."""
 
 import json
 from typing import Any
@@ -23,7 +23,7 @@ def chat_requests(
     kept_specials: tuple[str, ...] = (),
     reasoning_parser: str | None = None,
 ) -> list[Request]:
-    """Return the request of a conversation. It tokenises, so call it off the event loop.
+    """Return the request for a conversation. It tokenizes, so call it off the event loop.
 
     kept_specials: special tokens to keep in the output text, if the model has them.
     reasoning_parser: name of the reasoning format, so that a structured output constraint applies
@@ -32,7 +32,7 @@ def chat_requests(
     if body.echo:
         message = "echo=true is supported by /v1/completions only"
         raise ApiError(400, message, "echo", "unsupported")
-    if body.top_logprobs and not body.logprobs:  # 0 is the same as leaving it out
+    if body.top_logprobs and not body.logprobs:  # 0 is the same as omitting it
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
     most = engine.input_processor.max_logprobs
     if not -1 <= (body.top_logprobs or 0) <= most:
@@ -41,7 +41,7 @@ def chat_requests(
             400, f"{message}all, and the engine option max_logprobs is the limit", "top_logprobs"
         )
     if not body.messages:
-        raise ApiError(400, "messages is empty: there is nothing to answer", "messages")
+        raise ApiError(400, "messages is empty; pass at least one message", "messages")
     assert engine.tokenizer is not None  # `ApiServer` checks it
     prompt, special_id = chat_prompt(body, engine), engine.tokenizer.special_tokens.id_of
     if reasoning_parser is not None and body.constraint is not None:
@@ -59,7 +59,7 @@ def chat_requests(
 
 
 def chat_prompt(body: ChatBody, engine: GuardedEngine | EngineFront) -> dict[str, Any]:
-    """Return the prompt, as text and token ids, that the template makes of a conversation."""
+    """Return the prompt that the template makes of a conversation, as text and token ids."""
     assert engine.tokenizer is not None  # as above
     arguments = body.template_arguments(engine.tokenizer.chat_template or "")
     special = bool(body.allow_special_tokens)
@@ -68,7 +68,7 @@ def chat_prompt(body: ChatBody, engine: GuardedEngine | EngineFront) -> dict[str
 
 
 class ChatAnswer(Answer):
-    """Response of /v1/chat/completions: `n` messages to choose from."""
+    """A response of /v1/chat/completions, with `n` messages to choose from."""
 
     id_prefix, whole_object = "chatcmpl", "chat.completion"
     chunk_object = "chat.completion.chunk"
@@ -104,7 +104,7 @@ class ChatAnswer(Answer):
     def _choice_events(
         self, index: int, completion: CompletionOutput, output: RequestOutput
     ) -> list[str]:
-        """Return the new events of a choice: first its role, then text, last its finish reason."""
+        """Return the new events of a choice: first its role, then text, then its finish reason."""
         events = []
         if index not in self._begun:
             self._begun.add(index)

@@ -1,4 +1,4 @@
-"""Endpoint /v1/completions: continues a prompt of text or token ids."""
+"""Endpoint /v1/completions, which continues a prompt of text or token ids."""
 
 import json
 from collections.abc import Iterator
@@ -19,13 +19,13 @@ _DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this endpoint
 def completion_requests(
     body: CompletionBody, engine: GuardedEngine | EngineFront, new_id: Any
 ) -> Iterator[Request]:
-    """Yield a request for each prompt. It tokenises, so call it off the event loop.
+    """Yield a request for each prompt. It tokenizes, so call it off the event loop.
 
-    `max_tokens=0` together with `echo` requests the prompt and its log-probabilities alone.
+    `max_tokens=0` together with `echo` requests only the prompt and its log-probabilities.
     """
     max_tokens = _DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     if max_tokens == 0 and body.echo:
-        max_tokens = 1  # the response leaves this token out
+        max_tokens = 1  # the response omits this token
     params = body.sampling_params(
         engine.input_processor.default_sampling, max_tokens, body.logprobs
     )
@@ -41,7 +41,7 @@ def completion_requests(
 
 
 class CompletionAnswer(Answer):
-    """Response of /v1/completions: `n` continuations of each prompt."""
+    """A response of /v1/completions, with `n` continuations of each prompt."""
 
     id_prefix, whole_object, chunk_object = "cmpl", "text_completion", "text_completion"
     _body: CompletionBody
@@ -95,7 +95,7 @@ class CompletionAnswer(Answer):
     def _news(
         self, index: int, completion: CompletionOutput, output: RequestOutput
     ) -> tuple[str, dict[str, Any] | None]:
-        """Return the text and the log-probabilities of a choice that were not sent yet."""
+        """Return the unsent text and log-probabilities of a choice."""
         begins = index not in self._lengths
         if not self._body.echo and self._body.logprobs is None:
             self._lengths[index] = 0

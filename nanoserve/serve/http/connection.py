@@ -1,4 +1,4 @@
-"""HTTP connection of uvicorn, with limits on the size and the arrival time of headers."""
+"""An HTTP connection of uvicorn, with limits on the size and the arrival time of headers."""
 
 import asyncio
 
@@ -9,9 +9,9 @@ _HEADER_SECONDS = 10.0
 
 
 class Connection(HttpToolsProtocol):
-    """Connection that closes if headers are too long (64 KiB) or incomplete after 10 seconds.
+    """A connection that closes if headers are too long (64 KiB) or incomplete after 10 seconds.
 
-    uvicorn's own parser keeps headers of any length in memory, and waits for their end for ever.
+    uvicorn's own parser keeps headers of any length in memory, and waits forever for their end.
 
     A client may send more data, valid or not, while its request is still being answered. An error
     response to that data waits until the current response is complete, which it must not corrupt.
@@ -49,8 +49,8 @@ class Connection(HttpToolsProtocol):
     def send_400_response(self, msg: str) -> None:
         """Reject data that cannot be parsed, without cutting off the current response.
 
-        uvicorn calls this, and its own version would cut off that response. If the invalid data is
-        the rest of a body that the application still waits for, uvicorn's version is right.
+        uvicorn calls this method, whose original would cut off the current response. If the invalid
+        data is the rest of a body that the application still waits for, the original is right.
         """
         if self._is_answering and (self.pipeline or not self.cycle.more_body):
             self._reject(b"400 Bad Request")

@@ -1,9 +1,9 @@
-"""Live view `GET /live`: the state of the engine as a stream of server-sent events.
+"""The live view `GET /live`, which streams the state of the engine as server-sent events.
 
-Without watchers, the engine is not observed. With watchers, each step is only counted; at most ten
+Without watchers, the engine is not observed. With watchers, each step is only counted. At most ten
 times per second, the state of the engine is read between two steps, and all watchers are sent the
-difference to the previous state. Nothing is queued for a watcher: one that has missed a difference
-is sent a complete snapshot, so slow watchers cost no more memory than fast ones.
+difference from the previous state. Nothing is queued for a watcher. A watcher that has missed a
+difference is sent a complete snapshot, so slow watchers cost no more memory than fast ones.
 """
 
 import asyncio
@@ -38,11 +38,11 @@ CallInEngine = Callable[[Callable[[GuardedEngine], Any]], Awaitable[Any]]
 MAX_WATCHERS = 16
 _INTERVAL = 0.1  # least time between two events, in seconds
 _HEARTBEAT = 15.0  # seconds of silence before a comment that keeps proxies from disconnecting
-_MOST_SHARE = 0.05  # largest part of the time spent on reads: 10^5 blocks take milliseconds
+_MOST_SHARE = 0.05  # largest fraction of the time spent on reads; 10^5 blocks take milliseconds
 
 
 class LiveView:
-    """Live view of one engine, shared by all watchers.
+    """A live view of one engine, shared by all watchers.
 
     call_in_engine: calls a function with the `GuardedEngine` and returns its result.
     """
@@ -67,7 +67,7 @@ class LiveView:
         return self._closed or self.num_watchers >= MAX_WATCHERS
 
     def close(self) -> None:
-        """End all streams: a server waits for its open responses when it shuts down."""
+        """End all streams, because a server waits for its open responses when it shuts down."""
         self._closed = True
         self._announce()
 
@@ -75,7 +75,7 @@ class LiveView:
     def watching(self) -> Iterator[None]:
         """Count a watcher while it reads `events`.
 
-        The first one starts the observation, the last one ends it.
+        The first watcher starts the observation, and the last watcher ends it.
         """
         self.num_watchers += 1
         if self._follower is None or self._follower.done():
@@ -127,7 +127,7 @@ class LiveView:
                 await self._call(stop_counting)
 
     def _publish(self, state: State) -> float:
-        """Make `state` the current one; return the seconds that it has cost on both threads."""
+        """Make `state` the current state; return the seconds that this took on both threads."""
         began = time.perf_counter()
         before, self._state = self._state, state
         self._version += 1
@@ -151,7 +151,7 @@ class LiveView:
 
 
 class LiveResponse(StreamingResponse):
-    """Stream of the live view for one watcher; status 503 if there are too many."""
+    """A stream of the live view for one watcher; returns 503 if there are too many watchers."""
 
     def __init__(self, view: LiveView) -> None:
         # Keeps proxies from buffering events.

@@ -1,8 +1,8 @@
-"""State of the engine for the live view, and the difference between two states.
+"""The state of the engine for the live view, and the difference between two states.
 
-Every visitor of the page can see it. It therefore has counts, times and block numbers of all
-requests, but none of their content: no token, no text, no request id. A sequence is identified by
-its arrival number.
+Every visitor of the page can see the state. It therefore has counts, times and block numbers of all
+requests, but no content: no tokens, text or request ids. A sequence is identified by its arrival
+number.
 
 A *snapshot*, the JSON form of a state, has these members:
 
@@ -44,9 +44,9 @@ _MOST_TTFTS = 32
 
 
 class Occupancy(NamedTuple):
-    """Copy of the KV block state at one moment, which later steps do not change.
+    """A copy of the KV block state at one moment, which later steps do not change.
 
-    tables: the block table of each running sequence, by arrival number; others hold no blocks.
+    tables: block table of each running sequence, by arrival number; other sequences hold no blocks.
     cached: one byte per block, 1 if it is in the prefix cache, whether or not a sequence uses it;
     entry 0 is the dummy block.
     """
@@ -58,7 +58,7 @@ class Occupancy(NamedTuple):
     def of(cls, scheduler: Scheduler) -> "Occupancy":
         """Copy the state between two steps. O(number of blocks): milliseconds for 100,000 blocks.
 
-        With async scheduling, this is the state in which the step under way was scheduled.
+        With async scheduling, this is the state in which the step in flight was scheduled.
         """
         tables = {seq.arrival: list(seq.block_table) for seq in scheduler.running}
         return cls(tables, scheduler.block_manager.snapshot())
@@ -66,7 +66,7 @@ class Occupancy(NamedTuple):
 
 @dataclass(frozen=True)
 class State:
-    """State of the engine between two steps. `read_seconds`: time that reading it took there."""
+    """The state of the engine between two steps. Reading it there took `read_seconds`."""
 
     pool: dict[str, Any]
     occupancy: Occupancy
@@ -82,7 +82,7 @@ class State:
 
 
 class StepTotals:
-    """Step observer that only counts, so that the live view adds almost no cost to a step."""
+    """A step observer that only counts, so that the live view adds almost no cost to a step."""
 
     def __init__(self) -> None:
         self.num_steps = 0
@@ -108,8 +108,8 @@ class StepTotals:
     def read(self, engine: GuardedEngine) -> State:
         """Read the state; call it on the engine's thread, between two steps.
 
-        The totals in `numbers` count from the start of this observer, except those of the prefix
-        cache and of preemptions, which count from the start of the engine. `ttfts` are the times to
+        The totals in `numbers` count from the start of this observer. Only the totals of the prefix
+        cache and of preemptions count from the start of the engine. `ttfts` are the times to
         first token of the latest requests, in seconds, oldest first.
         """
         began = engine.clock()
@@ -146,7 +146,7 @@ def start_counting(engine: GuardedEngine) -> None:
 
 
 def read_state(num_steps: int | None, engine: GuardedEngine) -> State | None:
-    """Return the state; None if nothing can have changed: there was no step since `num_steps`."""
+    """Return the state; None if there was no step since `num_steps`, so nothing has changed."""
     *_, totals = _counting(engine)
     return None if totals.num_steps == num_steps else totals.read(engine)
 

@@ -16,7 +16,7 @@ _MOST_ERRORS = 1000
 
 
 class ApiError(Exception):
-    """Error response: an HTTP status, a message, the field at fault and a code for programs.
+    """An error response with an HTTP status, a message, the wrong field and a code for programs.
 
     param: the request field that the error is about, or None.
     """
@@ -34,13 +34,13 @@ class ApiError(Exception):
 
     @property
     def content(self) -> dict[str, Any]:
-        """JSON body of the response."""
+        """The JSON body of the response."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         error = {"message": str(self), "type": _TYPES.get(self.status, kind)}
         return {"error": error | {"param": self.param, "code": self.code}}
 
     def event(self) -> bytes:
-        """Return the error as a server-sent event, for a stream whose status is already sent."""
+        """Return a server-sent event, for a stream whose status line has already been sent."""
         return f"data: {json.dumps(self.content)}\n\n".encode()
 
     def response(self) -> JSONResponse:
@@ -58,7 +58,7 @@ class ApiError(Exception):
             return cls._of_fields(error)
         if isinstance(error, ContextLengthError):
             return cls(400, str(error), code="context_length_exceeded")
-        if isinstance(error, ValueError):  # the engine's, which begin with `name=value` or `name: `
+        if isinstance(error, ValueError):  # engine messages begin with `name=value` or `name: `
             found = re.match(r"(\w+)(=|: )", str(error))
             return cls(400, str(error), found and found[1])
         if isinstance(error, EngineDeadError):

@@ -12,7 +12,7 @@ _LEAST = -9999.0  # JSON has no infinity
 
 
 class TokenNames:
-    """Names of tokens in the response to a request.
+    """The names of tokens in the response to a request.
 
     as_ids: use `token_id:5` instead of the text. part: prefix for a token whose bytes are not valid
     UTF-8; OpenAI's older endpoint uses "bytes:".
@@ -32,8 +32,8 @@ class TokenNames:
     def of_all(self, token_ids: Iterator[int], chosen: tuple[int, str]) -> Iterator[str]:
         """Yield distinct names for the candidates of one position.
 
-        The chosen token keeps its name. Of other tokens with equal text, the first keeps it and
-        the later ones are named by their ids.
+        The chosen token keeps its name. Of other tokens with equal text, the first token keeps its
+        name and later tokens are named by their ids.
         """
         used = {chosen[1]}
         for token_id in token_ids:
@@ -115,7 +115,7 @@ def offsets_in_prompt(tokenizer: Tokenizer, text: str, token_ids: list[int]) -> 
         aligned = _aligned(known, added + text, token_ids)
         if aligned is not None:
             return [max(0, begin - len(added)) for begin in aligned]
-    for add_special_tokens in (True, False):  # the text was normalised: use the tokenizer's offsets
+    for add_special_tokens in (True, False):  # the text was normalized: use the tokenizer's offsets
         encoding = tokenizer.backend.encode(text, add_special_tokens=add_special_tokens)
         if encoding.ids == token_ids:
             begins, last = [], 0

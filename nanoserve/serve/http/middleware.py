@@ -16,13 +16,13 @@ from nanoserve.serve.http.body_cost import PIECE, BodyCost
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.settings import ServerSettings
 
-# Paths that need no key, because they reveal nothing about requests: status, and the page itself.
+# Paths that need no key: the status and the page itself reveal nothing about requests.
 _OPEN = ("/health", "/ping", "/version", "/metrics", "/")
 _OPEN_FOLDERS = ("/page/",)
 
 
 class Guard:
-    """Middleware that requires an API key if one is set. Plain ASGI: it adds no work per event."""
+    """Plain ASGI middleware that requires an API key if one is set, without work per event."""
 
     def __init__(self, app: ASGIApp, settings: ServerSettings) -> None:
         self._app = app
@@ -43,14 +43,14 @@ class Guard:
 
 
 class ReceivedBody(NamedTuple):
-    """Unparsed JSON body. `cost` is in units of `BodyCost`."""
+    """An unparsed JSON body. `cost` is in units of `BodyCost`."""
 
     content: bytearray
     cost: int
 
     @property
     def is_large(self) -> bool:
-        """Return True if parsing it would block the event loop for a millisecond or more."""
+        """Return True if parsing the body would block the event loop for a millisecond or more."""
         return len(self.content) > _SMALL_BYTES or self.cost > _SMALL_COST
 
 
@@ -62,8 +62,8 @@ async def read_body(
     Raises `ApiError` if it is not JSON, is longer than `max_body_bytes`, takes longer than
     `body_timeout` to arrive, or has too many items (see `BodyCost`).
 
-    least_cost: cost that is always allowed, whatever `max_body_bytes` is: that of the largest input
-    of the model.
+    least_cost: cost of the largest input of the model, which is always allowed, whatever
+    `max_body_bytes` is.
     """
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
@@ -134,7 +134,7 @@ _KEY = "nanoserve.request_id"
 
 
 class RequestId:
-    """ASGI middleware that adds the header to every response: the client's own id or a new one.
+    """ASGI middleware that adds the client's id, or a new one, to the header of every response.
 
     The id is never logged.
     """
@@ -159,7 +159,7 @@ class RequestId:
 
 
 def named(headers: dict[str, str] | None, scope: Scope) -> dict[str, str]:
-    """Return `headers` with the request id, for a response made outside of the middleware."""
+    """Return `headers` with the request id, for a response made outside the middleware."""
     known = {_HEADER.decode(): scope[_KEY]} if _KEY in scope else {}
     return {**(headers or {}), **known}
 
@@ -168,10 +168,10 @@ T = TypeVar("T")
 
 
 class SharedAnswer(Generic[T]):
-    """Rate limiter for `make()`: one call at a time, and at least `interval` seconds between two.
+    """Limits `make()` to one call at a time, with at least `interval` seconds between two calls.
 
-    Callers that arrive meanwhile wait for the next result and share it, so a result is at most as
-    old as the time that `make` takes. The rate of calls is bounded for any number of callers; an
+    Callers that arrive meanwhile wait for the next result and share it, so the age of a result is
+    at most the time that `make` takes. The rate of calls is bounded for any number of callers; an
     occasional single caller does not wait.
     """
 

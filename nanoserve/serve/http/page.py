@@ -1,4 +1,4 @@
-"""Web page at `/`: a chat with the model and a live view of the engine.
+"""The web page at `/`, with a chat and a live view of the engine.
 
 The page consists of plain files without a build step, and sends requests to this server only. Text
 from the model and from users is always shown as text. As a second line of defence, the content
@@ -39,7 +39,7 @@ class PageFile:
 
 
 def page_files() -> dict[str, PageFile]:
-    """Return all files of the page by name, read once: no requested name reaches the disk."""
+    """Return all files of the page by name, read once, so no requested name reaches the disk."""
     found = {}
     for file in files("nanoserve.serve.http").joinpath("page").iterdir():
         media_type = _TYPES.get(PurePath(file.name).suffix)

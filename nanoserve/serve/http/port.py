@@ -1,4 +1,4 @@
-"""Listening socket that is bound before the model is loaded and rejects clients until opened."""
+"""A listening socket, bound before the model is loaded, that rejects clients until opened."""
 
 import contextlib
 import selectors
@@ -12,7 +12,7 @@ _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER
 
 
 class Port(socket.socket):
-    """Listening socket that resets every connection until `open` is called.
+    """A listening socket that resets every connection until `open` is called.
 
     A socket that is bound but does not listen does not reserve its port: with SO_REUSEADDR, which a
     restarted server needs, two sockets can be bound to one port, and the second `listen` fails only

@@ -1,7 +1,7 @@
-"""Request bodies: OpenAI's fields and vLLM's additional ones.
+"""Request bodies with OpenAI's fields and vLLM's additional fields.
 
-Every field may be null, which means the same as leaving it out, and an integer may be written as
-5.0. `nanoserve.serve.http.unknown_fields` handles the fields that are not declared here.
+Every field may be null, which is the same as omitting it, and an integer may be written as 5.0.
+`nanoserve.serve.http.unknown_fields` handles the fields that are not declared here.
 """
 
 import re
@@ -99,7 +99,7 @@ Ints = Annotated[list[int], WrapValidator(_all_whole)]
 
 
 class Body(BaseModel):
-    """Base of all request bodies. Types are strict: "5" is not accepted as 5."""
+    """The base of all request bodies. Types are strict, so "5" is not accepted as 5."""
 
     model_config = ConfigDict(strict=True, extra="allow")
 
@@ -109,7 +109,7 @@ class Body(BaseModel):
     def is_large(self) -> bool:
         """Return True if validating this body could block the event loop for too long.
 
-        The code that receives the body sets it.
+        The code that receives the body sets this flag.
         """
         return False
 
@@ -126,7 +126,7 @@ class StreamOptions(BaseModel):
 
 
 class GenerationBody(Body):
-    """Fields that completions and chat completions have in common."""
+    """The fields that completions and chat completions have in common."""
 
     prompt_field: ClassVar[str]  # the field that holds the prompt
 
@@ -170,7 +170,7 @@ class GenerationBody(Body):
 
     @cached_property  # in chat, tools may replace it
     def constraint(self) -> StructuredOutputsParams | None:
-        """Structured output constraint of the request; None if there is none."""
+        """The structured output constraint of the request; None if there is none."""
         return constraint_of(self)
 
     @cached_property  # tools replace it
@@ -220,12 +220,12 @@ class GenerationBody(Body):
         if given.get("n", 1) > 1 and "temperature" not in given and is_greedy:
             message = (
                 f"n={given['n']} completions would all be the same: this model's "
-                f"generation_config.json recommends temperature 0. Give a temperature"
+                f"generation_config.json sets temperature 0; set a temperature"
             )
             raise ApiError(400, message, "n")
 
     def prompt_of(self, content: Any) -> dict[str, Any]:
-        """Return text or token ids as a prompt of the engine, with the cache salt if given."""
+        """Return text or token ids as a prompt of the engine, with the cache salt if any."""
         prompt = {"prompt" if isinstance(content, str) else "prompt_token_ids": content}
         return prompt if self.cache_salt is None else prompt | {"cache_salt": self.cache_salt}
 
@@ -236,7 +236,7 @@ def _number_of_logprobs(value: Any) -> Any:
 
 
 class CompletionBody(GenerationBody):
-    """Body of POST /v1/completions."""
+    """Request body of `POST /v1/completions`."""
 
     prompt_field: ClassVar[str] = "prompt"
 
@@ -251,7 +251,7 @@ class CompletionBody(GenerationBody):
 
 
 class ChatBody(GenerationBody):
-    """Body of POST /v1/chat/completions.
+    """Request body of `POST /v1/chat/completions`.
 
     The content of a message is a string or a list of text parts.
     """
@@ -274,7 +274,7 @@ class ChatBody(GenerationBody):
     allow_special_tokens: bool | None = None  # nanoserve's: parse special tokens in messages
 
     def conversation(self) -> list[dict[str, Any]]:
-        """Return the messages for a template: each content is a string, each role a known one."""
+        """Return the messages for a template. Each content is a string, and each role is known."""
         check_arguments(self.messages)
         return [_as_template_has_it(message) for message in self.messages]
 
@@ -329,7 +329,7 @@ class ChatBody(GenerationBody):
 
 
 class TokenizeBody(ChatBody):
-    """Body of POST /tokenize: a prompt or messages."""
+    """Request body of `POST /tokenize`, either a prompt or a list of messages."""
 
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None  # type: ignore[assignment]  # here optional
@@ -338,7 +338,7 @@ class TokenizeBody(ChatBody):
 
 
 class DetokenizeBody(Body):
-    """Body of POST /detokenize."""
+    """Request body of `POST /detokenize`."""
 
     tokens: Ints
 

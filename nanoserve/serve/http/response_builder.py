@@ -1,4 +1,4 @@
-"""Conversion of engine outputs to responses, common to all endpoints."""
+"""Convert engine outputs to responses, for all endpoints."""
 
 import json
 import time
@@ -15,10 +15,10 @@ from nanoserve.text.tokenizer import Tokenizer
 
 
 class Answer:
-    """Base of the responses of all generating endpoints.
+    """The base of the responses of all generating endpoints.
 
     A request with several prompts or completions has one choice for each completion. Outputs arrive
-    in any order; a choice is identified by its index.
+    in any order, so a choice is identified by its index.
     """
 
     id_prefix: str
@@ -58,7 +58,7 @@ class Answer:
         return "".join(events).encode()
 
     def last_events(self) -> bytes:
-        """Return the events after those of all choices: usage, if requested, and [DONE].
+        """Return the events after all choices: usage, if requested, and [DONE].
 
         If the engine fails, `EventStream` sends an error instead.
         """
@@ -68,7 +68,7 @@ class Answer:
         return f"{usage}data: [DONE]\n\n".encode()
 
     def whole(self, outputs: dict[str, RequestOutput]) -> dict[str, Any]:
-        """Return the complete, not streamed, response. Raises `ApiError` if a part has failed."""
+        """Return the complete response, unstreamed. Raises `ApiError` if a part has failed."""
         choices = []
         for request in self.requests:
             output = outputs[request.request_id]
@@ -97,7 +97,7 @@ class Answer:
         self._num_cached_tokens[output.request_id] = output.metrics.num_cached_prompt_tokens
 
     def _event(self, choice: str) -> str:
-        """Return a server-sent event with one choice, which is given as JSON."""
+        """Return a server-sent event with one choice, which is passed as JSON."""
         if self._body.usage_in_every_chunk:
             return f'{self._head}{choice}], "usage": {json.dumps(self.usage())}}}\n\n'
         return f"{self._head}{choice}{self._tail}"
@@ -136,7 +136,7 @@ def _is_aborted(output: RequestOutput) -> bool:
 
 
 def _error_of(output: RequestOutput) -> ApiError:
-    """Return the error response for a failed request: a fault of the client or of the server."""
+    """Return the error response for a failed request, a fault of the client or the server."""
     if isinstance(output.error, (ValueError, EngineDeadError)):
         return ApiError.of(output.error)
     if output.error is None:

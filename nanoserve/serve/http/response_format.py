@@ -22,7 +22,7 @@ _FIELD_OF_FORMAT = {
 
 
 class _FormatError(ValueError):
-    """`response_format` does not have a known form."""
+    """Raised if `response_format` does not have a known form."""
 
 
 def constraint_of(body: Any) -> StructuredOutputsParams | None:
@@ -36,7 +36,7 @@ def constraint_of(body: Any) -> StructuredOutputsParams | None:
         del given["response_format"]
     requested = [name for name, value in given.items() if value is not None]
     if len(requested) > 1:
-        raise ApiError(400, f"{' and '.join(requested)} cannot be combined: give one", requested[1])
+        raise ApiError(400, f"{' and '.join(requested)} cannot be combined; pass one", requested[1])
     if not requested:
         return None
     (name,) = requested
@@ -47,7 +47,7 @@ def constraint_of(body: Any) -> StructuredOutputsParams | None:
     except ValueError as error:
         raise refusal(error, field_of_constraint(body)) from error
     if constraint.grammar is not None and "%llguidance" in constraint.grammar:
-        # It sets options of the library, and marks the grammars that the server makes for tools.
+        # This directive sets options of the library, and marks the grammars that the server makes.
         raise ApiError(400, f"{name}: %llguidance cannot be set by a client", name, "unsupported")
     return constraint
 
@@ -64,7 +64,7 @@ def _constraint_of(body: Any, name: str, value: Any) -> StructuredOutputsParams:
 
 
 def field_of_constraint(body: Any) -> str:
-    """Return the request field, as the client has written it, that holds the constraint."""
+    """Return the request field that holds the constraint, as the client has written it."""
     requested = body.response_format
     if requested is not None and requested.get("type") != "text":
         return f"response_format{_FIELD_OF_FORMAT.get(requested.get('type'), '')}"
@@ -95,7 +95,7 @@ def _from_format(given: dict[str, Any]) -> dict[str, Any]:
         described = given.get("json_schema")
         schema = described.get("schema") if isinstance(described, dict) else None
         if not isinstance(schema, dict):
-            raise _FormatError("json_schema must be {'name': text, 'schema': {...}}")
+            raise _FormatError("json_schema must be {'name': string, 'schema': {...}}")
         return {"json": schema}
     if kind == "structural_tag":
         tag = {name: given.get(name) for name in ("structures", "triggers")}

@@ -1,4 +1,4 @@
-"""HTTP responses: a complete JSON body, or a stream of server-sent events."""
+"""HTTP responses, each a complete JSON body or a stream of server-sent events."""
 
 import asyncio
 import json
@@ -16,7 +16,7 @@ from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.response_builder import Answer
 from nanoserve.serve.response_stream import EngineDeadError, OutputReader
 
-_HEARTBEAT = b": the model is at work\n\n"  # a comment, which clients of event streams skip
+_HEARTBEAT = b": heartbeat\n\n"  # a comment, which clients of event streams skip
 _MOST_ENTRIES = 128  # tokens with log-probabilities that are encoded on the event loop itself
 _EVENTS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -41,9 +41,9 @@ async def whole_response(answer: Answer, reader: OutputReader, receive: Receive)
 
 
 class EventStream(Response):
-    """Stream of an output; tokens that a slow client has not read yet are sent together.
+    """A stream of an output. Tokens that a slow client has not read yet are sent together.
 
-    The last event of each choice has its finish reason; `Answer.last_events` follow them. A client
+    The last event of each choice has its finish reason; `Answer.last_events` follow. A client
     that disconnects is noticed at once, and the engine aborts its request between two steps. A
     client that stops reading blocks its own stream but not the engine; the operating system closes
     its connection after a timeout.
@@ -88,8 +88,8 @@ def _is_large(outputs: Iterable[RequestOutput]) -> bool:
 def _encoded(whole: dict[str, Any]) -> bytes:
     """Encode a response as JSON, in the format of `JSONResponse`.
 
-    The choices are encoded one at a time: the encoder holds the interpreter lock (GIL) for each,
-    and all of them together may be many megabytes.
+    The choices are encoded one at a time, because the encoder holds the interpreter lock (GIL) for
+    each call, and all choices together may be many megabytes.
     """
     encode = partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     fields = []

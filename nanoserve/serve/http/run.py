@@ -1,4 +1,4 @@
-"""Server process: its socket, its signals and its shutdown."""
+"""The server process, with its socket, its signals and its shutdown."""
 
 import asyncio
 import contextlib
@@ -37,11 +37,11 @@ def bind(host: str, port: int) -> Port:
 
 
 class Server(uvicorn.Server):
-    """HTTP server of uvicorn with a graceful shutdown.
+    """An HTTP server of uvicorn with a graceful shutdown.
 
     After SIGTERM, SIGINT (Ctrl-C) or SIGHUP (a closed terminal), new requests are rejected, running
-    ones have `grace` seconds to finish, and the process exits with 0. A second Ctrl-C does not
-    wait. If the engine fails, the process exits with 1.
+    requests have `grace` seconds to finish, and the process exits with status 0. A second Ctrl-C
+    does not wait. If the engine fails, the process exits with status 1.
     """
 
     def __init__(self, api: ApiServer, grace: float, access_log: bool, **options: Any) -> None:
@@ -74,7 +74,7 @@ class Server(uvicorn.Server):
         scheme = "https" if self.config.is_ssl else "http"
         address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
         message = f"{self._api.names[0]} at {address}  (OpenAI clients: {address}/v1)"
-        with contextlib.suppress(OSError):  # serve even if stderr cannot be written: a full disk
+        with contextlib.suppress(OSError):  # serve even if stderr is on a full disk
             print(message, file=sys.stderr, flush=True)
 
     async def on_tick(self, counter: int) -> bool:
@@ -124,7 +124,7 @@ def serve(api: ApiServer, bound: socket.socket, grace: float, access_log: bool, 
 
 
 def _raise_file_limit() -> None:
-    """Raise the limit of open files to its maximum.
+    """Raise the limit on open files to its maximum.
 
     Every connection is a file, and the default limit of many systems is 1,024.
     """

@@ -1,4 +1,4 @@
-"""Settings of the HTTP server; those of the engine are in `EngineConfig`."""
+"""Settings of the HTTP server. `EngineConfig` has the settings of the engine."""
 
 import re
 from dataclasses import dataclass, field
@@ -27,13 +27,12 @@ _NO_KWARGS = {
 
 @dataclass
 class ServerSettings:
-    """Settings of a server, validated on construction: a `ValueError` names the wrong value.
+    """Settings of a server, validated on construction. A `ValueError` names the wrong value.
 
-    Times are in seconds. A request that exceeds a limit is answered with status 400, 408, 413, 429
-    or 503.
+    Times are in seconds. A request that exceeds a limit returns 400, 408, 413, 429 or 503.
     """
 
-    served_model_name: list[str] = field(default_factory=list)  # responses contain the first one
+    served_model_name: list[str] = field(default_factory=list)  # responses contain the first name
     api_key: list[str] = field(default_factory=list)  # accepted keys; empty: no key is needed
     max_n: int = 64  # completions per prompt
     max_prompts: int = 1024  # prompts per request to /v1/completions
@@ -61,7 +60,7 @@ class ServerSettings:
         if self.reasoning_parser is not None:
             check_choice("reasoning_parser", self.reasoning_parser, tuple(STARTS))
         for name in ("served_model_name", "api_key", "allowed_origins"):
-            check_list(name, getattr(self, name), lambda text: is_text(text) and text, "texts")
+            check_list(name, getattr(self, name), lambda text: is_text(text) and text, "strings")
         for origin in self.allowed_origins:
             rule = "must be '*', or like 'https://example.org:8443', without a path"
             is_origin = _ORIGIN.fullmatch(origin) is not None

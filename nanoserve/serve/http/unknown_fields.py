@@ -1,9 +1,9 @@
-"""Handling of request fields that nanoserve does not have.
+"""Handle request fields that nanoserve does not have.
 
 No field that would change the output is ignored silently. Known fields of other servers are
-rejected with a hint on what to use instead, unless their value has no effect. Known fields without
-influence on the output are ignored. Unknown fields, which may be typing errors, are ignored and
-logged once. `nanoserve.compat.request_names` lists all known names.
+rejected with a hint on what to use instead, unless their value has no effect. Known fields that do
+not influence the output are ignored. Unknown fields, which may be typos, are ignored and logged
+once. `nanoserve.compat.request_names` lists all known names.
 """
 
 import logging
@@ -60,13 +60,13 @@ _FOREIGN_OF: dict[type[Body], dict[str, Foreign]] = {
 
 
 class UnknownNames:
-    """Log of unknown field names, each once. Nothing else of a request is kept or logged."""
+    """Logs unknown field names, each once. Nothing else of a request is kept or logged."""
 
     def __init__(self) -> None:
         self._logged: set[tuple[str, str]] = set()
 
     def note(self, place: str, name: str, known: Iterable[str], reason: str = "") -> None:
-        """Log that `name` was ignored. place: the object that had it; "" is the request itself."""
+        """Log that `name` in the object `place` was ignored; "" is the request itself."""
         key = place, name[:_LONGEST_LOGGED]
         if key in self._logged or len(self._logged) >= _MOST_LOGGED:
             return
@@ -74,7 +74,7 @@ class UnknownNames:
         near = get_close_matches(key[1], sorted(known), n=1, cutoff=0.75)
         hint = f"; did you mean {near[0]}?" if near else ""
         where = f"{place}: " if place else ""
-        reason = reason or "no request has such a field"
+        reason = reason or "unknown field"
         logger.warning("%signored %r: %s%s", where, key[1], reason, hint)
         if len(self._logged) == _MOST_LOGGED:
             logger.warning("ignored %s unknown fields: further ones are not logged", _MOST_LOGGED)

@@ -11,9 +11,9 @@ _BATCH = "`nanoserve batch IN.jsonl OUT.jsonl` answers a file of requests"
 _IN_A_PROGRAM = "the server does not offer it; the class LLM in a program does"
 _DOCS = "README.md and docs/ describe the server; /v1/models lists the models that it serves"
 
-# Endpoints of OpenAI's protocol, and those that gateways forward under the same names, with or
-# without /v1. They are answered with 400, because LiteLLM's proxy takes a 404 or 5xx as a sign that
-# the whole server is down, and sends it no requests at all for some seconds.
+# Endpoints of the OpenAI API, and endpoints that gateways forward under the same names, with or
+# without /v1. They return 400, because LiteLLM's proxy takes a 404 or 5xx as a sign that the whole
+# server is down, and sends it no requests at all for a few seconds.
 _FORWARDED = {
     "responses": (
         f"{_CHAT}. openai: client.chat.completions.create; Agents SDK: OpenAIChatCompletionsModel; "
@@ -34,7 +34,7 @@ _FORWARDED = {
     "chat/completions/render": "use /tokenize, which takes the same messages",
     "completions/render": "use /tokenize",
 }
-# Endpoints of other servers, which clients use to detect the kind of server: answered with 404.
+# Endpoints of other servers, which clients use to detect the kind of server. They return 404.
 _OTHERS = {
     "api/chat": _CHAT,
     "api/generate": "use /v1/completions",
@@ -60,7 +60,7 @@ _OTHERS = {
     "stats": "use /metrics",
     "v1beta": _CHAT,
 }
-# nanoserve's own endpoints, for clients that leave out the version or use another one.
+# nanoserve's own endpoints, for clients that omit the version or use another version.
 _PRESENT = ("chat/completions", "completions", "models")
 _PATHS = ("v1/chat/completions", "v1/completions", "v1/models", "tokenize", "detokenize",
           "health", "ping", "version", "metrics")  # fmt: skip
@@ -93,7 +93,7 @@ _CODE = "unknown_endpoint"
 
 
 def _under(path: str, table: dict[str, str]) -> str | None:
-    """Return the entry of `table` for a path or the nearest one above it; None without one."""
+    """Return the entry of `table` for a path or its nearest parent; None if there is none."""
     while path:
         if path in table:
             return table[path]

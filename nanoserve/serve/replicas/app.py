@@ -1,4 +1,4 @@
-"""Ray Serve application of the replicas."""
+"""The Ray Serve application of the replicas."""
 
 import secrets
 from functools import partial
@@ -30,7 +30,7 @@ def replicas_app(
 
     Serve restarts replicas that fail or report that they are unhealthy, replaces them one by one
     when an argument has changed, and scales their number with the number of ongoing requests. All
-    replicas have the same `prefix_cache_seed`, which is random unless it is given in `options`.
+    replicas have the same `prefix_cache_seed`, which is random unless it is set in `options`.
     """
     scaling: dict[str, Any] = {"num_replicas": settings.data_parallel_size}
     if settings.max_data_parallel_size is not None:

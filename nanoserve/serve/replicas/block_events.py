@@ -1,4 +1,4 @@
-"""Cache and evict events of an engine's prefix cache, for routers outside of the engine."""
+"""Cache and evict events of an engine's prefix cache, for routers outside the engine."""
 
 from threading import Lock
 
@@ -7,17 +7,17 @@ from nanoserve.engine.listeners import BlockListener, CachedBlock
 
 
 class BlockEvents(BlockListener):
-    """Listener that records the blocks that `manager` caches and evicts, by their chain hashes.
+    """A listener that records the blocks that `manager` caches and evicts, by their chain hashes.
 
     It only records *which* hashes were touched. Their state is looked up in the prefix cache when
-    the events are taken, so events and cache cannot disagree, whatever was raised in between: a
+    the events are taken, so events and cache cannot disagree, whatever was raised in between. A
     change that is recorded after the look-up of `take` is reported by the next `take`.
 
     With several KV cache groups (`nanoserve.engine.kv_groups`), a block counts as cached if the
     first group has it. A router matches a prompt from its first block on, which means:
 
-    - In a model with sliding window layers and full attention layers, the first group is one with
-      full attention. It has every block of a hit, but a hit needs all groups, so the router may
+    - In a model with sliding window layers and full attention layers, the first group has full
+      attention. It has every block of a hit, but a hit needs all groups, so the router may
       expect more cached tokens than there are.
     - If all layers have a sliding window, the blocks before the window are evicted first, and a hit
       does not need them. For a prompt whose first block was evicted, the router expects no hit,

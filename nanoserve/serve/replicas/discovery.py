@@ -1,4 +1,4 @@
-"""Tracking of the available replicas: an ingress reads a stream of updates from each of them."""
+"""Track the available replicas. An ingress reads a stream of updates from each of them."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ _AGAIN_AFTER = 0.5  # seconds before a lost replica is contacted again
 
 
 class Following:
-    """Connections to all replicas to which Serve would send requests (the candidates).
+    """The connections to all replicas to which Serve would send requests (the candidates).
 
     A replica whose stream is being read is a member of `placement`.
 

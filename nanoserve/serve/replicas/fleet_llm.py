@@ -21,11 +21,11 @@ from nanoserve.serve.response_stream import EngineDeadError
 
 T = TypeVar("T")
 
-_SCRAPE_SECONDS = 2.0  # timeout for the metrics of a replica; that of Prometheus is 10 s
+_SCRAPE_SECONDS = 2.0  # timeout for the metrics of a replica; Prometheus has a timeout of 10 s
 
 
 class FleetLLM(AsyncLLM):
-    """Asynchronous engine over all replicas behind a Ray Serve handle, used like one model.
+    """An asynchronous engine over all replicas of a Ray Serve handle, used like one model.
 
     `call_in_engine` calls its function in all replicas, and returns {replica number: result}.
     """
@@ -56,7 +56,7 @@ class FleetLLM(AsyncLLM):
 
 
 class FleetServer(ApiServer):
-    """HTTP server for replicas.
+    """An HTTP server for replicas.
 
     Metrics have an additional label `replica`, and the live view shows one replica at a time.
     """
@@ -64,7 +64,7 @@ class FleetServer(ApiServer):
     llm: FleetLLM
 
     async def health(self) -> Response:
-        """Return 200 while a replica is available, else 503, although requests may wait for one."""
+        """Return 200 while a replica is available, else 503, although requests may wait for it."""
         is_healthy = self.llm.is_running and not self.is_draining and self.llm.owner.replicas
         return Response(status_code=200 if is_healthy else 503)
 
@@ -75,7 +75,10 @@ class FleetServer(ApiServer):
         return merged({number: text for number, text in zip(numbers, texts, strict=True) if text})
 
     async def _exposition(self, number: int) -> bytes | None:
-        """Return the metrics of a replica; None after a timeout, so that a hung one is left out."""
+        """Return a replica's metrics in Prometheus text format, or None if it is too slow or gone.
+
+        This way, one bad replica does not block the scrape.
+        """
         text = self.llm.call_in_replica(number, exposition)
         try:
             return await asyncio.wait_for(text, _SCRAPE_SECONDS)
@@ -90,7 +93,7 @@ class FleetServer(ApiServer):
 
 
 def merged(expositions: Mapping[int, bytes]) -> bytes:
-    """Merge the metrics of replicas, given by replica number: each sample gets a label `replica`.
+    """Merge the metrics of replicas, by replica number. Each sample gets a label `replica`.
 
     Samples of one name are grouped under its HELP and TYPE lines, as Prometheus requires.
     """

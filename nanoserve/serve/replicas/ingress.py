@@ -1,4 +1,4 @@
-"""HTTP server as a deployment of Ray Serve, for `serve run` and `serve deploy`.
+"""An HTTP server as a deployment of Ray Serve, for `serve run` and `serve deploy`.
 
     serve run nanoserve.serve.replicas.ingress:build model=tiny-qwen3 data_parallel_size=2
 
@@ -25,7 +25,7 @@ from nanoserve.utils.checks import require
 
 
 class Forward:
-    """ASGI application that forwards to the server of its `Ingress`.
+    """An ASGI application that forwards to the server of its `Ingress`.
 
     The server is created in the deployment, whereas Serve needs an application at its definition.
     """
@@ -43,7 +43,7 @@ class Forward:
 
 @serve.ingress(Forward())
 class Ingress:
-    """Deployment with OpenAI's endpoints in front of the replicas. There may be several of them."""
+    """A deployment with OpenAI-compatible endpoints for the replicas. There may be several."""
 
     def __init__(
         self, replicas: DeploymentHandle, settings: dict[str, Any], stream_interval: int
@@ -68,12 +68,12 @@ def build(args: dict[str, Any]) -> Application:
     {"num_cpus": 4, "num_gpus": 1}. By default, a replica gets one CPU, and with `device="cuda"` a
     GPU per rank. Strings, such as all arguments of `serve run`, are parsed as JSON if possible.
 
-    `prefix_cache_seed` should be given. Otherwise each deployment draws a random one, which
-    replaces all replicas, as any changed option does.
+    Set `prefix_cache_seed`. Otherwise each deployment draws a random seed, which replaces all
+    replicas, as any changed option does.
     """
     given = {name: _value(value) for name, value in args.items()}
     model = given.pop("model", "tiny-qwen3")
-    require("ray_address" not in given, "ray_address is set by Serve's own cluster: leave it out")
+    require("ray_address" not in given, "ray_address is set by Serve's own cluster; remove it")
     replicas, server = (
         {field.name: given.pop(field.name) for field in fields(kind) if field.name in given}
         for kind in (ReplicaSettings, ServerSettings)

@@ -1,4 +1,4 @@
-"""Live view of several engines: a watcher chooses the replica to see."""
+"""A live view of several engines, in which a watcher chooses the replica to see."""
 
 import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
@@ -15,10 +15,10 @@ CallInReplica = Callable[[int, Callable[[GuardedEngine], Any]], Awaitable[Any]]
 
 
 class LiveReplicas:
-    """Live view `GET /live?replica=1` of replicas; by default of the first one.
+    """The live view `GET /live?replica=1` of replicas, by default of the first replica.
 
-    Its stream begins with an additional event `replicas`: the numbers of all replicas and of the
-    one that is shown.
+    Its stream begins with an additional event `replicas`, with the numbers of all replicas and of
+    the replica that is shown.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class LiveReplicas:
 
 
 class ReplicaView(LiveView):
-    """Live view of one replica, which also lists the other replicas."""
+    """A live view of one replica, which also lists the other replicas."""
 
     def __init__(
         self,

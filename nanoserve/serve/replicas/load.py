@@ -1,4 +1,4 @@
-"""Recent share of each replica in the work of all: the slow signal of `PrefixRouter`."""
+"""The recent share of each replica in all work, which is the slow signal of `PrefixRouter`."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ _MEMORY = 100  # time constant of the exponential decay, in requests per replica
 class Share:
     """Exponentially decaying sums over the requests sent to a replica."""
 
-    num_tokens: float = 0.0  # tokens to compute, without cached ones
+    num_tokens: float = 0.0  # tokens to compute, without cached tokens
     num_requests: float = 0.0
 
 

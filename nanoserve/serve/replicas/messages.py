@@ -17,11 +17,11 @@ def expected_output(request: Request) -> int:
 
 
 class NotThereError(RuntimeError):
-    """No replica is available for a call."""
+    """Raised if no replica is available for a call."""
 
 
 class Call:
-    """Call to the replica of the given name, or to any replica (None).
+    """A call to the replica with the given name, or to any replica (None).
 
     Ray Serve's router calls `choose` to route it. A call is pickled as its `content` alone, which
     is what the replica receives.
@@ -41,7 +41,7 @@ class Call:
 
 
 class FirstCall(Call):
-    """Call after which Serve's router passes the names of all replicas to `note_replicas`.
+    """A call after which Serve's router passes the names of all replicas to `note_replicas`.
 
     It does so now and on every change, in the router's thread.
     """
@@ -52,7 +52,7 @@ class FirstCall(Call):
 
 
 class Order(Call):
-    """Request on its way from the queue to its last output, on whichever replica.
+    """A request on its way from the queue to its last output, on whichever replica.
 
     place: chooses one of the candidate replicas for it.
     """
@@ -72,7 +72,7 @@ class Order(Call):
         self.num_sequences = len(request.sequences)
         self.num_tokens = 0  # output tokens received so far
         self.counted = 0  # its work that is included in the load of its replica
-        self.response: Any = None  # Serve's response, while the call is under way
+        self.response: Any = None  # Serve's response, while the call is in flight
         self.is_aborted = self.is_over = False
 
     def choose(self, candidates: Collection[str]) -> str | None:

@@ -1,4 +1,4 @@
-"""Output queue of a replica for one ingress."""
+"""The output queue of a replica for one ingress."""
 
 import asyncio
 import contextlib
@@ -11,10 +11,10 @@ from nanoserve.serve.token_stream import NewTokens
 
 
 class Outbox:
-    """Queue of updates that were not sent yet.
+    """A queue of unsent updates.
 
-    New tokens of a sequence are merged with its queued ones, and of cache events only the net
-    change is kept. Not thread-safe: only for the thread of the event loop.
+    New tokens of a sequence are merged with its queued tokens, and only the net change of cache
+    events is kept. Not thread-safe: use it only in the thread of the event loop.
     """
 
     def __init__(self) -> None:

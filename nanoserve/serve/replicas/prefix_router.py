@@ -1,6 +1,6 @@
-"""Prefix-aware router: prefers the replica that has cached the prefix of a request.
+"""A prefix-aware router, which prefers the replica that has cached the prefix of a request.
 
-It does not if the load of that replica is too high.
+It chooses another replica if the load of that replica is too high.
 
 Replicas do not share a KV cache, so the choice of a replica determines how much of a prompt is
 computed again. Two simple rules fail in opposite ways: choosing the least loaded replica ignores
@@ -42,21 +42,21 @@ _NO_PARAMS = SamplingParams()
 
 @dataclass
 class Known:
-    """Blocks that a replica is expected to have cached."""
+    """The blocks that a replica is expected to have cached."""
 
     bit: int  # represents the replica in sets of replicas, which are integers
     num_kv_blocks: int
-    # Blocks of the prompts sent there, least recently used first; or, if exact, the reported ones.
+    # Blocks of the prompts sent there, least recently used first; if exact, the reported blocks.
     blocks: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
     is_exact: bool = False
 
 
 class PrefixRouter:
-    """Router that tracks the cached blocks of each replica by their chain hashes.
+    """A router that tracks the cached blocks of each replica by their chain hashes.
 
     The engines of all replicas must have the same `prefix_cache_seed` and `block_size` as the
     router, so that their hashes are equal. There are two ways of tracking. *Approximate*: `sent`
-    records the blocks of each prompt sent to a replica, and drops the least recently used ones
+    records the blocks of each prompt sent to a replica, and drops the least recently used blocks
     beyond the size of its block pool. *Exact*: `update` applies the cache and evict events of the
     replica, see `nanoserve.serve.replicas.block_events`; after its first call, `sent` has no
     effect.
@@ -84,9 +84,9 @@ class PrefixRouter:
         self._holders: dict[bytes, int] = {}
 
     def hashes(self, token_ids: list[int], cache_key: tuple[str, ...] = ()) -> list[bytes]:
-        """Return the hashes of the full blocks of a prompt, equal to those of the engines.
+        """Return the hashes of the full blocks of a prompt, equal to the hashes of the engines.
 
-        The last token is left out, because a hit never includes it. `cache_key` is that of the
+        The last token is omitted, because a hit never includes it. `cache_key` is the key of the
         sequence, see `InputProcessor`.
         """
         num_blocks = max(len(token_ids) - 1, 0) // self.block_size
@@ -100,7 +100,7 @@ class PrefixRouter:
 
     def add_replica(self, replica: str, num_kv_blocks: int) -> None:
         """Add a replica with an empty cache; `num_kv_blocks` is the size of its block pool."""
-        require(replica not in self._known, f"{replica=} was already added: remove it first")
+        require(replica not in self._known, f"{replica=} was already added; remove it first")
         num_kv_blocks = check_int("num_kv_blocks", num_kv_blocks, 1)
         taken = sum(known.bit for known in self._known.values())
         self._known[replica] = Known(~taken & (taken + 1), num_kv_blocks)  # the lowest free bit
@@ -131,7 +131,7 @@ class PrefixRouter:
     def choose(
         self, hashes: AbstractSequence[bytes], num_prompt_tokens: int, loads: Mapping[str, float]
     ) -> str:
-        """Return the replica for a prompt: one of the keys of `loads`.
+        """Return the replica for a prompt, which is one of the keys of `loads`.
 
         loads: the work that waits at each replica, in tokens: prompt tokens that are not computed
         yet, and the expected further output of its running sequences.
@@ -186,7 +186,7 @@ class PrefixRouter:
     def _known_of(self, replica: str) -> Known:
         known = self._known.get(replica)
         if known is None:
-            raise ValueError(f"{replica=} is not one of {self.replicas}: call add_replica first")
+            raise ValueError(f"{replica=} is not one of {self.replicas}; call add_replica first")
         return known
 
     def _add(self, known: Known, block_hash: bytes) -> None:

@@ -1,10 +1,10 @@
-"""Replica: an engine in a process of Ray Serve, shared by any number of ingresses.
+"""A replica is an engine in a process of Ray Serve, shared by any number of ingresses.
 
 An ingress sends each request with a call that lasts as long as the request. Serve counts these
 calls, scales the number of replicas by them, waits for their end before it stops a replica, and
-cancels the call of a client that has disconnected. The results of all its requests an ingress
-reads from a single stream. Sending a message through Ray takes 0.5 ms on either side, so a stream
-per request would cost more than a small model; instead, the updates of 10 ms share one message.
+cancels the call of a client that has disconnected. An ingress reads the results of all its requests
+from a single stream. Sending a message through Ray takes 0.5 ms on either side, so a stream per
+request would cost more than a small model; instead, the updates of 10 ms share one message.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ _INTERVAL = 0.01  # least time between two messages, in seconds
 
 
 class Ingress:
-    """Ingress as seen by a replica: its running requests and its output queue."""
+    """An ingress as a replica sees it, with its running requests and its output queue."""
 
     def __init__(self) -> None:
         self.outbox = Outbox()
@@ -62,14 +62,14 @@ class Ingress:
 
     @property
     def work(self) -> tuple[int, int]:
-        """Number of running sequences, and their expected number of tokens."""
+        """The number of running sequences, and their expected number of tokens."""
         requests = [request for request, _ in self.running.values()]
         num_tokens = sum(len(one.prompt_token_ids) + expected_output(one) for one in requests)
         return sum(len(one.sequences) for one in requests), num_tokens
 
 
 class Replica:
-    """Replica of an engine; `model` and `options` are those of `LLM`.
+    """A replica of an engine. It takes `model` and `options` like `LLM`.
 
     measure: called with the engine before the first request. is_exact: if True, the cache and evict
     events of the prefix cache are sent to all ingresses. plan: description of the application,
@@ -256,7 +256,7 @@ class Replica:
 def _call(function: bytes, engine: GuardedEngine) -> Any:
     """Unpickle and call a function of the engine.
 
-    It is unpickled here so that a failure of that is reported like any other error of the call.
+    Unpickling happens here, so that its errors are reported like any other error of the call.
     """
     return pickle.loads(function)(engine)
 

@@ -1,4 +1,4 @@
-"""Request router of Ray Serve: routes each call, and reports changes of the replicas."""
+"""A request router of Ray Serve, which routes each call and reports changes of the replicas."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,12 +9,12 @@ from nanoserve.serve.replicas.messages import FirstCall, NotThereError
 
 
 class FleetRouter(RequestRouter):
-    """Router that lets each call choose its replica: see `messages.Call.choose`.
+    """A router that lets each call choose its replica (see `messages.Call.choose`).
 
     Serve creates a router in every process that has a handle of the replicas, and calls it there,
     in its own thread, so routing involves no other process. It proposes a single replica, because
-    Serve would choose the least busy one of several. A call without a replica fails at once: Serve
-    routes few calls at a time, and waiting ones would block others from available replicas.
+    Serve would choose the least busy of several. A call without a replica fails at once, because
+    Serve routes few calls at a time, and waiting calls would block others from available replicas.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

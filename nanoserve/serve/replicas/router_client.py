@@ -1,9 +1,10 @@
-"""Fleet of replicas: the owner of engines that an `AsyncLLM` uses when there are several.
+"""A fleet of replicas, which owns the engines of an `AsyncLLM` that has several.
 
 It sends each request to a replica through Ray Serve, and posts the results. A replica may fail at
-any moment. Its requests without output are then computed by another replica. The others end with an
-error, because the client has already received the beginning of an output that another replica would
-not continue in the same way. Serve starts a new replica, which joins when it reports itself.
+any moment. Its requests without output are then computed by another replica. Requests with output
+end with an error, because the client has already received the beginning of an output that another
+replica would not continue in the same way. Serve starts a new replica, which joins when it reports
+itself.
 """
 
 import asyncio
@@ -41,10 +42,10 @@ _MOST_FAILURES = 2  # replicas that may fail with a request, which may be the ca
 
 
 class Fleet:
-    """Owner of the engines behind `handle`, with the interface of `EngineThread`.
+    """Owns the engines of `handle`, with the interface of `EngineThread`.
 
-    See there for `post` and the methods without a docstring. All work is done in one thread with
-    its own event loop.
+    See `EngineThread` for `post` and the methods without a docstring. All work is done in one
+    thread with its own event loop.
     """
 
     def __init__(self, handle: DeploymentHandle, post: Callable[[News | None], None]) -> None:
@@ -72,7 +73,7 @@ class Fleet:
 
     @property
     def name(self) -> str:
-        """Name of this ingress, different from those of all others."""
+        """The name of this ingress, different from the names of all other ingresses."""
         return self._following.name
 
     @property
@@ -164,7 +165,7 @@ class Fleet:
                 cancel(order.response)
 
     async def _carry(self, order: Order) -> None:
-        """Send a request to a replica, and to another one after a failure, until it has ended."""
+        """Send a request to a replica, and after a failure to another, until it has ended."""
         error: Exception | None = None
         while not (order.is_over or order.is_aborted):
             order.response = self._handle.generate.remote(order)
@@ -260,7 +261,7 @@ class Fleet:
         stored: list[bytes],
         removed: list[bytes],
     ) -> None:
-        """Process the updates of a replica, except for requests that have moved to another one."""
+        """Process the updates of a replica, except for requests that moved to another replica."""
         received, is_here = news_of(tokens, outputs), partial(self._is_at, name)
         news = News([*filter(is_here, received.tokens)], [*filter(is_here, received.outputs)])
         for new in news.tokens:

@@ -1,4 +1,4 @@
-"""Placement of requests on replicas, by their expected cache hits and their load."""
+"""Place requests on replicas by their expected cache hits and their load."""
 
 import threading
 from collections.abc import Collection, Iterable
@@ -11,7 +11,7 @@ from nanoserve.serve.replicas.prefix_router import PrefixRouter
 
 @dataclass
 class Member:
-    """Replica that accepts requests."""
+    """A replica that accepts requests."""
 
     number: int  # shown to users: the lowest free number when it joined
     load: int = 0  # expected tokens still to compute, for the requests of this ingress
@@ -21,10 +21,10 @@ class Member:
 
 
 class Placement:
-    """Members with their loads, and the choice between them.
+    """The members with their loads, and the choice between them.
 
     The load of a member is a sum over the requests in flight there, so that it cannot drift.
-    Thread-safe: it is used in the thread of Serve's router and in that of the fleet.
+    Thread-safe, because both the thread of Serve's router and the thread of the fleet use it.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -36,7 +36,7 @@ class Placement:
 
     @property
     def backlog(self) -> int:
-        """Number of sequences in flight minus slots of all replicas; below 0 if slots are free."""
+        """Number of sequences in flight minus slots of all replicas; negative if slots are free."""
         with self._lock:
             return sum(
                 member.num_sequences + member.others_num_sequences - self._max_num_seqs

@@ -11,12 +11,14 @@ ROUTERS = ("approximate", "exact")
 
 @dataclass
 class ReplicaSettings:
-    """Settings of replicas, validated on construction: a `ValueError` names the wrong value."""
+    """Settings of replicas, validated on construction. A `ValueError` names the wrong value."""
 
-    data_parallel_size: int = 1  # number of replicas; the least number if there is a maximum
-    max_data_parallel_size: int | None = None  # greatest number of replicas; None: a fixed number
-    target_ongoing_requests: float = 64  # requests per replica above which another one is started
-    ray_address: str | None = None  # of a cluster; None: start Ray here, and stop it in the end
+    data_parallel_size: int = 1  # number of replicas; the minimum if there is a maximum
+    max_data_parallel_size: int | None = None  # maximum number of replicas; None: a fixed number
+    target_ongoing_requests: float = (
+        64  # requests per replica above which another replica is started
+    )
+    ray_address: str | None = None  # of a cluster; None: start Ray here, and stop it at the end
     router: str = "approximate"  # how the router tracks the cached blocks of replicas
 
     def __post_init__(self) -> None:
@@ -27,17 +29,17 @@ class ReplicaSettings:
             self.max_data_parallel_size = most
         check_number("target_ongoing_requests", self.target_ongoing_requests, 1)
         check_choice("router", self.router, ROUTERS)
-        message = f"ray_address={self.ray_address!r} needs replicas: set data_parallel_size, too"
+        message = f"ray_address={self.ray_address!r} requires replicas; set data_parallel_size, too"
         require(self.ray_address is None or self.is_fleet, message)
 
     @property
     def is_fleet(self) -> bool:
-        """True if Ray is needed, which is not the case for a single engine."""
+        """True if Ray is needed, i.e. for more than a single engine."""
         return self.data_parallel_size > 1 or self.max_data_parallel_size is not None
 
     @property
     def num_replicas(self) -> int:
-        """Greatest number of replicas at a time."""
+        """The maximum number of replicas at a time."""
         return self.max_data_parallel_size or self.data_parallel_size
 
 

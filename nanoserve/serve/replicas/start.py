@@ -1,9 +1,9 @@
-"""Start of replicas for one server: Ray, Ray Serve and the application, and their shutdown.
+"""Start and shut down the replicas of one server: Ray, Ray Serve and the application.
 
 The ingress is the server's own process, with the same port, TLS, limits, signals and grace period
-as without replicas. A token passes through one process less than behind Serve's proxy. Serve's
-router runs in this process as well. For ingresses that are Serve deployments, with several of them
-or a YAML file, use `nanoserve.serve.replicas.ingress:build`.
+as without replicas. A token passes through one process less than with Serve's proxy. Serve's
+router runs in this process as well. To run ingresses as Serve deployments, for example to have
+several or to use a YAML file, use `nanoserve.serve.replicas.ingress:build`.
 """
 
 import contextlib
@@ -69,7 +69,7 @@ def replicas(
     """Start replicas and yield their handle; stop them on exit.
 
     Replicas that already run on the cluster, for example after their server was killed, are
-    reused; if an argument has changed, Serve replaces them one by one. Raises `ValueError`, as
+    reused. If an argument has changed, Serve replaces them one by one. Raises `ValueError`, as
     `LLM` does, for a model or options that cannot be served, and `RuntimeError` if no replica
     starts.
     """
@@ -78,7 +78,9 @@ def replicas(
         model = str(Path(model).resolve())  # a replica may have another working directory
     is_local = settings.ray_address is None
     config = engine_config(model, options)
-    kv_events = "kv_events_config needs a single engine: all replicas would use one address"
+    kv_events = (
+        "kv_events_config needs a single engine, as replicas would share an address; remove it"
+    )
     require(config.kv_events_config is None, kv_events)
     if is_local:  # otherwise the machines of the cluster must have the checkpoint
         checkpoint = Checkpoint.open(model, config, config.revision)
@@ -139,19 +141,19 @@ def _ray(settings: ReplicaSettings, num_cpus: float) -> Iterator[None]:
 
 
 def _check_room(resources: dict[str, float], num_replicas: int) -> None:
-    """Raise `ValueError` if Ray lacks resources, for which Serve would wait for ever."""
+    """Raise `ValueError` if Ray lacks resources, for which Serve would wait forever."""
     there = ray.cluster_resources()
     for name, wanted in (("CPU", resources["num_cpus"]), ("GPU", resources.get("num_gpus", 0))):
         has = there.get(name, 0)
         message = (
             f"data_parallel_size={num_replicas} replicas with {wanted:g} {name}s each need more "
-            f"than the {has:g} that Ray has: use fewer replicas, or more machines"
+            f"than the {has:g} that Ray has; use fewer replicas or more machines"
         )
         require(num_replicas * wanted <= has, message)
 
 
 def _plan_of_what_runs(name: str) -> str | None:
-    """Return the plan of the replicas that already run; None if there are none or none answers."""
+    """Return the plan of the replicas that already run; None without replicas or an answer."""
     try:
         handle = serve.get_app_handle(name)
         return handle.plan.remote(Call(b"")).result(timeout_s=10)

@@ -138,7 +138,7 @@ def test_what_is_refused_there_is_raised_here() -> None:
 
 
 ENDS = {  # what it dies of
-    "stopped": "has shown no sign of life",
+    "stopped": "has sent no heartbeat",
     "killed": "status -9",
     "failing for good": "the device is gone",
 }

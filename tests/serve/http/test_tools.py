@@ -215,7 +215,7 @@ def test_formats_that_cannot_be_had_are_refused_before_a_stream_begins(client) -
         assert "uniqueItems" in refused(client, extra_body=extra, stream=stream)
         assert "unclosed" in refused(client, extra_body={"guided_regex": "("}, stream=stream)
     for asked, what in (
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "give one"),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "pass one"),
         ({"structured_outputs": {"regexp": "a"}}, "regexp"),
         ({"structured_outputs": {}}, "exactly one"),
         ({"guided_choice": []}, "at least one"),

@@ -1,4 +1,4 @@
-"""Grammars for tool calls: they enforce required calls and the schemas of strict functions."""
+"""Grammars for tool calls, which enforce required calls and the schemas of strict functions."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def constraint_of_tools(
     rules, begin = [f"calls: {before} call {more} {after}"], form.call_begin
     if use.must_call:
         rules.insert(0, "start: calls")
-    elif form.trigger is None:  # an output is text or calls: its first character decides
+    elif form.trigger is None:  # an output is text or calls, as its first character decides
         rules[:0] = ["start: calls | TEXT", r"TEXT: /[^{\s](.|\n)*/"]
     elif special_id(trigger) is not None:  # free text cannot contain a special token
         rules[:0] = ["start: TEXT | TEXT calls TEXT", r"TEXT: /(.|\n)*/"]
@@ -134,7 +134,7 @@ def _arguments(function: Function) -> StructuredOutputsParams:
 
 
 class _Writer:
-    """Writer of rules in Lark's syntax."""
+    """Writes rules in Lark's syntax."""
 
     def __init__(self, special_id: SpecialId, config: StructuredOutputsConfig) -> None:
         self._special_id, self._config = special_id, config
@@ -162,7 +162,7 @@ class _Writer:
             raise refusal(error, function.field) from error
 
     def literal(self, text: str) -> str:
-        """Return the terminals for a text, with its special tokens as tokens, not as characters."""
+        """Return the terminals for a string, with special tokens as tokens, not as characters."""
         parts: list[str] = []
         for tag in re.findall(r"<\|[^|]*\|>|\[[A-Z_]+\]", text):
             token_id = self._special_id(tag)

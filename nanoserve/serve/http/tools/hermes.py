@@ -1,4 +1,4 @@
-"""Parser of the calls of Qwen and Hermes: JSON between `<tool_call>` and `</tool_call>`."""
+"""A parser for the calls of Qwen and Hermes, JSON between `<tool_call>` and `</tool_call>`."""
 
 from nanoserve.serve.http.tools.parse_result import Text, ToolCall, call_of, without_beginning_of
 from nanoserve.serve.http.tools.partial_json import read_object

@@ -1,4 +1,4 @@
-"""Parser of the calls of Llama 3: the complete output is JSON, with one object per call."""
+"""A parser for the calls of Llama 3, whose complete output is JSON with one object per call."""
 
 from nanoserve.serve.http.tools.parse_result import Text, ToolCall, call_of
 from nanoserve.serve.http.tools.partial_json import read_object, skip_space

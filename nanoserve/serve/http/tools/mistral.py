@@ -1,4 +1,4 @@
-"""Parser of the calls of Mistral: after `[TOOL_CALLS]`, as a list of objects or by name."""
+"""A parser for the calls of Mistral, a list of objects or named calls after `[TOOL_CALLS]`."""
 
 import re
 
@@ -18,7 +18,7 @@ _CALL_ID = re.compile(r"\[CALL_ID\][\w-]*")
 def parse(text: str, is_final: bool) -> tuple[str, list[ToolCall]]:
     """Return (content, calls).
 
-    Older models write a list of objects, newer ones a tag, a name and the arguments for each call.
+    Older models write a list of objects. Newer models write a tag, a name and arguments per call.
     Text after a tag that is neither is content.
     """
     content, calls, at = Text(), [], 0

@@ -1,4 +1,4 @@
-"""Parts of a parsed output: reasoning, content and tool calls, complete or not."""
+"""The parts of a parsed output, complete or not: reasoning, content and tool calls."""
 
 from typing import NamedTuple
 
@@ -6,7 +6,7 @@ from nanoserve.serve.http.tools.partial_json import ObjectSoFar, text_of
 
 
 class ToolCall(NamedTuple):
-    """Tool call. `arguments` is the JSON that the model has written so far."""
+    """A tool call. `arguments` is the JSON that the model has written so far."""
 
     name: str
     arguments: str
@@ -14,7 +14,7 @@ class ToolCall(NamedTuple):
 
 
 class Parsed(NamedTuple):
-    """Parsed output. Each part only grows with the output, so nothing that was sent is revoked."""
+    """A parsed output. Each part only grows with the output, so nothing sent is revoked."""
 
     reasoning: str
     content: str
@@ -22,7 +22,7 @@ class Parsed(NamedTuple):
 
 
 class Text:
-    """Content of an output: the text around its calls, without the whitespace next to them."""
+    """The content of an output, i.e. the text around its calls without adjacent whitespace."""
 
     def __init__(self) -> None:
         self._pieces = [""]  # before, between and after the calls

@@ -1,4 +1,4 @@
-"""Parsing of an incomplete output, and the difference between two states of it."""
+"""Parse an incomplete output, and find the difference between two states of it."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -11,7 +11,7 @@ NOTHING = Parsed("", "", [])
 
 
 class CallDelta(NamedTuple):
-    """New part of a tool call. `name` is None except in the first part of a call."""
+    """A new part of a tool call. `name` is None except in the first part of a call."""
 
     index: int  # type: ignore[assignment]  # tuple.index is not used
     name: str | None
@@ -33,7 +33,7 @@ def parse_answer(
 ) -> Parsed:
     """Parse the text so far. Calls are searched for only after the reasoning.
 
-    is_inside: True if the text begins inside of the reasoning; None if reasoning is not parsed.
+    is_inside: True if the text begins inside the reasoning; None if reasoning is not parsed.
     """
     reasoning = ""
     if is_inside is not None:

@@ -1,4 +1,4 @@
-"""Formats of tool calls, under vLLM's names of tool call parsers."""
+"""Formats of tool calls, under the names of vLLM's tool call parsers."""
 
 import json
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from nanoserve.serve.http.tools.parse_result import ToolCall
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """Format of tool calls: before + call + separator + call ... + after.
+    """A format of tool calls: before + call + separator + call ... + after.
 
     A call is begin % name + its arguments as JSON + end.
 

@@ -1,4 +1,4 @@
-"""Parser of incomplete JSON: finds the members of an object and where they end.
+"""A parser for incomplete JSON, which finds the members of an object and where they end.
 
 It reads once from left to right, without recursion, and stops where the text is no longer JSON:
 after a missing brace, the following text must not be taken for a part of the call.
@@ -17,7 +17,7 @@ _WHOLE_WORD = re.compile(r"-?\d+(\.\d+)?([eE][+-]?\d+)?|true|false|null")
 
 
 class Member(NamedTuple):
-    """Position of the value of a member: `text[start:end]`, so far."""
+    """The position of the value of a member so far, `text[start:end]`."""
 
     start: int
     end: int
@@ -25,9 +25,9 @@ class Member(NamedTuple):
 
 
 class ObjectSoFar(NamedTuple):
-    """Object that may be incomplete.
+    """An object that may be incomplete.
 
-    members: by key; the first one of equal keys. end: position after the closing brace, or None.
+    members: by key; of equal keys, the first. end: position after the closing brace, or None.
     stop: position from which it cannot be an object, whatever follows; None if it still can.
     """
 
@@ -37,7 +37,7 @@ class ObjectSoFar(NamedTuple):
 
 
 class Value(NamedTuple):
-    """Extent of a value that may be incomplete.
+    """The extent of a value that may be incomplete.
 
     end: position after it; None if it may continue. stop: position from which it cannot be a value,
     or None.

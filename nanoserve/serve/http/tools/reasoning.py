@@ -1,4 +1,4 @@
-"""Reasoning of a model before its answer, between `<think>` and `</think>`."""
+"""The reasoning of a model before its answer, between `<think>` and `</think>`."""
 
 from enum import Enum
 
@@ -8,7 +8,7 @@ OPEN, CLOSE = "<think>", "</think>"
 
 
 class Thought(Enum):
-    """State of the reasoning at the end of a prompt."""
+    """The state of the reasoning at the end of a prompt."""
 
     OPEN = "open"  # the output continues it
     CLOSED = "closed"  # the output has no further reasoning

@@ -1,4 +1,4 @@
-"""Tools of a request, and whether one of them must be called."""
+"""The tools of a request, and whether the model must call one."""
 
 import re
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ _CHOICES = ("none", "auto", "required")
 
 @dataclass(frozen=True)
 class Function:
-    """Function that a model may call.
+    """A function that a model may call.
 
     parameters: a JSON schema of its arguments. number: its index in `tools`.
     """
@@ -30,13 +30,13 @@ class Function:
 
     @property
     def field(self) -> str:
-        """Path of `parameters` in the request, for error messages."""
+        """The path of `parameters` in the request, for error messages."""
         return f"tools[{self.number}].function.parameters"
 
 
 @dataclass(frozen=True)
 class ToolUse:
-    """Functions that a response may call, and the format of calls.
+    """The functions that a response may call, and the format of calls.
 
     must_call: True if a call is required. is_named: True if the client has named the function.
     allows_several: True if a response may contain several calls.
@@ -58,8 +58,8 @@ def tool_use_of(
 ) -> ToolUse | None:
     """Return the tool use of a request; None if nothing may be called.
 
-    is_shown: True if the chat template shows tools to the model. Without that, a model can only be
-    forced to call one. Raises `ApiError` for invalid tools or an invalid choice.
+    is_shown: True if the chat template shows tools to the model. Otherwise a model can only be
+    forced to call a tool. Raises `ApiError` for invalid tools or an invalid choice.
     """
     functions = [_function_of(tool, number) for number, tool in enumerate(tools or [])]
     names = [function.name for function in functions]
@@ -133,7 +133,7 @@ def with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_both_names_of_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its reasoning under both names, of which a template uses one."""
+    """Return a message with its reasoning under both names, since a template uses either."""
     newer, older = message.get("reasoning"), message.get("reasoning_content")
     if (newer is None) == (older is None):
         return message

@@ -15,7 +15,7 @@ from nanoserve.serve.http.tools.tool_choice import ToolUse
 
 
 class ToolAnswer(ChatAnswer):
-    """Response with tool calls or reasoning.
+    """A response with tool calls or reasoning.
 
     For each output, the complete text so far is parsed again, and the difference is sent.
     """
