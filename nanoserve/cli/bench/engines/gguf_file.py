@@ -14,9 +14,9 @@ from .stored_tensors import as_float32, read_tensors
 
 
 def write_gguf(checkpoint: Path, target: Path, kind: str | None = None) -> None:
-    """Write the file `target`, with matrices quantised to `kind`: Q8_0, Q4_0, ... of `gguf`.
+    """Write the file `target`, with matrices quantized to `kind`: Q8_0, Q4_0, ... of `gguf`.
 
-    Raises `ValueError` for a model other than Qwen3, and for weights that are quantised.
+    Raises `ValueError` for a model other than Qwen3, and for weights that are quantized.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     if config["architectures"] != ["Qwen3ForCausalLM"]:

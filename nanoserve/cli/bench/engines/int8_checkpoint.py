@@ -1,8 +1,8 @@
-"""Conversion of a checkpoint in safetensors to int8 weights, for vLLM, which cannot quantise it.
+"""Conversion of a checkpoint in safetensors to int8 weights, for vLLM, which cannot quantize it.
 
 The format is "int-quantized" of compressed-tensors, which nanoserve reads, too: every linear layer
 but the LM head has `weight` in int8 and `weight_scale`, float32 [out, 1]: the largest magnitude of
-the row / 127. An engine quantises each token's activations to int8 while it runs. Embedding, LM
+the row / 127. An engine quantizes each token's activations to int8 while it runs. Embedding, LM
 head and norms are unchanged.
 """
 
@@ -30,18 +30,18 @@ _QUANTIZATION = {
         }
     },
 }
-_PIECE = 2**21  # values quantised at a time
+_PIECE = 2**21  # values quantized at a time
 
 
 def write_int8(checkpoint: Path, target: Path) -> None:
     """Write the checkpoint to the folder `target`, one tensor at a time to save memory.
 
-    Raises `ValueError`, before anything is written, for weights that are quantised already and for
+    Raises `ValueError`, before anything is written, for weights that are quantized already and for
     a mixture of experts.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     if config.get("quantization_config"):
-        raise ValueError("quantization=int8: the checkpoint's weights are quantised already")
+        raise ValueError("quantization=int8: the checkpoint's weights are quantized already")
     if config.get("num_experts") or config.get("num_local_experts"):
         raise ValueError("quantization=int8 is not supported for a mixture of experts")
     target.mkdir(exist_ok=True)

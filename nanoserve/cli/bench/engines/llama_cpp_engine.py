@@ -5,7 +5,7 @@ next token of every running sequence, and chunks of prompts in the rest of the b
 greedy.
 
 Options: n_ubatch, kv_unified, type_k, ... (fields of `llama_context_params`); and
-quantization=q8_0, q4_0 or q4_k_m, for which the library's quantiser converts the weights.
+quantization=q8_0, q4_0 or q4_k_m, for which the library's quantizer converts the weights.
 """
 
 import ctypes
@@ -162,7 +162,7 @@ def _plain(spec: Namespace) -> Path:
 def _file(spec: Namespace) -> Path:
     quantization = spec.options.get("quantization")
     if quantization and Path(spec.model).is_file():
-        raise ValueError(f"{spec.model} is quantised: leave out quantization={quantization!r}")
+        raise ValueError(f"{spec.model} is quantized: leave out quantization={quantization!r}")
     return Path(spec.scratch) / f"model-{quantization}.gguf" if quantization else _plain(spec)
 
 
@@ -179,7 +179,7 @@ def _quantize(plain: Path, target: Path, kind: str) -> None:
     params.ftype = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{kind.upper()}")
     names = (str(file).encode() for file in (plain, target))
     if lib.llama_model_quantize(*names, ctypes.byref(params)) != 0:
-        raise ValueError(f"llama.cpp cannot quantise to {kind!r}")
+        raise ValueError(f"llama.cpp cannot quantize to {kind!r}")
 
 
 def _print_nothing(level: int, text: bytes, user_data: Any) -> None:

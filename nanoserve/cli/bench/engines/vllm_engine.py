@@ -2,7 +2,7 @@
 
 Its build for CPUs is a separate package for a separate environment: see `--python` of `nanoserve
 bench`. Options of this engine are passed to `vllm.LLM`, except quantization=int8: vLLM does not
-quantise plain weights to int8, so a checkpoint with int8 weights is written from them. The LM head
+quantize plain weights to int8, so a checkpoint with int8 weights is written from them. The LM head
 stays in the data type, since vLLM does not support an int8 one.
 """
 
