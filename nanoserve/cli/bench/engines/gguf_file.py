@@ -1,7 +1,7 @@
-"""Conversion of a Qwen3 checkpoint in safetensors to GGUF for llama.cpp, without a tokenizer.
+"""Convert a Qwen3 checkpoint in safetensors to GGUF for llama.cpp, without a tokenizer.
 
-It has only what a benchmark needs: weights as they are stored, and the numbers of `config.json`. It
-uses the package `gguf` and numpy.
+The file has only what a benchmark needs, i.e. the stored weights and the numbers of `config.json`.
+The conversion uses the package `gguf` and numpy.
 """
 
 import json
