@@ -203,7 +203,8 @@ def fault(name: str, body: dict[str, Any]) -> Steps:
 
 
 FAULTS = [
-    "500 Busy: come back later", "closed without a response", "closed before the response was complete",
+    "500 Busy: come back later", "closed without a response",
+    "closed before the response was complete",
     "a chunk that is not a JSON object", "the size of a chunk is",
     "a chunk is longer than its size", "in the stream: out of memory", "no end after 0.5 s",
     "not with a stream",
