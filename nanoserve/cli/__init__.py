@@ -1,1 +1,1 @@
-"""The commands of `nanoserve COMMAND` in a shell: one module each, with a `main`."""
+"""The commands of `nanoserve COMMAND`. Each is a module with a function `main`."""

@@ -1,4 +1,4 @@
-"""`nanoserve batch IN OUT`: answer a file of requests, and resume a run that was interrupted."""
+"""`nanoserve batch IN OUT` answers a file of requests, and resumes an interrupted run."""
 
 import asyncio
 import os
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from nanoserve.serve.batch.batch_job import Job
     from nanoserve.serve.batch.requests import Todo
 
-# Flags of this command that have the name of an option of vLLM's engine.
+# Flags of this command that share their name with an engine option of vLLM.
 _OURS = ("served_model_name", "reasoning_parser", "data_parallel_size")
 _SETTINGS = (
     *("served_model_name", "tool_call_parser", "reasoning_parser"),
@@ -27,8 +27,8 @@ _SETTINGS = (
 def main(arguments: list[str]) -> int:
     """Run the command and return its exit status.
 
-    0: every request has been answered. 1: the run is complete, and some lines were invalid.
-    2: the run could not be started or completed. 130, 143: stopped by Ctrl-C, by SIGTERM.
+    0: every request has been answered. 1: the run is complete, but some lines were invalid.
+    2: the run could not be started or completed. 130: stopped by Ctrl-C. 143: stopped by SIGTERM.
     """
     args = _parser().parse_args(arguments)
     try:
@@ -45,7 +45,7 @@ def _run(args: Namespace) -> int:
     check_number("grace_period", args.grace_period, 0)
     require(path.is_file(), f"{path} is not a file")
     is_same = out.exists() and os.path.samefile(path, out)
-    require(not is_same, f"{out} is the input file: name another file for the answers")
+    require(not is_same, f"{out} is the input file; pass another file for the answers")
     _check_packages(args)
     from nanoserve.serve.batch.batch_job import Job
     from nanoserve.serve.batch.output_file import AnswersFile
@@ -77,7 +77,7 @@ def _run(args: Namespace) -> int:
 def _answer(
     args: Namespace, path: Path, salt: str, todo: "Todo", job: "Job", options: dict[str, Any]
 ) -> int:
-    """Answer the requests `todo`; return the signal that stopped the run, or 0."""
+    """Answer the requests `todo`. Returns the signal that stopped the run, or 0."""
     settings = {name: getattr(args, name) for name in _SETTINGS}
     settings = {name: value for name, value in settings.items() if value is not None}
     answerer: dict[str, Any] = {"model": args.model, "options": options, "settings": settings}
@@ -115,24 +115,24 @@ def _check_packages(args: Namespace) -> None:
 
 def _one_of(name: str, by_place: str | None, by_flag: str | None) -> str:
     given = [value for value in (by_place, by_flag) if value is not None]
-    require(len(given) == 1, f"{name} is given {len(given)} times: give IN and OUT once each")
+    require(len(given) == 1, f"{name} is set {len(given)} times; pass IN and OUT once each")
     return given[0]
 
 
 def _parser() -> ArgumentParser:
     parser = Parser(
         prog="nanoserve batch",
-        description="Answer the requests of a file, in OpenAI's batch format. A run that was "
-        "interrupted is resumed by the same command: answers that OUT has are not computed again.",
+        description="Answer a file of requests in OpenAI's batch format. The same command resumes "
+        "an interrupted run; answers that are in OUT are not computed again.",
         epilog="Exit status: 0 if all requests were answered, 1 if some lines were invalid, 2 if "
         "the run could not be completed.",
     )
     add = parser.add_argument
-    input_file = "File with a JSON object in each line: custom_id, method, url, body."
+    input_file = "File with one JSON object per line: custom_id, method, url, body."
     add("input", nargs="?", metavar="IN", help=input_file)
-    add("output", nargs="?", metavar="OUT", help="File that gets a line for each answer.")
-    add("-i", "--input-file", metavar="IN", help="IN, as a flag of vLLM's run-batch.")
-    add("-o", "--output-file", metavar="OUT", help="OUT, as a flag of vLLM's run-batch.")
+    add("output", nargs="?", metavar="OUT", help="File for the answers, one per line.")
+    add("-i", "--input-file", metavar="IN", help="IN, as a flag like in vLLM's run-batch.")
+    add("-o", "--output-file", metavar="OUT", help="OUT, as a flag like in vLLM's run-batch.")
     model = "Folder, file or name of the model, as for LLM(). Default: %(default)s."
     add("--model", default="tiny-qwen3", help=model)
     several = "Number of engines; more than one run on Ray (nanoserve[ray]). Default: %(default)s."

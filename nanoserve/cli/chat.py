@@ -1,4 +1,4 @@
-"""`nanoserve chat MODEL`: a conversation in the terminal, with a local model or a server."""
+"""`nanoserve chat MODEL` is a conversation in the terminal with a local model or a server."""
 
 import contextlib
 import json
@@ -63,7 +63,7 @@ def converse(answer: Answer, system: str | None) -> None:
 
 
 def _show(pieces: Iterator[str]) -> str:
-    """Print an answer while it is generated; return its text, which a Ctrl-C cuts short."""
+    """Print an answer while it is generated. Returns its text, which Ctrl-C cuts short."""
     text = ""
     try:
         for piece in pieces:
@@ -93,15 +93,15 @@ def _local(args: Namespace, closing: contextlib.ExitStack) -> Answer:
 
 
 def _remote(args: Namespace) -> Answer:
-    """Return a function that sends messages to a server with OpenAI's protocol.
+    """Return a function that sends messages to an OpenAI-compatible server.
 
     It uses the standard library only.
     """
     engine = sorted({*engine_options(args)} - {"seed"})
     if engine:
         raise ValueError(
-            f"{engine} are options of a local model, and --url={args.url} names a server: leave "
-            "them out"
+            f"{engine} are options of a local model, but --url={args.url} is a server; remove "
+            "either the options or --url"
         )
     base = args.url.rstrip("/").removesuffix("/v1") + "/v1"
     key = args.api_key or os.environ.get("OPENAI_API_KEY")
@@ -147,7 +147,7 @@ def _parser() -> ArgumentParser:
         "of the server."
     )
     add_model(parser, model)
-    url = "Chat with this server, which speaks OpenAI's protocol. Default: a local model."
+    url = "Chat with this OpenAI-compatible server. Default: a local model."
     add("--url", help=url)
     key = "API key of the server. Default: the environment variable OPENAI_API_KEY."
     add("--api-key", metavar="KEY", help=key)

@@ -1,6 +1,6 @@
-"""Properties of a model that are known before it is loaded, and whether `LLM(...)` would load it.
+"""Describe a model before it is loaded, and find out whether `LLM(...)` would load it.
 
-The checks are those of `LLM(...)`, in its order and through the same functions. But an error is
+The checks of `LLM(...)` run in the same order and through the same functions. But an error is
 recorded, and checks that do not depend on its result are still made. Only headers of weight files
 are read, and the model is built on the meta device, to count parameters and bytes.
 """
@@ -37,7 +37,7 @@ _KV_DTYPES = ("auto", "int8", "fp8")
 
 
 def describe(model: str, **options: Any) -> Facts:
-    """Return the properties of a model with `options` of `LLM`; unknown properties are missing.
+    """Return the properties of a model with `options` of `LLM`. Unknown properties are missing.
 
     "refused" lists the reasons for which `LLM(model, **options)` would raise; the first one is its
     error message.
@@ -144,7 +144,7 @@ def _describe_pool(
 ) -> None:
     """Add the size of the KV block pool.
 
-    On a GPU it is what the weights leave, hence unknown here unless an option fixes it.
+    On a GPU it is the memory that the weights leave, so it is unknown unless an option sets it.
     """
     block_size = config.block_size
     facts["block_size"], facts["kv_cache_dtype"] = block_size, config.kv_cache_dtype

@@ -1,4 +1,4 @@
-"""`EngineArgs`: the options of an engine as an object, and as flags of a script, as in vLLM."""
+"""`EngineArgs` has the options of an engine, also as flags of a script, as in vLLM."""
 
 from argparse import ArgumentParser, Namespace
 from pathlib import Path
@@ -21,7 +21,7 @@ AnyParser = TypeVar("AnyParser", bound=ArgumentParser)
 
 
 class EngineArgs(EngineConfig):
-    """Arguments of `LLM`, checked on construction.
+    """The arguments of `LLM`, checked on construction.
 
     Scripts for vLLM call `LLM(**dataclasses.asdict(EngineArgs(...)))`. Raises `ValueError` for
     the same options as `LLM`.
@@ -34,7 +34,7 @@ class EngineArgs(EngineConfig):
 
     @staticmethod
     def add_cli_args(parser: AnyParser) -> AnyParser:
-        """Add `--model` and a flag for each option; one not given is not in the namespace."""
+        """Add `--model` and a flag per option. Flags not passed are absent from the namespace."""
         text = "Folder, GGUF file or name of the model. Default: %(default)s."
         parser.add_argument("--model", default="tiny-qwen3", help=text)
         add_engine_flags(parser)
@@ -58,8 +58,8 @@ class EngineArgs(EngineConfig):
 
 
 class AsyncEngineArgs(EngineArgs):
-    """Arguments of `AsyncLLM.from_engine_args`."""
+    """The arguments of `AsyncLLM.from_engine_args`."""
 
 
 class FlexibleArgumentParser(Parser):
-    """Argument parser that takes `--max_model_len` for `--max-model-len`, as vLLM's does."""
+    """An argument parser that takes `--max_model_len` for `--max-model-len`, as vLLM's does."""

@@ -1,4 +1,4 @@
-"""`EngineConfig` on the command line: its fields are the flags, under vLLM's names.
+"""Add the fields of `EngineConfig` to the command line, as flags under vLLM's names.
 
 The help of a flag is the comment above its field in `nanoserve/config.py` (vLLM takes it from the
 docstrings below its fields), so that there is no second description that could differ.
@@ -47,8 +47,8 @@ _SHORT = {
 }  # fmt: skip
 _NAME = re.compile(r"    ([a-z_]+): ")
 _IN_BACKTICKS = re.compile(r"`([^`]+)`")
-# Integers that may have a unit, as 1k, 1K or 2.5m: those of vLLM (`human_readable_int` in its
-# vllm/engine/arg_utils.py). Another one is max_model_len, which may also be "auto".
+# Integers that may have a unit, as 1k, 1K or 2.5m, like in vLLM (`human_readable_int` in
+# vllm/engine/arg_utils.py). So may max_model_len, which may also be "auto".
 _WITH_UNITS = {
     *("max_num_batched_tokens", "kv_cache_memory_bytes", "max_num_scheduled_tokens"),
     *("max_num_queued_tokens", "safetensors_prefetch_block_size"),
@@ -60,7 +60,7 @@ _AS_JSON = (
 
 
 def add_engine_flags(parser: ArgumentParser, but: Collection[str] = ()) -> None:
-    """Add a flag for each option of the engine; one that is not given is not in the namespace."""
+    """Add a flag for each engine option. Flags not passed are absent from the namespace."""
     group = parser.add_argument_group(
         "engine",
         "Options of LLM(model, ...). --max-model-len, --max-num-batched-tokens and "
@@ -103,7 +103,7 @@ def add_engine_flags(parser: ArgumentParser, but: Collection[str] = ()) -> None:
 
 @cache
 def option_help() -> dict[str, str]:
-    """Return the help of each option by name: its comment in `EngineConfig`, and its default.
+    """Return the help of each option by name, from its comment in `EngineConfig` and its default.
 
     Options in backticks are written as flags. The help is empty if there is no source to read.
     """
@@ -130,9 +130,9 @@ def option_help() -> dict[str, str]:
 
 
 def engine_options(args: Namespace, but: Collection[str] = ()) -> dict[str, Any]:
-    """Return the options that were given, without those named in `but`.
+    """Return the options that were passed, except the options named in `but`.
 
-    A chat template is returned as its text, because its file may be on this machine only.
+    A chat template is returned as a string, because its file may be only on this machine.
 
     Raises `ValueError` for a chat template that cannot be read.
     """
@@ -148,7 +148,7 @@ def _options() -> list[Field[Any]]:
 
 
 def _kind(field: Field[Any]) -> Callable[[str], Any]:
-    """Return the function that reads a flag's value: by name, or the first type of the field."""
+    """Return the function that reads a flag's value, by name or by the field's first type."""
     if field.name in _AS_JSON:
         return from_json
     if field.name == "max_model_len":
@@ -160,7 +160,7 @@ def _kind(field: Field[Any]) -> Callable[[str], Any]:
 
 
 def _hidden_kind(name: str) -> Callable[[str], Any]:
-    """Return the function that reads an option of vLLM: an integer with a unit, JSON or a text."""
+    """Return the function that reads vLLM's option as an integer with a unit, JSON or a string."""
     return whole_number if name in _WITH_UNITS else json_or_text
 
 

@@ -1,10 +1,10 @@
-"""Describe a model, the memory it needs, and whether it would run here; no weights are loaded.
+"""Describe a model, the memory it needs, and whether it would run, without loading weights.
 
 nanoserve info tiny-qwen3                                  a bundled model, a folder, a GGUF file
-nanoserve info Qwen/Qwen3-0.6B --max-model-len 4096        reads only headers of weights on the hub
+nanoserve info Qwen/Qwen3-0.6B --max-model-len 4096        reads only headers of weights on the Hub
 nanoserve info Qwen/Qwen3-0.6B --quantization int8 --json  output for programs
 
-The exit status is 1 if LLM(...) would reject the model. A GGUF file on the hub is downloaded.
+The exit status is 1 if LLM(...) would reject the model. A GGUF file on the Hub is downloaded.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def as_text(facts: dict[str, Any]) -> str:
-    """Return a line for each known property, and one for each reason to reject the model."""
+    """Return a line for each known property, and for each reason to reject the model."""
     parts = (_model_rows, _weight_rows, _pool_rows, _text_rows)
     rows = [row for part in parts for row in part(facts)]
     lines = [f"{name:<16}{value}" for name, value in rows]

@@ -1,11 +1,11 @@
-"""Command line: `nanoserve COMMAND ...`, or `python -m nanoserve COMMAND ...`."""
+"""The command line, `nanoserve COMMAND ...` or `python -m nanoserve COMMAND ...`."""
 
 import sys
 from collections.abc import Callable
 
 from nanoserve.utils.registry import Registry
 
-# Takes the arguments after the command's name; returns the exit status, where None means 0.
+# It takes the arguments after the command's name, and returns the exit status (None means 0).
 Command = Callable[[list[str]], int | None]
 
 # A command's module is imported only when the command is called.
@@ -31,13 +31,13 @@ _PURPOSES = {
 
 
 def register_command(name: str, location: str, purpose: str) -> None:
-    """Register a command, a function as "module:function"; `purpose` is its line in `--help`."""
+    """Register a command ("module:function"). `purpose` is its line in `--help`."""
     COMMANDS.register(name, location)
     _PURPOSES[name] = purpose
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run one command and return its exit status. Errors of usage are printed in one line."""
+    """Run one command and return its exit status. Usage errors are printed in one line."""
     name, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if name in ("-h", "--help"):
         print(_usage())

@@ -1,6 +1,6 @@
-"""`Parser`: an `ArgumentParser` that takes flags as vLLM's does, and suggests what was meant.
+"""`Parser` is an `ArgumentParser` that reads flags as vLLM does, and suggests corrections.
 
-Flags cannot be abbreviated: a prefix of one may be a flag of another server. Flags are written with
+Flags cannot be abbreviated, as a prefix may be a flag of another server. Flags are written with
 dashes or underscores, and entries of JSON also one by one (`--speculative-config.method ngram`).
 The error for an unknown flag names similar flags, or the equivalent of another server's flag.
 """
@@ -79,12 +79,12 @@ class Parser(ArgumentParser):
             for key in keys[:-1]:
                 inner = inner.setdefault(key, {})
                 if not isinstance(inner, dict):
-                    self.error(f"{name}: {key} is given as a value and as an object")
+                    self.error(f"{name}: {key} is set as a value and as an object; set it once")
             inner[keys[-1]] = json_or_text(value)
         return kept + [part for flag, own in entries.items() for part in (flag, json.dumps(own))]
 
     def error(self, message: str) -> NoReturn:
-        """Exit with the message in one line: the usage alone would fill sixty."""
+        """Exit with the message in one line, without the long usage."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
     def _describe_unknown(self, unknown: Iterable[str]) -> list[str]:
@@ -119,7 +119,7 @@ def _near(name: str, ours: list[str], elsewhere: Mapping[str, str]) -> str:
 
 
 class Words(Action):
-    """Argument action that takes several words or one list in JSON, as some of vLLM's flags do."""
+    """An argument action that takes several words or one JSON list, as some of vLLM's flags do."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **{"nargs": "+", **kwargs})
@@ -142,7 +142,7 @@ def whole_number(text: str) -> int:
 
     Units k, m, g and t are powers of 1000, and may follow a decimal fraction; K, M, G and T are
     powers of 1024, and follow an integer: 1k is 1000, 2.5k is 2500, 1K is 1024. Raises
-    `ArgumentTypeError` for any other text.
+    `ArgumentTypeError` for any other string.
     """
     text = text.strip()
     found = _WITH_UNIT.fullmatch(text)
@@ -160,12 +160,12 @@ def whole_number(text: str) -> int:
 
 
 def length_or_auto(text: str) -> int | None:
-    """Read a length as `whole_number` does; -1 and "auto" are None, as in vLLM."""
+    """Read a length as `whole_number` does. -1 and "auto" are None, as in vLLM."""
     return None if text.strip().lower() in ("-1", "auto") else whole_number(text)
 
 
 def json_or_text(text: str) -> Any:
-    """Return the value of JSON, or the text if it is not JSON."""
+    """Return the value of a JSON string, or the string itself if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -173,7 +173,7 @@ def json_or_text(text: str) -> Any:
 
 
 def from_json(text: str) -> Any:
-    """Return the value of JSON; raise `ArgumentTypeError` if it is not JSON."""
+    """Return the value of a JSON string. Raises `ArgumentTypeError` if it is not JSON."""
     try:
         return json.loads(text)
     except ValueError as error:
@@ -181,7 +181,7 @@ def from_json(text: str) -> Any:
 
 
 def with_dashes(arguments: list[str]) -> list[str]:
-    """Replace underscores in flags by dashes: scripts for vLLM may have `--max_model_len`.
+    """Replace underscores in flags by dashes, as scripts for vLLM may have `--max_model_len`.
 
     In an entry of JSON, such as `--speculative-config.num_x 4`, only the flag's name is changed.
     """
@@ -206,7 +206,7 @@ def with_config_file(arguments: list[str], parser: ArgumentParser) -> list[str]:
         name, equals, value = argument.partition("=")
         if name == "--config":
             if not equals and number + 1 >= len(arguments):
-                raise ValueError("--config needs a file in YAML")
+                raise ValueError("--config needs a YAML file")
             rest = arguments[number + (1 if equals else 2) :]
             path = value if equals else arguments[number + 1]
             return [*_flags_in(path, parser), *arguments[:number], *rest]
@@ -222,9 +222,11 @@ def _flags_in(path: str, parser: ArgumentParser) -> list[str]:
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ValueError(f"--config {path} cannot be read: {error}") from error
     if not isinstance(entries, dict) or not all(isinstance(name, str) for name in entries):
-        raise ValueError(f"--config {path} must be an object in YAML, of flags and their values")
+        raise ValueError(f"--config {path} must be a YAML mapping of flags to values")
     if "config" in entries:
-        raise ValueError(f"--config {path} has an entry 'config': a file cannot name another one")
+        raise ValueError(
+            f"--config {path} has an entry 'config', which is not supported in a file; remove it"
+        )
     known = parser._option_string_actions
     return [word for name, value in entries.items() for word in _words(name, value, known)]
 
@@ -252,8 +254,8 @@ def add_model(parser: ArgumentParser, text: str) -> None:
 
 
 def model_of(args: Namespace, default: str | None = None) -> Any:
-    """Return the model that is given; raise `ValueError` if two different ones are."""
+    """Return the model that was passed. Raises `ValueError` if two different models were."""
     by_place, by_flag = args.model, args.model_flag
     if by_place is not None and by_flag is not None and by_place != by_flag:
-        raise ValueError(f"two models are given, {by_place!r} and --model {by_flag!r}: give one")
+        raise ValueError(f"got two models, {by_place!r} and --model {by_flag!r}; pass only one")
     return by_place or by_flag or default

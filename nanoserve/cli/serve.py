@@ -1,4 +1,4 @@
-"""`nanoserve serve MODEL`: an OpenAI-compatible server."""
+"""`nanoserve serve MODEL` starts an OpenAI-compatible server."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ from nanoserve.cli.server_flags import add_server_flags, check_server_flags
 from nanoserve.serve.http.settings import ServerSettings
 from nanoserve.serve.replicas.settings import ReplicaSettings
 
-# Flags of this command that have the name of an option of vLLM's engine.
+# Flags of this command that share their name with an engine option of vLLM.
 _OURS = (
     *("served_model_name", "reasoning_parser", "enable_reasoning"),
     *("stream_interval", "data_parallel_size", "shutdown_timeout"),
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
     tls = {name: getattr(args, name) for name in ("ssl_keyfile", "ssl_certfile")}
     tls = {name: value for name, value in tls.items() if value is not None}
     if len(tls) == 1:
-        raise ValueError(f"{tls} alone is not enough: TLS needs --ssl-keyfile and --ssl-certfile")
+        raise ValueError(f"{tls} alone is not enough; TLS needs --ssl-keyfile and --ssl-certfile")
     names = [field.name for field in fields(ReplicaSettings) if field.name in args]
     replicas = ReplicaSettings(**{name: getattr(args, name) for name in names})
     options = engine_options(args, _OURS)
@@ -70,7 +70,7 @@ def main(arguments: list[str]) -> int:
 def parse_args(arguments: list[str]) -> Namespace:
     """Parse the flags of `nanoserve serve`, and of the file that `--config` names.
 
-    Raises `ValueError` for a flag of vLLM with a value that is not implemented here.
+    Raises `ValueError` for a vLLM flag whose value is not supported.
     """
     parser = _parser()
     args = parser.parse_args(with_config_file(with_dashes(arguments), parser))
@@ -81,8 +81,8 @@ def parse_args(arguments: list[str]) -> Namespace:
 def _parser() -> ArgumentParser:
     parser = Parser(
         prog="nanoserve serve",
-        description="Serve a model over OpenAI's API, with a web page to chat and to watch the "
-        "engine.",
+        description="Serve a model over an OpenAI-compatible API, with a web page to chat and to "
+        "watch the engine.",
         epilog="Stop the server with SIGTERM or Ctrl-C: running requests may end within the grace "
         "period.",
     )
@@ -103,13 +103,15 @@ def _parser() -> ArgumentParser:
     add, usual = partial(group.add_argument, default=SUPPRESS), ServerSettings()
     names = "Model names that clients may use. Default: the model as it is given."
     add("--served-model-name", action=Words, metavar="NAME", help=names)
-    key = "Keys of which clients must send one. Default: the variable NANOSERVE_API_KEY, or none."
+    key = "API keys; clients must send one. Default: the variable NANOSERVE_API_KEY, or none."
     add("--api-key", action=Words, metavar="KEY", help=key)
     origins = "Origins of other web pages that may call the server (CORS). Default: none."
     add("--allowed-origins", action=Words, metavar="URL", help=origins)
     kwargs = "Defaults for chat_template_kwargs, as '{\"enable_thinking\": false}'. Default: none."
     add("--default-chat-template-kwargs", type=from_json, metavar="JSON", help=kwargs)
-    queue = "Maximum number of waiting sequences; further requests get a 429. Default: no limit."
+    queue = (
+        "Maximum number of waiting sequences; further requests get status 429. Default: no limit."
+    )
     add("--max-queue", type=int, metavar="N", help=queue)
     tools = "Format of tool calls: hermes, llama3_json or mistral. Default: from the template."
     add("--tool-call-parser", metavar="NAME", help=tools)
@@ -119,7 +121,7 @@ def _parser() -> ArgumentParser:
         ("max_n", "Maximum number of completions of one request."),
         ("max_prompts", "Maximum number of prompts in one request to /v1/completions."),
         ("max_body_bytes", "Maximum size of a request's body in bytes."),
-        ("max_connections", "Maximum number of connections; further ones get a 503."),
+        ("max_connections", "Maximum number of connections; further connections get status 503."),
         ("body_timeout", "Seconds for a request's body to arrive."),
         ("heartbeat_interval", "Seconds of silence in a stream after which a comment is sent."),
         ("metrics_prefix", "Prefix of the names at /metrics."),

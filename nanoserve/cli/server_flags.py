@@ -1,4 +1,4 @@
-"""Flags of vLLM's server: accepted without effect, or rejected with what to use instead."""
+"""Accept flags of vLLM's server without effect, or reject them with an alternative."""
 
 import logging
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
@@ -21,7 +21,10 @@ _SHORT = {"api_server_count": ["-asc"]}
 
 
 def add_server_flags(parser: ArgumentParser) -> None:
-    """Add a hidden flag for each entry of `FLAGS`; one not given is not in the namespace."""
+    """Add a hidden argument for each entry of `FLAGS`.
+
+    Arguments that are not passed are absent from the namespace.
+    """
     for name in FLAGS:
         flags = [f"--{name.replace('_', '-')}", *_SHORT.get(name, ())]
         settings: dict[str, Any] = {"dest": name, "default": SUPPRESS, "help": SUPPRESS}
@@ -34,7 +37,7 @@ def add_server_flags(parser: ArgumentParser) -> None:
 
 
 def check_server_flags(args: Namespace) -> None:
-    """Raise `ValueError` for the first flag that is not implemented, with what to use instead."""
+    """Raise `ValueError` with an alternative for the first flag that is not supported."""
     for name, (accepts, instead) in FLAGS.items():
         if name not in args:
             continue

@@ -17,9 +17,11 @@ from nanoserve.features.trace.reader import Pool, Trace, read_trace
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = Parser(prog="nanoserve trace", description="View what LLM(..., trace=...) recorded.")
-    parser.add_argument("trace", type=Path, help="File that was recorded, in JSON Lines.")
-    page_help = "Page to write. Default: the trace's name with .html, unless --chrome is given."
+    parser = Parser(
+        prog="nanoserve trace", description="View a trace recorded with LLM(..., trace=...)."
+    )
+    parser.add_argument("trace", type=Path, help="Recorded trace, in JSON Lines.")
+    page_help = "Page to write. Default: the trace's name with .html, unless --chrome is set."
     parser.add_argument("-o", "--output", type=Path, metavar="run.html", help=page_help)
     chrome = "Chrome trace to write, for ui.perfetto.dev. Default: none."
     parser.add_argument("--chrome", type=Path, metavar="run.json", help=chrome)
@@ -30,7 +32,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     trace = read_trace(args.trace)
     if trace.cut_off_line is not None:
-        print(f"{args.trace}: line {trace.cut_off_line} was cut off and is left out")
+        print(f"{args.trace}: line {trace.cut_off_line} was cut off and is skipped")
     if page is not None:
         _write(page, make_page(trace), args.trace)
     if args.chrome is not None:
@@ -39,7 +41,7 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def summary(trace: Trace) -> str:
-    """Return one line about the trace, and one for each pipeline stage."""
+    """Return one line about the trace, and a line for each pipeline stage."""
     pool, most_used = Pool(), 0
     for step in trace.steps:
         pool.advance(step)
@@ -57,6 +59,6 @@ def summary(trace: Trace) -> str:
 
 def _write(path: Path, text: str, source: Path) -> None:
     if path.resolve() == source.resolve():
-        raise ValueError(f"{path} is the trace itself: write to another file")
+        raise ValueError(f"{path} is the trace itself; write to another file")
     path.write_text(text, encoding="utf-8")
     print(f"{path}: {path.stat().st_size / 1e6:.1f} MB")

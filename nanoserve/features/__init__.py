@@ -1,1 +1,1 @@
-"""Features: each plugs into the engine through extensions, inputs, stages, heads and registries."""
+"""Optional features. Each plugs into the engine through its extension points and registries."""

@@ -1,8 +1,8 @@
-"""Beam search on top of the engine: each step of a beam is a separate request for one token.
+"""Implement beam search on top of the engine, with one request per beam and step.
 
-The engine knows nothing of beams. The prefix cache makes this affordable: a beam's request shares
-all full blocks with the beam that it extends. The rules for keeping beams and for stopping are
-those of transformers' `generate(num_beams=...)`, whose result this reproduces.
+Each request generates a single token, so the engine needs no code for beams. The prefix cache makes
+this affordable, because a beam shares all full blocks with the beam that it extends. Beams are kept
+and stopped by the rules of transformers' `generate(num_beams=...)`, and the results are the same.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from nanoserve.features.progress import UseTqdm
 
 
-# (token ids of beams, parameters for all of them) -> outputs, in this order. A search needs at
+# (token ids of beams, parameters for all) -> outputs, in the beams' order. A search needs at
 # least twice as many log-probabilities as beams; `max_logprobs` does not limit them.
 Complete = Callable[[list[list[int]], SamplingParams], list[RequestOutput]]
 
@@ -37,7 +37,7 @@ class BeamSearchParams:
     length_penalty: a finished beam's score is its log-probability over length ** length_penalty, so
         values above 0 favour long beams.
     early_stopping: stop when beam_width beams are finished, without looking for a better one.
-    temperature: 0 or 1, which are the same; beams are ranked by the model's own distribution.
+    temperature: 0 or 1, with the same effect; beams are ranked by the model's own distribution.
     include_stop_str_in_output: keep the EOS that ended a beam.
     """
 
@@ -53,7 +53,7 @@ class BeamSearchParams:
         check_number("temperature", self.temperature, 0)
         require(
             self.temperature in (0, 1),
-            f"temperature={self.temperature} is not implemented for beam search: beams are ranked "
+            f"temperature={self.temperature} is not supported by beam search, which ranks beams "
             f"by the model's own distribution; set temperature=0 or 1",
         )
         check_bool("include_stop_str_in_output", self.include_stop_str_in_output)
@@ -69,12 +69,13 @@ class BeamSearchParams:
 class BeamSearchSequence:
     """One finished beam.
 
-    tokens, text: prompt and continuation, special tokens included, as in vLLM; the EOS that ended
-        it only with `include_stop_str_in_output`.
-    logprobs: for each token of the continuation, EOS too, the candidates that it was chosen from,
-        by token id.
-    cum_logprob: log-probability of the continuation. score: the value by which beams are ranked.
-    stop_reason: the EOS that ended it.
+    tokens, text: prompt and continuation with special tokens, as in vLLM. The final EOS is included
+        only with `include_stop_str_in_output`.
+    logprobs: for each token of the continuation, including EOS, the candidates that it was chosen
+        from, by token id.
+    cum_logprob: log-probability of the continuation.
+    score: the value by which beams are ranked.
+    stop_reason: the EOS that ended the beam.
     """
 
     tokens: list[int]
@@ -105,7 +106,7 @@ class _Beam:
 
 
 class _Search:
-    """State of the search for one prompt: its running and finished beams."""
+    """State of the search for one prompt, i.e. its running and finished beams."""
 
     def __init__(self, prompt: list[int], params: BeamSearchParams, eos: frozenset[int]) -> None:
         self.prompt_len = len(prompt)
@@ -120,7 +121,7 @@ class _Search:
         return max(2, 1 + len(self.eos)) * self.params.beam_width
 
     def advance(self, logprobs: list[dict[int, Logprob]]) -> None:
-        """Make one step; `logprobs` has the most likely next tokens of each running beam."""
+        """Advance all beams by one token. `logprobs` has the likeliest next tokens of each beam."""
         candidates = [
             _Beam(
                 [*beam.tokens, token_id],
@@ -166,9 +167,8 @@ def search_all(
 ) -> list[BeamSearchOutput]:
     """Search all prompts, at most `concurrency_limit` at a time, with a progress bar.
 
-    `complete` runs requests for one token in this engine. Raises `ValueError` for a prompt that
-    leaves no room for `max_tokens`, and the error of a beam's request, for example if the model's
-    logits are not finite.
+    `complete` runs one-token requests in this engine. Raises `ValueError` if a prompt leaves no
+    room for `max_tokens`. An error of a beam's request, such as non-finite logits, is raised too.
     """
     if concurrency_limit is not None:
         check_int("concurrency_limit", concurrency_limit, 1)
@@ -216,7 +216,7 @@ def _run(
     searches: list[_Search],
     note_done: Callable[[], Any],
 ) -> None:
-    """Run these searches to the end; one step of all their beams is one batch."""
+    """Run these searches to the end. One step of all their beams forms one batch."""
     num_logprobs = max((search.num_candidates for search in searches), default=0)
     one_token = SamplingParams(
         temperature=0,

@@ -1,7 +1,7 @@
 """Prometheus metrics under vLLM's names, so that dashboards made for vLLM work.
 
-They are collected by a step observer and request listener, in the engine's thread. The engine loop
-itself contains no metrics code, and only a server loads this module.
+A step observer and request listener collects them in the engine's thread. The engine loop itself
+contains no metrics code, and only a server loads this module.
 """
 
 from bisect import bisect_left
@@ -68,7 +68,7 @@ _TOKEN_HISTOGRAMS = (
 
 
 class Metrics(RequestListener):
-    """Metrics of one engine. `registry` collects them when it is read."""
+    """The metrics of one engine. `registry` collects them when it is read."""
 
     def __init__(self, engine: GuardedEngine, model_name: str, prefix: str = "vllm:") -> None:
         self._engine, self._prefix = engine, prefix
@@ -87,7 +87,10 @@ class Metrics(RequestListener):
         GCCollector(registry=self.registry)
 
     def __call__(self, plan: Plan, batch: Batch, result: StepResult, times: StepTimes) -> None:
-        """Count a finished step."""
+        """Update the metrics after a step.
+
+        These are its batch size, time to first token, inter-token latency, and requests that ended.
+        """
         intervals: list[float] = []
         self._histograms["iteration_tokens_total"].observe(batch.header.num_tokens)
         for row in plan.sampled:
@@ -171,7 +174,7 @@ class Metrics(RequestListener):
             yield family
 
     def _note_first_token(self, seq: "Sequence") -> None:
-        if seq.index == 0:  # the other completions share its prompt and its times
+        if seq.index == 0:  # the other completions share this prompt and these times
             self._num_prompt_tokens += seq.num_prompt_tokens
             seconds = seq.metrics.time_to_first_token
             if seconds is not None:  # None if the request has failed
@@ -237,7 +240,7 @@ class Metrics(RequestListener):
 
 
 def start_metrics(model_name: str, prefix: str, engine: GuardedEngine) -> None:
-    """Collect metrics of `engine` from now on."""
+    """Start to collect metrics of `engine`."""
     metrics = Metrics(engine, model_name, prefix)
     engine.observers.append(metrics)
     engine.listeners.append(metrics)
@@ -269,10 +272,12 @@ def _one_two_five(most: int) -> list[int]:
 
 
 class Histogram:
-    """Histogram with cumulative buckets: counts of values at or below each of `bounds`, ascending.
+    """A histogram with cumulative buckets, i.e. counts of values at or below each bound.
 
-    Another thread may read it while one fills it: at worst, it sees the counts of a step without
-    its sum.
+    bounds: in ascending order.
+
+    One thread may read it while another fills it. At worst, the reader sees the counts of a step
+    without its sum.
     """
 
     def __init__(self, bounds: AbstractSequence[float]) -> None:
@@ -285,7 +290,7 @@ class Histogram:
         self._sum += value
 
     def observe_all(self, values: Iterable[float]) -> None:
-        """Observe many values at once: 256 of them take about 10 us, one by one about 150 us."""
+        """Observe many values at once. 256 values take about 10 us instead of 150 us one by one."""
         array = np.fromiter(values, dtype=np.float64)
         places = np.searchsorted(self._bounds, array)
         self._counts += np.bincount(places, minlength=len(self._counts))

@@ -1,4 +1,4 @@
-"""Progress bar of `generate` in the terminal."""
+"""Show the progress bar of `generate` in the terminal."""
 
 import time
 from collections.abc import Callable, Generator, Iterable
@@ -27,7 +27,7 @@ def with_progress(
     """
     if not callable(use_tqdm) and not isinstance(use_tqdm, bool):
         raise ValueError(
-            f"use_tqdm={use_tqdm!r} must be True, False or a class of progress bars such as tqdm"
+            f"use_tqdm={use_tqdm!r} must be True, False or a progress bar class such as tqdm"
         )
     make = use_tqdm if callable(use_tqdm) else tqdm
     start = last = time.perf_counter()

@@ -1,12 +1,12 @@
-"""Sleep mode: an engine without requests releases its memory, and allocates it again on waking.
+"""Sleep mode releases the memory of an idle engine, and allocates it again on waking.
 
-Level 1 keeps the weights in the host's memory and drops the KV cache; level 2 drops both, and reads
-the weights again from the checkpoint. Cached prefixes are evicted in either case. The KV cache has
-as many blocks afterwards as before, so outputs are the same.
+Level 1 keeps the weights in host memory and drops the KV cache. Level 2 drops both, and reads the
+weights from the checkpoint again. Cached prefixes are evicted in either case. The KV cache has as
+many blocks afterwards as before, so outputs are the same.
 
-Weights and KV cache can be woken one after the other, as reinforcement learning does: the weights
-are restored and updated, and the KV cache is restored after the trainer has released its memory.
-Requests are rejected until both are restored: the engine is suspended.
+Weights and KV cache can be woken one after the other. Reinforcement learning does so: it restores
+and updates the weights, and restores the KV cache after the trainer has released its memory. The
+engine is suspended, i.e. rejects requests, until both are restored.
 """
 
 from collections.abc import Iterable
@@ -23,11 +23,11 @@ TAGS = ("weights", "kv_cache")  # in the order in which they are woken
 
 
 class _Asleep(Protocol):
-    """State of an executor while it sleeps."""
+    """The state of an executor while it sleeps."""
 
     @property
     def missing(self) -> list[str]:
-        """Tags of the parts that have not been woken."""
+        """The tags of the parts that have not been woken."""
 
     def sleep(self, level: int) -> None:
         """Drop the parts that have been woken since, and with level 2 the weights."""
@@ -37,7 +37,7 @@ class _Asleep(Protocol):
 
 
 class Sleeper:
-    """Control of the sleep mode of one engine; it holds the state of the sleeping executor."""
+    """Controls the sleep mode of one engine, and holds the state of the sleeping executor."""
 
     def __init__(self, engine: "GuardedEngine") -> None:
         self._engine = engine
@@ -52,7 +52,7 @@ class Sleeper:
         require(level in (1, 2) and level is not True, f"level={level!r} must be 1 or 2")
         require(
             not engine.has_unfinished_requests(),
-            "requests are unfinished: run the engine or its streams to the end before sleep()",
+            "sleep() needs an engine without requests; wait for unfinished requests or abort them",
         )
         self._check_refusal()
         if self._asleep is None:
@@ -66,9 +66,9 @@ class Sleeper:
     def wake_up(self, tags: Iterable[str] | None = None) -> None:
         """Wake the weights, the KV cache, or both (None); parts that are awake stay awake.
 
-        The order is free. Raises `ValueError` for other tags, and for a single tag if the engine
-        has several ranks. If an error is raised, parts woken before it stay awake, and the engine
-        asleep.
+        The order of tags is free. Raises `ValueError` for unknown tags, and for a single tag if the
+        engine has several ranks. If an error is raised, the parts woken before it stay awake, but
+        the engine stays asleep.
         """
         wanted = list(TAGS) if tags is None else tags
         is_list = isinstance(wanted, (list, tuple, set, frozenset))
@@ -109,15 +109,15 @@ class Sleeper:
         drafts = config.speculative_config
         require(
             drafts is None or drafts.method in ("ngram", "suffix"),
-            f"an engine with speculative_config method {getattr(drafts, 'method', None)!r} cannot "
-            f"sleep: the weights of the draft model would stay in memory; supported methods are "
-            f"'ngram' and 'suffix'",
+            f"speculative_config method {getattr(drafts, 'method', None)!r} is not supported by "
+            f"sleep(), because the weights of the draft model would stay in memory; use 'ngram' or "
+            f"'suffix'",
         )
         require(
             level == 2 or isinstance(self._engine.executor, ModelRunner),
-            f"level=1 supports one rank only; with tensor_parallel_size="
-            f"{config.tensor_parallel_size} and pipeline_parallel_size="
-            f"{config.pipeline_parallel_size} use level=2",
+            f"level=1 supports only one rank (got tensor_parallel_size="
+            f"{config.tensor_parallel_size}, pipeline_parallel_size="
+            f"{config.pipeline_parallel_size}); use level=2",
         )
 
 
@@ -126,7 +126,7 @@ def _refusal(asleep: _Asleep) -> str:
 
 
 class _SleepingRunner:
-    """A runner without its KV cache; its weights are in the host's memory, or dropped."""
+    """A runner without its KV cache. Its weights are in host memory, or dropped."""
 
     def __init__(self, runner: ModelRunner, level: int) -> None:
         self._runner = runner
@@ -164,7 +164,7 @@ class _SleepingRunner:
 
 
 class _DroppedRanks:
-    """State of level 2 with several ranks: the processes have ended, and all are started anew."""
+    """The state of level 2 with several ranks: all processes have ended, and waking starts them."""
 
     def __init__(self, engine: "GuardedEngine") -> None:
         self._engine = engine
@@ -183,7 +183,7 @@ class _DroppedRanks:
             return
         require(
             set(tags) == set(TAGS),
-            f"tags={tags!r}: the parts of an engine of several ranks wake together: "
+            f"tags={tags!r} is not supported with several ranks, whose parts wake together; "
             f"call wake_up() without tags",
         )
         engine = self._engine

@@ -1,4 +1,4 @@
-"""Streams: several readers of one engine, each of which gets the outputs of its request."""
+"""Streams give several readers of one engine the outputs of their requests."""
 
 import weakref
 from collections.abc import Generator, Iterator
@@ -11,9 +11,9 @@ from nanoserve.outputs import RequestOutput
 
 
 def merged_deltas(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
-    """Merge two consecutive deltas of one request; `earlier` is modified and must not be reused.
+    """Merge two consecutive deltas of one request. `earlier` is modified and must not be reused.
 
-    So a slow reader has at most one output waiting, however many there were.
+    So at most one output waits for a slow reader, however many there were.
     """
     completions = {completion.index: completion for completion in earlier.outputs}
     for new in later.outputs:
@@ -35,7 +35,7 @@ _Stream = Generator[RequestOutput, None, None]
 
 
 class Streams:
-    """Streams of one engine, read in turn or in threads: a waiting reader steps it for all."""
+    """The streams of one engine, read in turn or in threads. A waiting reader steps it for all."""
 
     def __init__(self, engine: GuardedEngine) -> None:
         self._engine = engine
@@ -57,11 +57,11 @@ class Streams:
             # and unsubscribe after it has ended.
             if not self._engine.is_subscribed(request_id) and request_id in requests:
                 raise ValueError(
-                    "the engine has unfinished requests: step it until they finish, or abort them"
+                    "the engine has unfinished requests; step it until they finish, or abort them"
                 )
 
     def open(self, request: Request) -> Iterator[RequestOutput]:
-        """Queue `request` and return an iterator over its outputs; dropping that aborts it."""
+        """Queue `request` and return an iterator over its outputs. Dropping it aborts `request`."""
         stream = self._read(request)
         self._readers[request.request_id] = weakref.ref(stream)
         next(stream)  # run up to the bare `yield`, so that its `finally` will run

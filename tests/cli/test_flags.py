@@ -292,7 +292,7 @@ def test_the_model_has_a_place_and_a_flag(capsys) -> None:
     assert model("m", "--model=m") == "m"
     for command in ("serve", "info", "chat"):
         assert main([command, "a", "--model", "b"]) == 1
-        assert "two models are given" in capsys.readouterr().err
+        assert "got two models" in capsys.readouterr().err
 
 
 def test_flags_may_come_from_a_file(tmp_path) -> None:
@@ -320,7 +320,7 @@ def test_a_file_of_flags_that_cannot_be_read_is_told(content: str | None, tmp_pa
         file.write_text(content)
     with pytest.raises(ValueError, match=r"serve\.yaml"):
         parse_args([f"--config={file}"])
-    with pytest.raises(ValueError, match="needs a file"):
+    with pytest.raises(ValueError, match="needs a YAML file"):
         parse_args(["--config"])
 
 

@@ -183,5 +183,5 @@ def test_a_model_that_is_whole_on_each_stage_is_refused(
     config = ModelConfig.from_checkpoint(tmp_path)
     check_stages(config, 3)
     own = replace(config, architecture="WholeForCausalLM")
-    with pytest.raises(ValueError, match="WholeForCausalLM builds all layers on each stage"):
+    with pytest.raises(ValueError, match="WholeForCausalLM, which builds all layers on each stage"):
         check_stages(own, 3)

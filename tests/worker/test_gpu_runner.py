@@ -819,8 +819,8 @@ def test_rows_are_filled_in_front(num_groups: int) -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"enforce_eager": True}, "enforce_eager=True of the engine records none"),
-        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2: sends and receives"),
+        ({"enforce_eager": True}, "enforce_eager=True of the engine disables them"),
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size=2, because a graph cannot"),
         ({"max_num_batched_tokens": 3, "max_num_seqs": 2}, "max_num_batched_tokens=3"),
         ({"is_capturable": False}, "attention_backend='auto' must be one that can be part of"),
     ],

@@ -1,10 +1,11 @@
-"""One measurement in a separate process: `nanoserve bench` starts it for each engine and run.
+"""Make one measurement in a separate process, for each engine and run of `nanoserve bench`.
 
     python nanoserve/cli/bench/child.py JOB SPEC.json RESULT.json
 
-JOB is "probe" (measure the machine), "weights" (write random ones) or an engine's name. This file
-and those of other engines do not import nanoserve, so that they run in an environment without it.
-For this reason it is started as a file, and imports the files beside it without a package name.
+JOB is "probe" (measure the machine), "weights" (write random weights) or an engine's name. This
+file and the modules of other engines do not import nanoserve, so that they run in an environment
+without it. For this reason it is started as a file, and imports the files in its folder without a
+package name.
 """
 
 import json
@@ -60,7 +61,7 @@ def measure(name: str, spec: Namespace) -> dict[str, Any]:
         return {"missing": f"not installed: no package {', '.join(missing)}"}
     chosen = engine_class(name)
     if spec.arrivals and not chosen.is_online:
-        return {"missing": "offline only: it cannot take requests while others run"}
+        return {"missing": "offline only; it cannot accept requests while others run"}
     chosen.prepare(spec)
     started = time.perf_counter()
     engine = chosen(spec, spec.options)
@@ -93,7 +94,7 @@ def run_offline(engine: Engine, spec: Namespace) -> dict[str, Any]:
 
 
 def in_static_batches(generate: Generate, size: int) -> Generate:
-    """Return `generate` with static batching: `size` requests start when all before have finished.
+    """Return `generate` with static batches of `size` requests, each started after the previous.
 
     The engine and the order of requests are the same, but no request joins a running batch.
     """

@@ -1,4 +1,4 @@
-"""Compare the speed of nanoserve with other engines (`engines/`) and with the hardware's limit.
+"""Compare the speed of nanoserve with other engines (`engines/`) and the hardware's limit.
 
 nanoserve bench                                     the bundled model, all requests at once
 nanoserve bench --shape qwen3-0.6b --repeat 3       a real model's size, three pairs of runs
@@ -8,10 +8,10 @@ nanoserve bench --engine nanoserve,nanoserve:batching=static --max-num-seqs 8
 nanoserve bench --engine nanoserve:quantization=int8,vllm:quantization=int8       int8 weights
 nanoserve bench --workload nano-vllm --engine nanoserve,vllm,nanovllm                 on a GPU
 
-A throughput means little without another one to compare it with. Every engine gets the same
+A throughput means little without a comparison. Every engine gets the same
 prompts, weights, data type, device and threads, each in a separate process (`child.py`), and the
-engines take turns. No engine is faster than memory and matrix products allow (`roofline.py`): that
-time divided by the measured one is the reported share of the limit. Options after an engine's name
+engines take turns. No engine is faster than memory and matrix products allow (`roofline.py`). The
+share of the limit is this minimum time divided by the measured time. Options after an engine's name
 apply to that engine only.
 """
 
@@ -53,7 +53,7 @@ COMMON = ("batching", "max_model_len", "max_num_batched_tokens", "max_num_seqs",
 
 
 def parse_engine(label: str) -> tuple[str, dict[str, Any]]:
-    """Read "name:option=value:..." as the name, and what the engine overrides in its spec."""
+    """Read "name:option=value:..." as the name, and the entries of the spec that it overrides."""
     name, *pairs = label.split(":")
     if name not in SOURCES:
         raise SystemExit(f"--engine {label}: the name must be one of {', '.join(SOURCES)}")
@@ -91,8 +91,8 @@ def run_child(job: str, spec: dict[str, Any], python: str = sys.executable) -> d
 def _environment(python: str) -> dict[str, str]:
     """Return the child's environment, in which it can import this nanoserve.
 
-    Another interpreter has its own packages and need not have nanoserve. An installed nanoserve
-    gets no path: the packages installed beside it would come before the standard library.
+    Another interpreter has separate packages and need not have nanoserve. An installed nanoserve
+    gets no path, because the packages installed next to it would shadow the standard library.
     """
     environment = dict(os.environ)
     if python == sys.executable and _ROOT.name not in ("site-packages", "dist-packages"):
@@ -102,7 +102,7 @@ def _environment(python: str) -> dict[str, str]:
 
 
 def prepare(args: Namespace, scratch: Path) -> dict[str, Any]:
-    """Return the spec that all children share: workload, weights and device."""
+    """Return the spec that all children share, with workload, weights and device."""
     model, title = scratch, f"{args.shape} with random weights"
     if args.shape:
         (model / "config.json").write_text(json.dumps(SHAPES[args.shape]))
@@ -128,7 +128,7 @@ def prepare(args: Namespace, scratch: Path) -> dict[str, Any]:
 
 
 def find_model(name: str) -> Path:
-    """Return the model's folder or GGUF file; nothing is downloaded, as every engine reads it."""
+    """Return the model's folder or GGUF file. Nothing is downloaded, as every engine reads it."""
     try:
         model = local_checkpoint(name)
     except ValueError as error:
@@ -147,7 +147,7 @@ def vocab_size_of(model: Path) -> int:
 
 
 def stored_bits(model: Path) -> float | None:
-    """Return the bits per weight of a GGUF file, including scales; None for a folder."""
+    """Return the bits per weight of a GGUF file, including scales, or None for a folder."""
     if not model.is_file():
         return None
     from nanoserve.checkpoint.gguf.container import BLOCKS, GGUFFile
@@ -162,7 +162,7 @@ def limits_of(
 ) -> tuple[roofline.Limit | None, dict[str, roofline.Limit]]:
     """Return the workload's roofline, and the rooflines of engines with another precision.
 
-    max_num_seqs: the batch size; None is the default of `EngineConfig`.
+    max_num_seqs: the batch size, or None for the default of `EngineConfig`.
     """
     budget = spec["max_num_batched_tokens"]
     chosen = {"max_num_seqs": max_num_seqs, "max_num_batched_tokens": budget}
@@ -187,7 +187,7 @@ def limits_of(
 
 
 def measure_point(args: Namespace, spec: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    """Measure every engine at one batch size and request rate; the engines take turns."""
+    """Measure every engine at one batch size and request rate, in turns."""
     runs: dict[str, list[dict[str, Any]]] = {label: [] for label in args.engine}
     for number in range(1, args.repeat + 1):
         for label in args.engine:
@@ -204,7 +204,7 @@ def measure_point(args: Namespace, spec: dict[str, Any]) -> dict[str, list[dict[
 
 
 def compare(args: Namespace, scratch: Path) -> bool:
-    """Measure at every batch size and rate, and report; return True if no run failed."""
+    """Measure at every batch size and rate, and report. Returns True if no run failed."""
     spec, points = prepare(args, scratch), []
     for max_num_seqs, rate in product(args.max_num_seqs, args.request_rate):
         arrivals = poisson_arrivals(rate, args.num_seqs) if rate else None
@@ -274,7 +274,7 @@ def parse_args(arguments: list[str]) -> Namespace:
     for label in args.engine:
         parse_engine(label)
     if args.batching == "static" and args.request_rate != [None]:
-        parser.error("--batching static waits for whole batches: leave out --request-rate")
+        parser.error("--batching static waits for whole batches; remove --request-rate")
     return args
 
 

@@ -1,4 +1,4 @@
-"""Hardware of a measurement: its name, its memory bandwidth and its rate of matrix products."""
+"""Measure the memory bandwidth and the matmul rate of this machine, and name its hardware."""
 
 import os
 import statistics
@@ -15,7 +15,7 @@ _LONG_ENOUGH = 0.05  # seconds of one product, so that overheads are negligible
 
 
 def choose_device(device: str) -> str:
-    """Return "cpu" or "cuda"; "auto" is a GPU if there is one."""
+    """Return "cpu" or "cuda". "auto" selects a GPU if there is one."""
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     return device
@@ -77,7 +77,7 @@ def _times(run: Callable[[], object], device: str) -> list[float]:
 def set_threads(num_threads: int | None) -> None:
     """Set the number of threads of torch, and of numba if it is imported.
 
-    To be called again after an import of numba.
+    Call it again after an import of numba.
     """
     if num_threads:
         torch.set_num_threads(num_threads)

@@ -1,8 +1,8 @@
-"""Requests that arrive one by one: arrival times, a loop that serves them, and latencies.
+"""Serve requests that arrive one by one, and measure their latencies.
 
-TTFT, the time to first token, counts from the time at which a request was due to arrive. The time
-in which it waits for a busy engine to end its step is thus included; a benchmark that leaves it out
-has the error known as coordinated omission.
+TTFT, the time to first token, counts from the time at which a request was due to arrive. It thus
+includes the time in which the request waits for a busy engine to end its step. A benchmark without
+this time has the error known as coordinated omission.
 """
 
 import time
@@ -17,12 +17,12 @@ Tokens = list[list[int]]
 
 
 class OnlineEngine(Protocol):
-    """Engine that accepts requests while others run."""
+    """An engine that accepts requests while others run."""
 
     def add(self, index: int, prompt: list[int], output_len: int) -> None: ...
 
     def poll(self, seconds: float) -> list[tuple[int, list[int]]]:
-        """Return new tokens by request, maybe none, after about `seconds` at most.
+        """Return new tokens by request, if any, after about `seconds` at most.
 
         An engine that is driven step by step runs one step instead, however long it takes.
         """
@@ -44,7 +44,7 @@ def poisson_arrivals(rate: float, num_requests: int, seed: int = 0) -> list[floa
 def serve(
     engine: OnlineEngine, prompts: Tokens, output_lens: list[int], arrivals: list[float]
 ) -> tuple[Tokens, list[list[float]]]:
-    """Serve all requests; return the tokens of each, and their times in seconds after the start."""
+    """Serve all requests. Returns each request's tokens, and their times since the start in s."""
     outputs: Tokens = [[] for _ in prompts]
     token_times: list[list[float]] = [[] for _ in prompts]
     num_added = num_finished = 0
@@ -82,7 +82,7 @@ def latencies(
     Each request has a TTFT (time to first token), a TPOT (mean time per token after the first) and
     an E2E latency (until its last token). ITL (inter-token latency) has the gaps between times of
     all requests. num_tokens: the number of tokens of each request, for a server that may send
-    several at a time; by default one for each time. seconds: the duration of the run, if it did
+    several at a time; by default one per time. seconds: the duration of the run, if it did
     not end with a token.
 
     Goodput (Zhong et al. 2024, arXiv 2401.09670) is the rate of the requests that met both

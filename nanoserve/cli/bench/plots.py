@@ -1,4 +1,4 @@
-"""Plots as PNG: throughput by batch size, latency by request rate, and parts of a step's time.
+"""Plot throughput by batch size, latency by request rate, and parts of a step's time as PNG.
 
 matplotlib is installed by the extra `bench`; no other module imports this one.
 """
@@ -20,7 +20,7 @@ PARTS = ("schedule", "pack", "model", "sample", "update")
 
 
 def plot_points(points: list[Point], num_output_tokens: int, file: str) -> None:
-    """Draw a panel for each kind of measurement that the points have."""
+    """Draw a panel for each kind of measurement in the points."""
     offline = [point for point in points if point.request_rate is None]
     online = [point for point in points if point.request_rate is not None]
     steps = [

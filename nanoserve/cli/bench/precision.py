@@ -1,4 +1,4 @@
-"""Bits in which an engine stores weights, K and V, which determine its roofline on a machine."""
+"""The bits per weight and per K and V value, which determine an engine's roofline."""
 
 from typing import Any, NamedTuple
 
@@ -10,12 +10,12 @@ _LLAMA_CPP = {"q8_0": 8.5, "q4_0": 4.5, "q4_k_m": 4.85}  # the last one as its t
 
 
 class Precision(NamedTuple):
-    """Numbers of bits per value."""
+    """The numbers of bits per value."""
 
     weight_bits: float  # of linear layers, including scales
     head_bits: float  # of the LM head
     kv_bits: float
-    is_integer: bool  # True if products are of integers
+    is_integer: bool  # True if matrix products are of integers
 
 
 def precision_of(

@@ -1,4 +1,4 @@
-"""Highest rates of a CPU's matrix products: the best of torch and of all kernels of nanoserve."""
+"""Measure the highest rate of a CPU's matrix products with torch and nanoserve's kernels."""
 
 from importlib.util import find_spec
 
@@ -11,7 +11,7 @@ _SIZE = 2048
 
 
 def best_rates(dtype: torch.dtype, of_torch: float, num_threads: int) -> tuple[float, float]:
-    """Return operations per second of products in `dtype`, and of integer products.
+    """Return operations per second of matrix products in `dtype`, and of integers.
 
     of_torch: the rate of torch in `dtype`.
     """

@@ -1,4 +1,4 @@
-"""Tables of measurements: medians over runs, and ratios of consecutive runs."""
+"""Print tables of measurements, with medians over runs and ratios of consecutive runs."""
 
 import statistics
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ Run = dict[str, Any]  # of `child.measure`, or {"failed": reason} or {"missing":
 
 @dataclass(frozen=True)
 class Point:
-    """Runs at one batch size (None: the default) and one request rate (None: all at once)."""
+    """The runs at one batch size (None: the default) and one request rate (None: all at once)."""
 
     max_num_seqs: int | None
     request_rate: float | None
@@ -121,7 +121,7 @@ def missing_rows(point: Point) -> list[dict[str, str]]:
 
 
 def print_table(rows: list[dict[str, str]]) -> None:
-    """Print a table; an engine without measurements has a row with the reason."""
+    """Print a table. An engine without measurements has a row with the reason."""
     measured = dict.fromkeys(title for row in rows for title in row if title != "reason")
     titles = [*measured] if len(measured) > 1 else ["engine", "reason"]
     print(f"\n| {' | '.join(titles)} |\n{'|---' * len(titles)}|")
@@ -155,7 +155,7 @@ def print_comparison(point: Point, spec: dict[str, Any]) -> None:
 def agreement(ours: list[list[int]], theirs: list[list[int]]) -> str:
     """Return the agreement of outputs as text.
 
-    In 16 bits near-ties may be resolved differently, after which all tokens differ.
+    With 16-bit data types, near-ties may be resolved differently, after which all tokens differ.
     """
     same = 0
     for mine, other in zip(ours, theirs, strict=True):

@@ -1,10 +1,10 @@
-"""Roofline (Williams et al. 2009): the least time that a workload can take on this machine.
+"""The roofline (Williams et al. 2009) is the least time a workload can take on this machine.
 
 A step must read the weights and the KV of its sequences, and it must compute its matrix products
 and its attention; the slower of the two bounds it. The steps and their batches are those that
 nanoserve's scheduler plans, without a model, so the limit is the same for every engine.
 
-Norms, rotary embeddings, activations and sampling are left out: they are some thousandths. Every
+Norms, rotary embeddings, activations and sampling are omitted, as they are a few thousandths. Every
 sequence reads all of its KV, including a shared prefix. Hardware caches are not modelled: a model
 that fits into one, or sequences that read the same KV at the same time, may exceed the limit.
 """
@@ -27,7 +27,7 @@ _NO_WINDOW = 2**31 - 1  # longer than any context
 
 
 class Step(NamedTuple):
-    """Sizes of one step: of each row its new tokens, and its context with them [num_rows]."""
+    """The sizes of one step: new tokens, and context including them, of each row [num_rows]."""
 
     query_lens: np.ndarray
     context_lens: np.ndarray
@@ -36,7 +36,7 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Limit:
-    """Bytes and operations that a workload needs, and the least seconds that they take."""
+    """The bytes and operations that a workload needs, and the least seconds that they take."""
 
     seconds: float
     num_bytes: float
@@ -45,7 +45,7 @@ class Limit:
 
 
 class Need:
-    """Bytes and operations of steps of a model.
+    """The bytes and operations of a model's steps.
 
     A matrix product is two operations per weight and row.
     """
@@ -60,7 +60,7 @@ class Need:
         hidden, heads = config.hidden_size, config.num_attention_heads
         attention = 2 * hidden * config.head_dim * (heads + config.num_key_value_heads)
         self.head = hidden * config.vocab_size  # also the embedding, if they are tied
-        # Weights that all tokens use; those of experts are added separately.
+        # Weights that all tokens use; weights of experts are added separately.
         self.dense = config.num_hidden_layers * attention
         self.num_moe_layers, self.expert = 0, 0
         if config.moe is not None:
@@ -86,9 +86,9 @@ class Need:
         return weight_bytes + self.item * embedding + self.kv_item * kv
 
     def operations(self, step: Step) -> float:
-        """Return the operations of products with weights, and of attention.
+        """Return the operations of matrix products with weights, and of attention.
 
-        Attention has two products per layer for each query and each key that it attends to.
+        Attention has two matrix products per layer for each query and each key that it attends to.
         """
         num_tokens = int(step.query_lens.sum())
         per_token = self.dense
@@ -113,7 +113,7 @@ class Need:
 
 
 def pairs_seen(query_lens: np.ndarray, context_lens: np.ndarray, window: int) -> np.ndarray:
-    """Return the query-key pairs of each row: a query attends to itself and `window - 1` before."""
+    """Return the query-key pairs per row. A query attends to itself and `window - 1` before it."""
 
     def up_to(n: np.ndarray) -> np.ndarray:
         n = n.astype(np.int64)
@@ -126,7 +126,7 @@ def pairs_seen(query_lens: np.ndarray, context_lens: np.ndarray, window: int) ->
 def planned_steps(
     config: EngineConfig, prompts: list[list[int]], output_lens: list[int]
 ) -> Iterator[Step]:
-    """Yield the steps of an engine whose KV block pool holds all sequences; no model is run."""
+    """Yield the steps of an engine whose KV block pool holds all sequences, without a model."""
     totals = [len(prompt) + n for prompt, n in zip(prompts, output_lens, strict=True)]
     num_blocks = sum(-(-total // config.block_size) for total in totals)
     scheduler = Scheduler(config, num_blocks, max(totals))

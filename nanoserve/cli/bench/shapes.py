@@ -1,4 +1,4 @@
-"""Shapes of models, as entries of `config.json`, to be measured with random weights.
+"""The shapes of models, as entries of `config.json`, to be measured with random weights.
 
 Speed does not depend on the values of weights, so a real model is measured without a download.
 """

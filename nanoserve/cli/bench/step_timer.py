@@ -1,4 +1,4 @@
-"""Times of the parts of steps: schedule, pack, model, sample, update."""
+"""Measure the parts of steps, which are schedule, pack, model, sample and update."""
 
 import time
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ PARTS = ("schedule", "pack", "model", "sample", "update")
 
 
 class StepParts(NamedTuple):
-    """Seconds of one step by part; `between` is time outside all parts since the previous step."""
+    """The seconds of one step by part. `between` is the time outside all parts before it."""
 
     num_rows: int
     context: float  # mean over the rows
@@ -37,10 +37,10 @@ class StepParts(NamedTuple):
 
 
 class StepTimer:
-    """Observer that appends the times of every step of `engine` to `steps`.
+    """An observer that appends the times of every step of `engine` to `steps`.
 
-    The engine measures its own parts; the time of the sampler is subtracted from the executor's. On
-    a GPU the sampler only launches kernels, so its time is that between two CUDA events.
+    The engine measures its own parts. The time of the sampler is subtracted from the executor's. On
+    a GPU the sampler only launches kernels, so its time is measured between two CUDA events.
     """
 
     def __init__(self, engine: GuardedEngine) -> None:

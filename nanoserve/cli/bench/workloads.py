@@ -1,4 +1,4 @@
-"""Workloads of benchmarks: the number of requests, their lengths and their common prefixes."""
+"""Workloads of benchmarks, i.e. numbers of requests, their lengths and common prefixes."""
 
 from argparse import ArgumentParser, ArgumentTypeError, Namespace
 from importlib.util import find_spec
@@ -28,7 +28,7 @@ def draw_workload(
     turns: int = 1,
     seed: int = 0,
 ) -> tuple[Tokens, list[int]]:
-    """Draw all prompts, then all output lengths, from one generator; seed 0 draws as nano-vllm.
+    """Draw all prompts, then all output lengths, from one generator, with seed 0 as in nano-vllm.
 
     Ids are reduced to the vocabulary only after they are drawn, so lengths are the same for all
     models. All prompts begin with the same `shared_len` tokens. With `turns`, a prompt repeats the

@@ -1,4 +1,4 @@
-"""Options of KV events: `kv_events_config={...}`, under vLLM's names."""
+"""Options of KV events (`kv_events_config={...}`), under vLLM's names."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -15,20 +15,20 @@ _PACKAGES = {"zmq": "pyzmq", "msgspec": "msgspec"}  # modules, and their package
 
 @dataclass(frozen=True)
 class KVEventsConfig:
-    """Options of KV events. Fields and defaults are vLLM's.
+    """Options of KV events, with vLLM's fields and defaults.
 
-    enable_kv_cache_events: if False, nothing is published, whatever else is given.
+    enable_kv_cache_events: if False, nothing is published, whatever the other options are.
     publisher: "zmq" (ZeroMQ: `pip install 'nanoserve[kv-events]'`), "null" (nothing is published),
         or a function that is called with the `KVEventBatch` of each step. None: "zmq" if
         `enable_kv_cache_events` is True.
     endpoint: a ZeroMQ address. As in vLLM, it is bound if it contains `*` or `::`, or starts with
-        ipc:// or inproc://; any other address is connected to, and subscribers have to bind it.
+        ipc:// or inproc://. The engine connects to any other address; subscribers have to bind it.
     topic: the first frame of each message, by which subscribers filter.
-    hwm: the most messages queued for a slow subscriber (ZeroMQ's high-water mark). Further ones are
-        dropped for it, and it sees a gap in the sequence numbers.
-    buffer_steps, max_queue_size: accepted, but without effect: messages are sent when their step is
-        over, and are not kept.
-    replay_endpoint: unsupported; a subscriber that has missed messages has to start anew.
+    hwm: the most messages queued for a slow subscriber (ZeroMQ's high-water mark). Further
+        messages to it are dropped, and it sees a gap in the sequence numbers.
+    buffer_steps, max_queue_size: accepted without effect, because messages are sent at the end of
+        their step and are not kept.
+    replay_endpoint: not supported; a subscriber that has missed messages has to start again.
 
     Raises `ValueError` for unknown names and values.
     """
@@ -44,7 +44,7 @@ class KVEventsConfig:
 
     @classmethod
     def of(cls, options: "Mapping[str, Any] | KVEventsConfig") -> "KVEventsConfig":
-        """Return the options that were given to `EngineConfig`, as a `KVEventsConfig`."""
+        """Return the value passed to `EngineConfig` as a `KVEventsConfig`."""
         if isinstance(options, KVEventsConfig):
             return options
         example = "{'enable_kv_cache_events': True, 'endpoint': 'tcp://*:5557'}"
@@ -65,8 +65,8 @@ class KVEventsConfig:
             check_int(name, getattr(self, name), 0)
         require(
             self.replay_endpoint is None,
-            f"replay_endpoint={shown(self.replay_endpoint)} is unsupported: messages are not kept "
-            f"for a replay; leave it out",
+            f"replay_endpoint={shown(self.replay_endpoint)} is not supported, because messages are "
+            f"not kept for a replay; remove it",
         )
         if self.publisher not in (None, "null") and not self.enable_kv_cache_events:
             logger.warning(

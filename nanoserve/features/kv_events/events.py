@@ -1,4 +1,4 @@
-"""Events of the prefix cache, collected by step, and their wire format, which is vLLM's.
+"""Collect the prefix cache's events of each step, and encode them in vLLM's wire format.
 
 A ZeroMQ message has three frames: the topic, a sequence number (8 bytes, big endian, from 0 on) and
 a batch as MessagePack:
@@ -27,14 +27,14 @@ _MEDIUM = "GPU"  # vLLM's name for device memory, used on a CPU as well
 
 @dataclass
 class BlockStored:
-    """Event: blocks of one sequence, each the parent of the next, were cached.
+    """An event for newly cached blocks of one sequence, each the parent of the next.
 
     block_hashes: 16 bytes each.
     parent_block_hash: the hash of the block before the first one; None at the start of a sequence.
-    token_ids: those of all blocks in order, `block_size` each.
+    token_ids: the tokens of all blocks in order, `block_size` per block.
     cache_key: names and values on which K and V depend besides the tokens, such as
         ("cache_salt", "tenant-a").
-    group: the KV cache group, whose layers have their K and V in these blocks.
+    group: the KV cache group; the K and V of its layers are in these blocks.
     has_window: True if the layers of the group use sliding window attention.
     """
 
@@ -47,7 +47,7 @@ class BlockStored:
     has_window: bool = False
 
     def wire(self) -> dict[str, Any]:
-        """Return vLLM's map of the event.
+        """Return the event as vLLM's map.
 
         As in vLLM, the first block of a sequence has the cache salt among its extra keys.
         """
@@ -72,7 +72,7 @@ class BlockStored:
 
 @dataclass
 class BlockRemoved:
-    """Event: blocks were evicted from the prefix cache."""
+    """An event for blocks that were evicted from the prefix cache."""
 
     block_hashes: list[bytes]
     group: int = 0
@@ -89,7 +89,7 @@ class BlockRemoved:
 
 @dataclass
 class AllBlocksCleared:
-    """Event: the prefix cache was cleared."""
+    """An event for the clearing of the prefix cache."""
 
     def wire(self) -> dict[str, Any]:
         """Return vLLM's map of the event."""
@@ -101,19 +101,19 @@ KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 @dataclass
 class KVEventBatch:
-    """Events of one step, in order. `ts` is the time in seconds since 1970."""
+    """The events of one step, in order. `ts` is the time in seconds since 1970."""
 
     ts: float
     events: list[KVEvent] = field(default_factory=list)
     data_parallel_rank: int = 0
 
     def wire(self) -> list[Any]:
-        """Return the batch as it is encoded in MessagePack."""
+        """Return the batch in the form that is encoded as MessagePack."""
         return [self.ts, [event.wire() for event in self.events], self.data_parallel_rank]
 
 
 def wire_hash(block_hash: bytes) -> int:
-    """Return a block hash as it is published: its last 64 bits as an integer."""
+    """Return the published form of a block hash, which is its last 64 bits as an integer."""
     return int.from_bytes(block_hash[-8:], "big")
 
 
@@ -122,8 +122,8 @@ class EventCollector(BlockListener):
 
     windows: the sliding window of each KV cache group, None for full attention.
 
-    Events are about block hashes: only the first cached copy of a block and the removal of the last
-    one cause events. Groups have separate contents, so only the order within a group matters.
+    Events are about block hashes, so only the first cached copy of a block and the removal of its
+    last copy cause events. Groups have separate contents, so only the order within a group matters.
     """
 
     def __init__(self, windows: AbstractSequence[int | None] = (None,)) -> None:

@@ -1,4 +1,4 @@
-"""Publisher of KV events: sends those of each step to ZeroMQ subscribers, or to a function."""
+"""Publish the KV events of each step to ZeroMQ subscribers or to a function."""
 
 import logging
 import time
@@ -21,7 +21,7 @@ _LINGER_MS = 1000  # the most time for which a closed socket goes on sending que
 
 
 class ZmqPublisher:
-    """ZeroMQ PUB socket. Sending never blocks: ZeroMQ's own threads serve the subscribers."""
+    """A ZeroMQ PUB socket. Sending never blocks, as ZeroMQ's own threads serve the subscribers."""
 
     def __init__(self, endpoint: str, topic: str, hwm: int) -> None:
         import zmq
@@ -62,8 +62,8 @@ class ZmqPublisher:
 class KVEvents(Extension, EventCollector):
     """Publishes the changes in the prefix cache of `block_manager`.
 
-    It is an extension of the engine only to be called at the end of each step, and when the engine
-    is closed. A batch is published at the end of each step that has changed the cache, and at once
+    It is an extension so that the engine calls it at the end of each step, and when the engine is
+    closed. A batch is published at the end of each step that has changed the cache, and at once
     when the cache is cleared, as no step may follow. If a step fails, the blocks that it has cached
     are followed by an `AllBlocksCleared`.
 
@@ -106,7 +106,7 @@ class KVEvents(Extension, EventCollector):
 def prepare_kv_events(
     config: EngineConfig, model_config: ModelConfig
 ) -> Callable[[GuardedEngine], None]:
-    """Return a function that adds `KVEvents` to an engine, if `config` enables them."""
+    """Return a function that adds `KVEvents` to an engine if `config` enables KV events."""
     options: KVEventsConfig = config.kv_events_config
 
     def add_to(engine: GuardedEngine) -> None:

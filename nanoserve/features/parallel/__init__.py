@@ -1,1 +1,1 @@
-"""Tensor and pipeline parallelism: executors of several ranks, their processes and their memory."""
+"""Tensor and pipeline parallelism, with executors of several ranks and their processes."""

@@ -1,9 +1,9 @@
-"""Detection of workers that hang: heartbeats, and processor time as the system reports it.
+"""Detect workers that hang, by heartbeats and the CPU time that the system reports.
 
 A process that ends closes its pipes, which is noticed at once. A process that is stopped (SIGSTOP,
-a debugger), or that waits for ever while it holds Python's lock, keeps its pipes open and is
-silent. A busy process may look the same: compiled code may hold the lock for as long as it
-computes. But it uses processor time, which Linux counts.
+a debugger), or that waits forever while it holds the GIL, keeps its pipes open and is silent. A
+busy process may look the same, because compiled code may hold the GIL for as long as it computes.
+But a busy process uses CPU time, which Linux counts.
 """
 
 import threading
@@ -35,11 +35,11 @@ def beat_for_ever(send: Callable[[], None]) -> None:
 
 
 class Pulse:
-    """The number of seconds for which a process has shown no sign of life: `silence`.
+    """Counts the seconds since the last heartbeat of a process (`silence`).
 
-    Time is counted from check to check, but never more than two beats at once: if the last check is
-    longer ago, then this process itself was stopped, perhaps together with the whole machine, and
-    the other process must have time to send beats again.
+    Time is counted from check to check, but never more than two beats at once. If the last check is
+    longer ago, this process itself was stopped, perhaps together with the whole machine, and the
+    other process must have time to send heartbeats again.
     """
 
     def __init__(self, pid: int) -> None:
@@ -58,12 +58,12 @@ class Pulse:
 
 
 class WorkWatch:
-    """Stopwatch for the work of one thread: how long the current piece has been running.
+    """A stopwatch that tells how long the current piece of one thread's work has been running.
 
-    The watched thread enters `work` around each piece; another thread calls `look` repeatedly.
-    `age` is the number of seconds that the current piece has taken, and `idle` the number of the
-    last ones in which it used no processor time. Time is counted as in `Pulse`: a process that was
-    stopped, or a machine that slept, is not considered hung when it continues.
+    The watched thread enters `work` around each piece. Another thread calls `look` repeatedly.
+    `age` is the number of seconds that the current piece has taken so far. `idle` is the number of
+    seconds since it last used CPU time. Time is counted as in `Pulse`, so a process is not
+    considered hung when it continues after it was stopped or the machine slept.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class WorkWatch:
 
     @property
     def stall(self) -> str | None:
-        """Reason why the work is considered hung; None if it is not."""
+        """The reason why the work is considered hung, or None."""
         if self.idle >= IDLE_LIMIT:
             return f"the engine's step has computed nothing for {self.idle:.0f} seconds"
         if self.age >= WORK_LIMIT:
@@ -106,7 +106,7 @@ class WorkWatch:
 
 
 def _processor_time(pid: int) -> list[str] | None:
-    """Return user and kernel time of a process, in clock ticks; None where it is not available."""
+    """Return user and kernel time of a process in clock ticks, or None if it is not available."""
     try:
         # The second field is the command in brackets, which may itself contain spaces.
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()

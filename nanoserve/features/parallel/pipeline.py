@@ -1,9 +1,9 @@
-"""Executor of a pipeline: rank 0 is in the last stage, and computes its part in `collect`.
+"""Execute steps in a pipeline, where rank 0 is in the last stage and computes in `collect`.
 
-`forward` only announces a step to the other ranks, which start it at once. Rank 0's part, the last
-layers and the sampling, runs when the engine loop collects the step: by then the loop has launched
-the following steps, so that the earlier stages have work. So the sampling parameters of a sequence
-are also read only then, when earlier steps no longer use its slot.
+`forward` only announces a step to the other ranks, which start it at once. Rank 0's part, i.e. the
+last layers and the sampling, runs when the engine loop collects the step. By then the loop has
+launched the following steps, so that the earlier stages have work. The sampling parameters of a
+sequence are also read only then, when earlier steps no longer use its slot.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from nanoserve.features.parallel.tensor_parallel import TensorParallelExecutor
 
 @dataclass
 class Launched:
-    """A step that the stages before this one are computing or have computed."""
+    """A step that earlier stages are computing or have computed."""
 
     batch: Batch
     inputs: ForwardInputs
@@ -30,7 +30,7 @@ class Launched:
 
 
 class PipelineExecutor(TensorParallelExecutor):
-    """Executor of several stages: rank 0's runner, and the workers of all stages."""
+    """An executor of several stages, with rank 0's runner and the workers of all stages."""
 
     def __init__(self, config: EngineConfig, model_config: ModelConfig, *args: Any) -> None:
         check_stages(model_config, config.pipeline_parallel_size)
@@ -46,7 +46,7 @@ class PipelineExecutor(TensorParallelExecutor):
         return self._launched[-1]
 
     def sample(self, launched: Launched, inputs: SampleInputs) -> None:
-        """Keep `inputs` until `collect`: the model's last layers have not run yet."""
+        """Keep `inputs` until `collect`, because the model's last layers have not run yet."""
         launched.sample_inputs = inputs
 
     def collect(self, launched: Launched) -> StepResult:
@@ -76,7 +76,7 @@ class PipelineExecutor(TensorParallelExecutor):
         return [spans.pop((step, rank), []) for rank in ranks]
 
     def cancel(self, handles: list[Launched]) -> None:
-        """Compute launched steps without sampling: other ranks wait for rank 0 in these steps."""
+        """Compute launched steps without sampling, as other ranks wait for rank 0 in them."""
         with contextlib.suppress(Exception), self._recovery():  # an error ends the engine
             while self._launched:
                 self._compute(self._launched.popleft(), is_wanted=False)

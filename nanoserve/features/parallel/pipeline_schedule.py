@@ -1,8 +1,8 @@
-"""Pipeline parallelism on the scheduler side: as many steps under way as there are stages.
+"""Pipeline parallelism in the scheduler keeps as many steps in flight as there are stages.
 
 A step passes from stage to stage, so a stage is idle unless it computes another step in the
-meantime. The loop already keeps `num_steps_ahead` steps under way; this extension decides which
-sequences run in which step. Without it, the first step would take all sequences and the next ones
+meantime. The loop already keeps `num_steps_ahead` steps in flight; this extension decides which
+sequences run in which step. Without it, the first step would take all sequences and the next steps
 none, so only one stage would work at a time. So the running sequences are divided into
 micro-batches, and so is the token budget:
 
@@ -10,8 +10,8 @@ micro-batches, and so is the token budget:
     step 2   d e f |
     step 3   g h   | then a b c again
 
-A pending token cannot be an input here: it is sampled in the last stage and needed in the first.
-All tokens of a prompt are known, so its chunks follow each other through the stages.
+A pending token cannot be an input here, because it is sampled in the last stage and needed in the
+first. All tokens of a prompt are known, so its chunks follow each other through the stages.
 """
 
 from collections.abc import Callable
@@ -29,15 +29,16 @@ if TYPE_CHECKING:
     from nanoserve.engine.guard import GuardedEngine
 
 _LEAST_CHUNK = 32  # minimum number of prompt tokens in a step, if available: fewer are no faster
-STEP_UNDER_WAY = "a step that contains it is under way"  # reason for which a sequence is held
+STEP_UNDER_WAY = "a step that contains it is in flight"  # reason for which a sequence is held
 
 
 class PipelineSchedule(Extension):
-    """Divides sequences and tokens into micro-batches, one per step under way.
+    """Divides sequences and tokens into micro-batches, one per step in flight.
 
-    A sequence with a pending token is left out. Chunks of a prompt need not wait for each other:
-    each stage runs its steps in order. If a sequence is preempted while a step under way will still
-    yield its token, it is held until it has that token; otherwise it would compute the token twice.
+    A sequence with a pending token is left out. Chunks of a prompt need not wait for each other,
+    because each stage runs its steps in order. If a sequence is preempted while a step in flight
+    will still yield its token, it is held until it has that token; otherwise it would compute the
+    token twice.
     """
 
     def __init__(self, engine: "GuardedEngine") -> None:
@@ -46,7 +47,7 @@ class PipelineSchedule(Extension):
         self._most_tokens = -(-engine.scheduler.max_num_batched_tokens // self._num_stages)
         self._num_rows = 0  # maximum number of running sequences in the planned step
         self._under_way: list[Plan] = []
-        self._held_back: list[Sequence] = []  # preempted while a step with them was under way
+        self._held_back: list[Sequence] = []  # preempted while a step with them was in flight
 
     def on_step_start(self) -> None:
         if self._held_back:
@@ -58,7 +59,7 @@ class PipelineSchedule(Extension):
     def token_budget(self, num_tokens: int) -> int:
         """Return the token budget of this step's micro-batch.
 
-        A stage waits for the longest of the steps under way. So a step that computed a whole prompt
+        A stage waits for the longest of the steps in flight. So a step that computed a whole prompt
         next to decode steps would leave all stages but one idle.
         """
         running, scheduler = self._scheduler.running, self._scheduler
@@ -79,7 +80,7 @@ class PipelineSchedule(Extension):
         return not self._held_back  # a preempted sequence comes first
 
     def limit_tokens(self, seq: Sequence, num_tokens: int, plan: Plan) -> int:
-        """Leave out sequences that are under way, and those beyond the size of a micro-batch."""
+        """Leave out sequences in flight, and sequences beyond the size of a micro-batch."""
         if plan.admitted and plan.admitted[-1] is seq:
             return num_tokens
         is_beyond = len(plan.rows) >= self._num_rows

@@ -1,4 +1,4 @@
-"""Assignment of layers to the stages of a pipeline, and of ranks to stages.
+"""Assign layers to the stages of a pipeline, and ranks to stages.
 
 See `nanoserve.models.layers.pipeline_parallel` for stages, and for how tensors pass between them.
 """
@@ -31,14 +31,14 @@ def check_stages(model_config: ModelConfig, num_stages: int) -> None:
     meta = LayerContext(device=torch.device("meta"), parallel=parallel, num_positions=1)
     require(
         bool(tensors_of_other_stages(model_config, meta)),  # otherwise a class without stages
-        f"pipeline_parallel_size={num_stages}, but {model_config.architecture} builds all layers "
-        f"on each stage: its class must build only the layers of `context.pp`, receive and send, "
-        f"as nanoserve.models.qwen3.Qwen3Model does",
+        f"pipeline_parallel_size={num_stages} is not supported by {model_config.architecture}, "
+        f"which builds all layers on each stage; its class must build only the layers of "
+        f"`context.pp`, receive and send, as nanoserve.models.qwen3.Qwen3Model does",
     )
 
 
 def share_layers(model_config: ModelConfig, num_stages: int) -> list[range]:
-    """Return the layers of each stage: see `split_layers`.
+    """Return the layers of each stage; see `split_layers`.
 
     Raises `ValueError` if there are fewer layers than stages.
     """
@@ -55,13 +55,13 @@ def share_layers(model_config: ModelConfig, num_stages: int) -> list[range]:
 
 
 def split_layers(layers: Sequence[int], embedding: int, head: int, num_stages: int) -> list[range]:
-    """Split layers into stages: the fastest pipeline and, among equals, the largest KV pool.
+    """Split layers for the fastest pipeline and, among equally fast splits, the largest KV pool.
 
     `layers` are the numbers of weights of each layer. The first stage also has the `embedding`, and
     the last one the `head`; if the two are tied, both stages have these weights.
 
-    1. A pipeline is as fast as its slowest stage, and in a step a stage reads its weights: those of
-       its layers and of the head, but of the embedding only a row for each token. So the maximum
+    1. A pipeline is as fast as its slowest stage. In a step, a stage reads the weights of its
+       layers and of the head, but only one row of the embedding for each token. So the maximum
        over the stages of the weights read is minimized first.
     2. All stages have the same number of KV blocks, limited by the stage where the fewest fit. On
        ranks of equal memory that number is the minimum of (memory - weights) / (layers x bytes of
@@ -86,7 +86,7 @@ def split_layers(layers: Sequence[int], embedding: int, head: int, num_stages: i
         return read(stage, first, end) + (embedding if stage == 0 else 0)
 
     def starts(*limits: int) -> list[int] | None:
-        """Return each stage's first layer under limits 1, 2 and 3; None if impossible."""
+        """Return each stage's first layer under limits 1, 2 and 3, or None if impossible."""
         most_read, most_layers, most_kept = (*limits, inf, inf)[:3]
 
         def fits(stage: int, first: int, end: int) -> bool:

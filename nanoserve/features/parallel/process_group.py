@@ -1,7 +1,7 @@
-"""Process group of the ranks of one engine, with the collectives that its layers need.
+"""The process group of one engine's ranks, with the collectives that its layers need.
 
-torch's default process group is not used: there is only one per process, and a process may have
-several engines. Each engine has its own group, on its own store, at a free port.
+torch's default process group is not used, because there is only one per process, and a process may
+have several engines. Each engine has a separate group and store, at a free port.
 """
 
 import contextlib
@@ -27,9 +27,9 @@ _FAREWELL = timedelta(seconds=1)  # for an abandoned collective, after all other
 
 
 class Group:
-    """Collectives of one engine's ranks, over a process group that can be released.
+    """The collectives of one engine's ranks, over a process group that can be released.
 
-    Layers hold this object; the process group must not outlive the engine, because some of torch's
+    Layers hold this object. The process group must not outlive the engine, because some of torch's
     groups abort the process if they still exist when Python exits.
     """
 
@@ -102,15 +102,15 @@ class Group:
         self._process_group = self._store = self._left = None
 
     def leak(self) -> None:
-        """Keep the group and its store for ever, even when Python exits."""
+        """Keep the group and its store forever, even when Python exits."""
         for kept in (self._process_group, self._store):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
 
     def wait(self, work: Any) -> None:
         """Wait for a collective.
 
-        On a CPU, poll: inside torch's own wait, Ctrl-C is not handled, and gloo does not always
-        notice a terminated rank: it was seen to wait for its whole timeout.
+        On a CPU this polls. Inside torch's wait, Ctrl-C is not handled, and gloo does not always
+        notice a terminated rank; it was seen to wait for its whole timeout.
         """
         if self._is_cuda:
             if work is not None:  # None: already ordered on the current stream
@@ -119,7 +119,7 @@ class Group:
         while not work.is_completed():
             if self._is_aborted:
                 self._left = work
-                raise RuntimeError("another rank has terminated, and this collective was abandoned")
+                raise RuntimeError("another rank has terminated; this collective was abandoned")
             with contextlib.suppress(RuntimeError):  # this wait has timed out, or the work failed
                 work.wait(_LOOK_UP)
         work.wait()  # returns at once; raises if the collective failed
@@ -133,10 +133,10 @@ def join_group(
     timeout: float,
     host: str = LOOPBACK,
 ) -> Group:
-    """Join the other ranks; return when all have joined, and raise if one does not in time.
+    """Join the other ranks. Returns when all have joined, and raises if a rank does not in time.
 
-    `timeout`, in seconds, also limits how long a collective waits for a rank. host: an address of
-    this machine that the other ranks can reach.
+    timeout: in seconds; it also limits how long a collective waits for a rank.
+    host: an address of this machine that the other ranks can reach.
     """
     if device.type == "cuda":
         return _join_nccl(rank, size, store, device, timeout)
@@ -152,9 +152,8 @@ def _join_nccl(
 ) -> Group:
     """Join an NCCL group, and run a first collective.
 
-    NCCL connects only in the first collective, and there waits for ever for a rank that has died.
-    So that is done here, where the caller monitors the other ranks, and not after minutes of
-    loading.
+    NCCL connects only in the first collective, where it waits forever for a rank that has died. So
+    it connects here, where the caller monitors the other ranks, and not after minutes of loading.
     """
     options = dist.ProcessGroupNCCL.Options()
     options._timeout = timedelta(seconds=timeout)

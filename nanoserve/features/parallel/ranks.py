@@ -1,4 +1,4 @@
-"""Rendezvous of the ranks of an engine."""
+"""The rendezvous of an engine's ranks."""
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,8 @@ def join_ranks(
 ) -> ParallelContext:
     """Join the other ranks; return this rank's context, and append its groups to `groups`.
 
-    The caller closes the groups. host: an address of this machine that the other ranks can reach.
+    The caller closes the groups.
+    host: an address of this machine that the other ranks can reach.
     """
 
     def join(name: str, rank: int, size: int) -> Group:

@@ -14,14 +14,14 @@ _GRACE = 2.0  # seconds to end a step after rank 0 has terminated
 
 
 class RankActor:
-    """Ray actor of one rank.
+    """The Ray actor of one rank.
 
-    `run` serves until rank 0 has no more steps. If it fails, or rank 0 terminates, the process
-    exits; otherwise rank 0 has Ray end it.
+    `run` serves until rank 0 has no more steps; then rank 0 lets Ray end the process. If `run`
+    fails, or rank 0 terminates, the process exits.
     """
 
     def run(self, job: dict[str, Any]) -> None:
-        """Run a rank; `job` is as in `features/parallel/tp_worker.py`, with rank 0's address."""
+        """Run a rank. `job` is as in `features/parallel/tp_worker.py`, with rank 0's address."""
         import ray
 
         os.environ["OMP_NUM_THREADS"] = str(job["num_threads"])  # Ray has set another value
@@ -37,7 +37,7 @@ class RankActor:
 
 
 class Seat:
-    """Placeholder actor that reserves a GPU for rank 0, which is not an actor."""
+    """A placeholder actor that reserves a GPU for rank 0, which is not an actor."""
 
     def gpus(self) -> list[int]:
         import ray
@@ -46,10 +46,10 @@ class Seat:
 
 
 class SentSteps:
-    """Steps received as messages of `nanoserve.features.parallel.ray_workers`.
+    """The steps that rank 0 sends, in the format of `nanoserve.features.parallel.ray_workers`.
 
-    A thread reads them even while this rank waits for others in a step, so it notices at once when
-    rank 0 terminates, which closes the connection.
+    A thread reads them even while this rank waits for other ranks in a step, so it notices at once
+    when rank 0 terminates, which closes the connection.
     """
 
     def __init__(self, connection: socket.socket) -> None:

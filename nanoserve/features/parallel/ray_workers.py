@@ -1,10 +1,11 @@
-"""Ranks as Ray actors, on one machine or on several; rank 0 stays in the caller's process.
+"""Run ranks as Ray actors, on one or several machines. Rank 0 stays in the caller's process.
 
 Ray places each rank, starts its process, and reports when it terminates. Steps do not go through
-Ray. Each worker opens a connection to rank 0, on which it receives each step as one message, its
-number and its packed batch; the worker's reports go back on it, in the lines that a worker on this
-machine writes into a pipe. The ranks join through a store at rank 0, as without Ray. All machines
-must have the model at the same path, and must trust each other: messages are not encrypted.
+Ray. Each worker opens a connection to rank 0, on which it receives each step as one message with
+the step's number and packed batch. The worker sends reports back on it, as the same lines that a
+worker on this machine writes into a pipe. The ranks join through a store at rank 0, as without Ray.
+All machines must have the model at the same path, and must trust each other, because messages are
+not encrypted.
 
 An existing Ray cluster is used (`RAY_ADDRESS`, or one that this machine is part of); otherwise a
 local one is started. The last engine that uses it disconnects from it, or shuts it down.
@@ -34,7 +35,7 @@ _USERS: "list[RayWorkers]" = []  # engines that use Ray
 
 
 class ActorProcess:
-    """A rank's actor, with those methods of `subprocess.Popen` that `Workers` uses."""
+    """A rank's actor, with the methods of `subprocess.Popen` that `Workers` uses."""
 
     def __init__(self, actor: Any, job: dict[str, Any]) -> None:
         self._actor, self.pid = actor, _NO_PROCESS
@@ -63,7 +64,7 @@ class ActorProcess:
 
 
 class RayWorkers(Workers):
-    """Ranks 1, 2, ... in a placement group; see `Workers` for the messages in both directions."""
+    """Ranks 1, 2, ... in a placement group. `Workers` documents the messages."""
 
     def __init__(self, *args: Any) -> None:
         self._connections: list[socket.socket] = []
@@ -149,7 +150,7 @@ class RayWorkers(Workers):
         has = ray.cluster_resources().get(kind, 0)
         require(
             has >= num_wanted,
-            f"{size} ranks need {num_wanted} {kind}s, but Ray's cluster has {has:g}: add machines, "
+            f"{size} ranks need {num_wanted} {kind}s, but Ray's cluster has {has:g}; add machines, "
             f"or lower tensor_parallel_size or pipeline_parallel_size",
         )
         self._group = placement_group(places)
@@ -169,8 +170,8 @@ class RayWorkers(Workers):
             current = torch.cuda.current_device()
             require(
                 gpus == [current],
-                f"Ray has reserved GPU {gpus} for rank 0, whose current GPU is {current}: select "
-                "the reserved one with torch.cuda.set_device before the engine is made",
+                f"Ray has reserved GPU {gpus} for rank 0, whose current GPU is {current}; select "
+                "the reserved GPU with torch.cuda.set_device before the engine is created",
             )
         return places
 
@@ -207,7 +208,7 @@ class RayWorkers(Workers):
         return found
 
     def _pulse(self, rank: int) -> Pulse:
-        """Return a pulse that only counts beats: the process may be on another machine."""
+        """Return a pulse that only counts heartbeats, as the process may be on another machine."""
         return Pulse(_NO_PROCESS)
 
     def _read(self, fd: int) -> bytes:
@@ -217,20 +218,20 @@ class RayWorkers(Workers):
             return b""
 
     def _close_status(self, fd: int) -> None:
-        """Do nothing: this is the connection that also carries steps, and is closed with it."""
+        """Do nothing, as this connection also carries steps and is closed with them."""
 
     def _note_end(self, rank: int) -> None:
         if not self._is_closing:  # Ray may take long to report the reason
             self.fail(f"rank {rank}, started by Ray: its process or its connection has ended")
 
     def _close_steps(self) -> None:
-        """Close the sending direction; workers then exit."""
+        """Close the sending direction, after which workers exit."""
         for connection in self._connections:
             with contextlib.suppress(OSError):
                 connection.shutdown(socket.SHUT_WR)
 
     def _end_lives(self) -> None:
-        """Do nothing: Ray ends the process of a worker that does not exit by itself."""
+        """Do nothing, as Ray ends the process of a worker that does not exit by itself."""
 
     def close(self) -> None:
         super().close()
@@ -242,7 +243,7 @@ class RayWorkers(Workers):
 
     def forget(self) -> None:
         self._is_closing = True
-        self.failure = "this engine belongs to another process: instead of fork, use spawn"
+        self.failure = "this engine belongs to another process; use spawn instead of fork"
         for connection in self._connections:
             connection.close()
 
@@ -257,9 +258,10 @@ _JOINED: list[bool] = []  # not empty if Ray was initialized here
 
 
 def message(step: int, content: bytes) -> bytes:
-    """Return the message of a step: its number, the number of bytes that follow, and these bytes.
+    """Return the message of a step.
 
-    The content is the packed batch, or empty.
+    It has the step's number, the number of bytes that follow, and these bytes, which are the packed
+    batch or empty.
     """
     return step.to_bytes(4, "little") + len(content).to_bytes(4, "little") + content
 

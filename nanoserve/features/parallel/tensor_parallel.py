@@ -1,12 +1,12 @@
-"""Tensor parallelism: several processes, one model, and batches in shared memory.
+"""Tensor parallelism splits one model over several processes, with batches in shared memory.
 
-Rank 0 is the caller's process: it runs the engine loop, so objects that come with a request, such
-as a user's logits processor, need not be sent anywhere. The other ranks run the same model code on
-every batch, up to the logits (Shoeybi et al. 2019, "Megatron-LM": two all-reduces a layer).
+Rank 0 is the caller's process. It runs the engine loop, so per-request objects such as logits
+processors stay in this process. The other ranks run the same model code on every batch, up to the
+logits, with two all-reduces per layer (Shoeybi et al. 2019, "Megatron-LM").
 
-A step is announced by one small write to each worker: the step's number, through a pipe. The batch
-itself is in shared memory, packed there by rank 0 and read there by every rank. A pipe orders
-memory on every processor, and its end notifies either side that the other has died.
+Rank 0 packs each batch into shared memory, from which all ranks read it. Rank 0 announces the step
+by writing its number to a pipe per worker. The pipe also acts as a memory barrier for the shared
+batch, and EOF tells each side that its peer has died.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ _LEFT_TIMEOUT = 2.0  # seconds to wait for ranks that are probably blocked in a 
 
 
 class TensorParallelExecutor:
-    """Executor of several ranks: rank 0's runner, and workers that run every batch, too."""
+    """An executor of several ranks, with rank 0's runner and the workers of the other ranks."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class TensorParallelExecutor:
         _ENGINES.add(self)
         self._workers: Workers | None = None
         self._groups: list[Group] = []
-        # More than the number of steps under way, and a power of two, because step numbers wrap
+        # More than the number of steps in flight, and a power of two, because step numbers wrap
         # around at one.
         self._num_batches = 2 ** config.pipeline_parallel_size.bit_length()
         self._uncollected: set[Batch] = set()  # batches whose steps were launched
@@ -114,12 +114,12 @@ class TensorParallelExecutor:
 
     @property
     def worker_pids(self) -> list[int]:
-        """Process ids of ranks 1, 2, ..."""
+        """The process ids of ranks 1, 2, ..."""
         return self._workers.pids
 
     @property
     def failure(self) -> str | None:
-        """Reason why no further step can run; None while all ranks live. Thread-safe."""
+        """The reason why no further step can run, or None while all ranks live. Thread-safe."""
         return None if self._workers is None else self._workers.failure
 
     def next_batch(self) -> Batch:
@@ -159,7 +159,7 @@ class TensorParallelExecutor:
         return result
 
     def cancel(self, handles: list[Any]) -> None:
-        """Discard steps: `next_batch` waits until the other ranks have read these batches."""
+        """Discard steps. `next_batch` waits until the other ranks have read their batches."""
 
     def close(self) -> None:
         """End the workers and release all resources. Idempotent."""
@@ -176,8 +176,8 @@ class TensorParallelExecutor:
     def forget_in_child(self) -> None:
         """Release the engine in a fork of the process that owns it, without ending anything.
 
-        The threads of the process group do not exist here; destroying it would wait for them for
-        ever.
+        The threads of the process group do not exist in the fork, so destroying the group would
+        wait for them forever.
         """
         self._close.detach()
         if self._workers is not None:
@@ -229,14 +229,14 @@ class TensorParallelExecutor:
             raise WorkerError(failure) from error
 
 
-# State of the whole process: engines that a fork must release, and torch's thread count as it was
-# before each of the engines that share it now.
+# State of the whole process: engines that a fork must release, and torch's thread count from
+# before each engine that shares it now.
 _ENGINES: "weakref.WeakSet[TensorParallelExecutor]" = weakref.WeakSet()
 _THREADS: list[int] = []
 
 
 def _restore_threads() -> None:
-    """Restore the thread count that the first engine found, when the last engine is closed."""
+    """Restore the thread count from before the first engine, when the last engine is closed."""
     first, *_ = _THREADS
     _THREADS.pop()
     if not _THREADS:
@@ -288,6 +288,6 @@ def _model_location(architecture: str) -> str:
     if model.__module__ == "__main__" or "<" in model.__qualname__:
         raise ValueError(
             f"tensor parallelism: {architecture} is registered as {model.__qualname__} of "
-            f"{model.__module__}, which other processes cannot import: define it in a module"
+            f"{model.__module__}, which other processes cannot import; define it in a module"
         )
     return f"{model.__module__}:{model.__qualname__}"

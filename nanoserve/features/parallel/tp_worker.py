@@ -1,4 +1,4 @@
-"""Worker process of every rank but rank 0.
+"""The worker process of every rank except rank 0.
 
 It is started as `python -m nanoserve.features.parallel.tp_worker JOB`, with JOB in JSON.
 
@@ -44,9 +44,9 @@ def main() -> None:
 
 
 class Reporter:
-    """Writer of lines to rank 0.
+    """A writer of lines to rank 0.
 
-    It is locked: a long line takes several writes, between which no heartbeat may be written.
+    It is locked, because a long line takes several writes, which no heartbeat may interrupt.
     """
 
     def __init__(self, write: Callable[[bytes], Any]) -> None:
@@ -64,17 +64,17 @@ class Reporter:
 
 
 class Steps(Protocol):
-    """Source of the steps that rank 0 announces."""
+    """A source of the steps that rank 0 announces."""
 
     def next(self) -> int | None:
-        """Wait for the number of the next step, or `PING`; return None if there are no more."""
+        """Wait for and return the number of the next step, `PING`, or None at the end."""
 
     def fetch(self, step: int, own: Batch) -> Batch:
         """Copy the batch of `step` into `own`, and return it."""
 
 
 class SharedSteps:
-    """Steps from a pipe, and batches from the shared memory in which rank 0 packs them."""
+    """Reads steps from a pipe, and batches from the shared memory into which rank 0 packs them."""
 
     def __init__(self, fds: dict[str, int], num_batches: int) -> None:
         self._steps, self._memory, self._num_batches = fds["steps"], fds["memory"], num_batches
@@ -87,8 +87,8 @@ class SharedSteps:
     def fetch(self, step: int, own: Batch) -> Batch:
         """Copy the batch of `step` from shared memory into `own`, and return it.
 
-        Rank 0 may overwrite the shared batch once it has the logits of this step. If it has started
-        earlier, the step number in the header shows it, and this raises `RuntimeError`.
+        Rank 0 may overwrite the shared batch once it has the logits of this step. Raises
+        `RuntimeError` if the step number in the header shows that it was overwritten earlier.
         """
         if not self._shared:  # rank 0 has set the size of the memory by now
             memory = map_memory(self._memory, self._num_batches * own.layout.num_bytes)
@@ -103,7 +103,7 @@ class SharedSteps:
 
 
 def run(job: dict[str, Any], steps: Steps, report: Reporter) -> int:
-    """Serve until there are no more steps; return the exit status.
+    """Run steps until there are no more, and return the exit status.
 
     The caller exits with `os._exit`, because threads of libraries may still wait for other ranks.
     """
@@ -150,7 +150,7 @@ def serve(job: dict[str, Any], steps: Steps, report: Reporter) -> None:
 
 
 def _end_with(life: int) -> None:
-    """Exit when the pipe is closed, which happens however rank 0's process terminates."""
+    """Exit when the pipe is closed, which happens in any case when rank 0's process terminates."""
     os.read(life, 1)
     os._exit(1)
 

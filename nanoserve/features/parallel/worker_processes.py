@@ -1,7 +1,7 @@
-"""Worker processes of the other ranks: start, messages in both directions, and shutdown.
+"""Start, communicate with, and shut down the worker processes of the other ranks.
 
 They are started as `python -m nanoserve.features.parallel.tp_worker`, so that a plain script needs
-no `if __name__ == "__main__"`. Pipes and shared memory have no names: the workers inherit their
+no `if __name__ == "__main__"`. Pipes and shared memory have no names, so the workers inherit their
 file descriptors.
 """
 
@@ -33,16 +33,16 @@ _HURRY = 2.0  # limit of silence in seconds while the caller waits for the end
 
 
 class WorkerError(ExecutorDeadError):
-    """Another rank failed or died; the message has the reason. The engine is no longer usable."""
+    """Another rank failed or died, so the engine is no longer usable. The message says why."""
 
 
 class Workers:
-    """Processes of ranks 1, 2, ...: their start, messages, monitoring and shutdown.
+    """Starts, monitors and shuts down the processes of ranks 1, 2, ...
 
-    Each has three pipes. `steps` carries the number of the step to run next. On `life` nothing is
-    ever written: it is closed when this process terminates. On `status` the worker writes lines of
-    JSON, the state it has reached or an error; an empty line is a heartbeat. A worker that shows no
-    sign of life for `timeout` seconds is considered hung, and killed.
+    Each has three pipes. `steps` carries the number of the step to run next. Nothing is written on
+    `life`, which is closed when this process terminates. On `status` the worker writes lines of
+    JSON with the state it has reached or an error; an empty line is a heartbeat. A worker that
+    sends no heartbeat for `timeout` seconds is considered hung, and killed.
     """
 
     def __init__(
@@ -70,15 +70,15 @@ class Workers:
 
     @property
     def pids(self) -> list[int]:
-        """Process ids of ranks 1, 2, ..."""
+        """The process ids of ranks 1, 2, ..."""
         return [process.pid for process in self._processes]
 
     def call_on_failure(self, function: Callable[[], None]) -> None:
-        """Register `function`, which is called once when the workers fail."""
+        """Call `function` once when the workers fail."""
         self._on_failure = function
 
     def wait_for(self, state: str, timeout: float) -> None:
-        """Wait until every worker has reported `state`; raise `WorkerError` if one does not."""
+        """Wait until every worker has reported `state`. Raises `WorkerError` if one does not."""
         late = self._late(state, timeout)
         if late:
             self.fail(f"ranks {late} have not reported {state!r} after {timeout:.0f} seconds")
@@ -134,8 +134,8 @@ class Workers:
     def are_waiting(self, timeout: float) -> bool:
         """Return True if all workers finish the announced steps within `timeout` seconds.
 
-        A busy worker replies when it has finished; one that waits for a rank 0 that has left the
-        step does not reply. A failure returns False, too.
+        A busy worker replies when it has finished. A worker that waits for rank 0 in a step that
+        rank 0 has left does not reply. Returns False after a failure, too.
         """
         with contextlib.suppress(queue.Empty):
             while True:  # discard late replies to an earlier ping
@@ -158,7 +158,7 @@ class Workers:
             self._on_failure()
 
     def close(self) -> None:
-        """End all workers: those that wait for a step exit by themselves, others are killed."""
+        """End all workers. Workers that wait for a step exit by themselves; others are killed."""
         if self._is_closing:
             return
         self._is_closing = True
@@ -176,9 +176,9 @@ class Workers:
                     process.wait()
 
     def forget(self) -> None:
-        """Close, in a fork of the owning process, the descriptors that keep the workers alive."""
+        """Close the descriptors that keep the workers alive, in a fork of the owning process."""
         self._is_closing = True
-        self.failure = "this engine belongs to another process: instead of fork, use spawn"
+        self.failure = "this engine belongs to another process; use spawn instead of fork"
         self._close_steps()
         self._end_lives()
         for fd in self._statuses:
@@ -211,7 +211,7 @@ class Workers:
                 process.wait(max(0.0, deadline - time.monotonic()))
 
     def _end_lives(self) -> None:
-        """Close the `life` pipe; workers exit immediately when they read its end."""
+        """Close the `life` pipe, whose end makes workers exit immediately."""
         with contextlib.suppress(OSError):  # closed before the fork
             os.close(self._life)
 
@@ -250,7 +250,7 @@ class Workers:
             os.close(status_there)
 
     def _listen(self) -> None:
-        """Read the reports of workers until all have ended; runs in a thread of its own."""
+        """Read the reports of workers until all have ended. This runs in a separate thread."""
         with selectors.DefaultSelector() as selector:
             unread = dict.fromkeys(self._statuses, b"")
             pulses: dict[int, Pulse] = {}  # by rank, from its first heartbeat on
@@ -293,7 +293,7 @@ class Workers:
             return
         if not self._is_closing:
             self.fail(
-                f"rank {rank}, process {pulse.pid}, has shown no sign of life for "
+                f"rank {rank}, process {pulse.pid}, has sent no heartbeat for "
                 f"{pulse.silence:.0f} seconds, as if it were stopped, and was killed"
             )
         self._processes[rank - 1].kill()

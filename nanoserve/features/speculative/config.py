@@ -1,4 +1,4 @@
-"""Options of speculative decoding: `speculative_config={...}`, under vLLM's names."""
+"""Options of speculative decoding (`speculative_config={...}`), under vLLM's names."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -41,25 +41,25 @@ _SMALLEST = {
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """Options of speculative decoding: the method, and the number of draft tokens.
+    """Options of speculative decoding, such as the method and the number of draft tokens.
 
     method: "ngram" copies the tokens that followed an earlier occurrence of the last tokens, in
         prompt or output; "suffix" follows the longest such match, also in the outputs of finished
         requests, by frequency; "draft_model" runs a smaller model with the same vocabulary, which
         samples with the same noise; "hidden_head" runs a small network on the hidden states of the
         model.
-    num_speculative_tokens: the most draft tokens of a row, 1 to 32. None: 8 on a CPU, 7 on a GPU.
+    num_speculative_tokens: the most draft tokens per row, 1 to 32. None: 8 on a CPU, 7 on a GPU.
     adaptive: if True, each step verifies the number of draft tokens with the best goodput, by
         measured step times and acceptance rates; if False, all that are proposed.
     model: for "draft_model", a model as `LLM` takes it; for "hidden_head", a file, or "tiny-qwen3"
         for the bundled one.
-    revision, dtype, quantization: those of the draft model, for "draft_model".
+    revision, dtype, quantization: options of the draft model, for "draft_model".
     enforce_eager: on a GPU, whether steps with draft tokens are launched kernel by kernel. False
-        records CUDA graphs of them, with attention split along the keys as in other decode steps.
+        captures CUDA graphs of them, with attention split along the keys as in other decode steps.
         None: False, but True with `enforce_eager=True` of the engine, with several ranks, and with
         an attention backend other than Triton's.
     prompt_lookup_min, prompt_lookup_max: the fewest and the most tokens of an n-gram that is looked
-        up, for "ngram". If only one of them is given, it is used for both; 3 and 4 by default.
+        up, for "ngram". If only one of them is set, it is used for both; 3 and 4 by default.
     suffix_decoding_max_tree_depth: the most tokens of a match, for "suffix".
     suffix_decoding_max_cached_requests: the number of finished requests whose outputs are kept.
         Only requests with the same `cache_salt` share them.
@@ -86,21 +86,21 @@ class SpeculativeConfig:
 
     @classmethod
     def of(cls, options: "Mapping[str, Any] | SpeculativeConfig", config: Any) -> Any:
-        """Return the options of `EngineConfig`, validated together with the rest of it."""
+        """Return the options in `EngineConfig`, validated together with its other fields."""
         if not isinstance(options, SpeculativeConfig):
             example = "{'method': 'ngram', 'num_speculative_tokens': 4}"
             check_names("speculative_config", options, cls, example)
             given = {name: value for name, value in options.items() if value is not None}
             require(
                 "method" in given,
-                f"speculative_config has no 'method', which must be one of {METHODS.names()}",
+                f"speculative_config has no 'method'; set one of {METHODS.names()}",
             )
             options = cls(**given)
         require(
             not config.logits_processors,
-            "speculative_config with logits_processors of the engine is unsupported: they would "
-            "see draft tokens as if they had been generated; give them to single requests instead, "
-            "which then have no draft tokens",
+            "speculative_config is not supported with logits_processors of the engine, which would "
+            "see draft tokens as generated tokens; set logits_processors in SamplingParams, "
+            "which disables draft tokens for those requests",
         )
         if options.enforce_eager is False:
             _check_graphs(config)
@@ -116,8 +116,8 @@ class SpeculativeConfig:
         if self.method in (*_WITH_MODEL, *_WITHOUT_MODEL):  # a registered method may choose
             require(
                 (self.model is not None) == (self.method in _WITH_MODEL),
-                f"method={self.method!r} with model={self.model!r}: the methods {_WITH_MODEL} need "
-                f"a model, and {_WITHOUT_MODEL} take none",
+                f"method={self.method!r} does not match model={self.model!r}: {_WITH_MODEL} need a "
+                f"model, and {_WITHOUT_MODEL} take none",
             )
         for name, smallest in _SMALLEST.items():
             if getattr(self, name) is not None:
@@ -148,10 +148,10 @@ class SpeculativeConfig:
 
 
 def _records_graphs_by_default(config: Any, number: int) -> bool:
-    """Return True if CUDA graphs of steps with draft tokens are recorded by default.
+    """Return True if CUDA graphs of steps with draft tokens are captured by default.
 
-    number: draft tokens of a row. The default is limited to what was tested for equal tokens on a
-    GPU: one rank, with Triton's attention.
+    number: draft tokens per row. By default they are captured only where equal tokens have been
+    verified on a GPU, which is one rank with Triton's attention.
     """
     return (
         not config.enforce_eager
@@ -162,15 +162,15 @@ def _records_graphs_by_default(config: Any, number: int) -> bool:
 
 
 def _check_graphs(config: Any) -> None:
-    """Raise `ValueError` where no CUDA graphs of steps with draft tokens can be recorded."""
-    given = "speculative_config with enforce_eager=False records CUDA graphs"
+    """Raise `ValueError` if CUDA graphs of steps with draft tokens cannot be captured."""
+    given = "speculative_config with enforce_eager=False captures CUDA graphs"
     require(
         not config.enforce_eager,
-        f"{given}, but enforce_eager=True of the engine records none: leave one of them out",
+        f"{given}, but enforce_eager=True of the engine disables them; remove one of the two",
     )
     require(
         config.pipeline_parallel_size == 1,
-        f"{given}, which is unsupported with "
-        f"pipeline_parallel_size={config.pipeline_parallel_size}: sends and receives between "
-        f"stages cannot be part of a graph; leave enforce_eager=False out",
+        f"{given}, which is not supported with "
+        f"pipeline_parallel_size={config.pipeline_parallel_size}, because a graph cannot contain "
+        f"sends and receives between stages; remove enforce_eager=False",
     )

@@ -1,10 +1,10 @@
-"""Draft tokens of a smaller model (Leviathan et al. 2023; Chen et al. 2023).
+"""Propose draft tokens with a smaller model (Leviathan et al. 2023; Chen et al. 2023).
 
 The draft model samples with the noise of the token's position, as the target will. So both choose
 the same token where their distributions p and q are close: with probability at least
 (1 - TV) / (1 + TV), where TV is half of the sum of |p - q| (Daliri, Musco, Suresh 2024).
 
-The proposer is a second runner on rank 0's device, with a KV cache of its own and **the target's
+The proposer is a second runner on rank 0's device, with a separate KV cache but **the target's
 block tables**: the K and V of a token lie at the same place in both caches. So it needs no block
 pool, and nothing is allocated, freed or preempted twice. Tokens that it has not computed yet (a
 prompt, or tokens that were generated without its drafts) are computed with its next proposal.
@@ -66,8 +66,8 @@ def prepare_draft_model(config: EngineConfig, target: ModelConfig) -> "DraftMode
     draft = checkpoint.model_config(own, supported_architectures())
     require(
         draft.vocab_size == target.vocab_size,
-        f"the draft model {options.model} has a vocabulary of {draft.vocab_size} tokens, and the "
-        f"model has one of {target.vocab_size}: they must be the same",
+        f"the draft model {options.model} has a vocabulary of {draft.vocab_size} tokens, but the "
+        f"model has {target.vocab_size}; use a draft model with the same vocabulary",
     )
     if own.load_format != "dummy":
         checkpoint.fetch_weights()
@@ -76,7 +76,7 @@ def prepare_draft_model(config: EngineConfig, target: ModelConfig) -> "DraftMode
 
 @dataclass(frozen=True)
 class DraftModel:
-    """Factory of the proposer, called when the target's block pool exists.
+    """A factory of the proposer, called when the target's block pool exists.
 
     `memory` returns the size of the draft model before anything is allocated.
     """
@@ -103,7 +103,7 @@ class DraftModel:
 
 
 class DraftModelProposer:
-    """Proposer that runs a draft model."""
+    """A proposer that runs a draft model."""
 
     is_model, needs_hidden = True, False
 
@@ -160,7 +160,7 @@ class DraftModelProposer:
         return [drafts.get(seq, []) for seq, _ in wanted]
 
     def _catch_up(self, sequences: list[Sequence]) -> list[Row]:
-        """Compute all missing tokens but those that fit one pass; return the rows of that pass."""
+        """Compute missing tokens until the rest fits one pass; return the rows of that pass."""
         starts = {seq: self._num_valid(seq) for seq in sequences}
         while sum(len(seq.token_ids) - start for seq, start in starts.items()) > self._budget:
             rows, left = [], self._budget
@@ -176,8 +176,8 @@ class DraftModelProposer:
     def _num_valid(self, seq: Sequence) -> int:
         """Return how many tokens of `seq` have valid K and V in the draft model's cache.
 
-        They are those that were known at the last proposal, and the accepted draft tokens. The
-        last token never counts: computing it gives the logits of the first draft token.
+        These are the tokens known at the last proposal, and accepted draft tokens. The last token
+        never counts, because computing it gives the logits of the first draft token.
         """
         num_known, drafts = self._computed.get(seq, (0, []))
         num_accepted = count_accepted(drafts, seq.token_ids[num_known:])
@@ -207,7 +207,7 @@ class DraftModelProposer:
         return number != 0 and self._filled.get(block) == number
 
     def _note_filled(self, seq: Sequence) -> None:
-        """Record the cached blocks of `seq` that the draft model has filled, the last one first."""
+        """Record the cached blocks of `seq` that the draft model has filled, from the last back."""
         computed = self._num_valid(seq) // self._pool.block_size
         for block in reversed(seq.block_table[: min(computed, seq.num_cached_blocks)]):
             if self._has(block):
@@ -216,7 +216,7 @@ class DraftModelProposer:
 
 
 def _simplified(params: SamplingParams) -> SamplingParams:
-    """Return parameters with temperature and filters alone.
+    """Return parameters with only the temperature and filters.
 
     Penalties and whatever else depends on earlier tokens are applied by the target only.
     """

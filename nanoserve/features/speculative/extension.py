@@ -1,9 +1,9 @@
-"""Speculative decoding as an extension of the engine: draft tokens for decode rows.
+"""Speculative decoding is an extension of the engine that adds draft tokens to decode rows.
 
-Speculation uses only what a step leaves over: the rest of the token budget, and free blocks that
-hold nothing of the prefix cache. A step that computes prompt tokens gets no draft tokens, so they
-do not delay the first token of a request. The accepted tokens are those that would have been
-sampled anyway, see `nanoserve.engine.draft_tokens`.
+It uses only what a step leaves over, i.e. the rest of the token budget and free blocks without
+cached prefixes. A step that computes prompt tokens gets no draft tokens, so drafting does not delay
+the first token of a request. Accepted tokens are the tokens that would have been sampled anyway;
+see `nanoserve.engine.draft_tokens`.
 
 With async scheduling, the next step is planned before the results of the current one are known. A
 sequence whose draft tokens are in flight is left out of that plan, and so is one for which it is
@@ -41,14 +41,14 @@ class Candidate:
     index: int  # of the row in the plan
     row: Row
     record: Record
-    count: int  # of draft tokens: first the most that it may have, later how many it has
+    count: int  # of draft tokens: at first the most it may have, later the actual number
     draft_tokens: list[int] = field(default_factory=list)
 
 
 class Speculation(Extension):
     """Adds the draft tokens of a proposer to decode steps.
 
-    `goodput` chooses how many of them; if it is None (`adaptive=False`), all are added.
+    `goodput` chooses how many. If it is None (`adaptive=False`), all are added.
     """
 
     def __init__(self, engine: "GuardedEngine", make_proposer: MakeProposer) -> None:
@@ -211,7 +211,7 @@ class Speculation(Extension):
                 self._propose_at = min(self._propose_at, record.propose_at)
 
     def _record_time(self, plan: Plan, batch: Batch, result: StepResult, times: StepTimes) -> None:
-        """Record how long a step of decode rows took. An observer of the engine."""
+        """Record how long a step of decode rows took. This is an observer of the engine."""
         if self._foreign.pop(id(plan), None) is not None:
             return  # the draft tokens of other extensions cost something else
         if not plan.draft_tokens and batch.step % _PLAIN_SHARE:
@@ -234,7 +234,7 @@ class AddSpeculation:
         engine.add_extension(Speculation(engine, self.make_proposer))
 
     def memory(self) -> MemoryBeside:
-        """Return the GPU memory that a draft model needs; none for other proposers."""
+        """Return the GPU memory that a draft model needs. Other proposers need none."""
         has_model = hasattr(self.make_proposer, "memory")
         maker: Any = self.make_proposer
         return maker.memory() if has_model else NOTHING_BESIDE

@@ -1,4 +1,4 @@
-"""Choice of the number of draft tokens by goodput: accepted tokens of a step over its time.
+"""Choose the number of draft tokens with the best goodput, i.e. accepted tokens per second.
 
 The acceptance rate alone is not enough. With one sequence, a step for five tokens takes little
 longer than a step for one, and one accepted draft token in six pays; with sixty-four, a processor
@@ -6,8 +6,8 @@ computes for as long as it reads weights, and hardly any draft token pays. So bo
 while the engine runs: the times of steps, by rows and draft tokens, and the acceptance rate of each
 sequence.
 
-The most common choice is zero: plain decode steps. Draft tokens that were proposed and not verified
-are compared with the tokens that come later, which measures acceptance without a verification step.
+The most common choice is zero, i.e. a plain decode step. Draft tokens that were proposed but not
+verified are compared with the tokens that come later, which measures acceptance at no cost.
 """
 
 from dataclasses import dataclass, field
@@ -30,7 +30,7 @@ _REFUSED_WAIT = 8  # steps until the next proposal, if draft tokens did not pay
 
 @dataclass
 class Record:
-    """Acceptance statistics of one sequence, with newer drafts weighted higher.
+    """The acceptance statistics of one sequence, with newer drafts weighted higher.
 
     A draft token counts as verified only if all before it were accepted.
     """
@@ -63,8 +63,8 @@ class Record:
     def miss(self, step: int) -> None:
         """Record that nothing was proposed; after a few misses the proposer is called less often.
 
-        The first misses change nothing: after a token that differs from the text being copied,
-        some tokens must agree before the n-gram is found again.
+        The first misses change nothing, because after a token that differs from the copied span,
+        a few tokens must agree before the n-gram is found again.
         """
         self.num_misses += 1
         self.wait(step, min(2 ** max(0, self.num_misses - _PATIENT_MISSES), _MOST_WAIT))
@@ -93,7 +93,8 @@ class Goodput:
     def __init__(self, max_draft_tokens: int, is_model: bool = False) -> None:
         """Start without measurements.
 
-        max_draft_tokens: the most of a row. is_model: True if a model computes the draft tokens.
+        max_draft_tokens: the most draft tokens per row.
+        is_model: True if a model computes the draft tokens.
         """
         self._max_draft_tokens, self._is_model = max_draft_tokens, is_model
         # Accepted and verified draft tokens by their estimated likelihood, in tenths. They correct
@@ -107,7 +108,7 @@ class Goodput:
 
     @property
     def gain(self) -> float:
-        """Tokens of the steps with draft tokens, divided by those of plain steps in equal time."""
+        """The tokens of steps with draft tokens, over the tokens of plain steps in equal time."""
         return self._num_tokens / self._num_plain_tokens if self._num_plain_tokens else 1.0
 
     @property
@@ -210,9 +211,9 @@ class Goodput:
     def _choose_passes(
         self, num_rows: int, proposed: list[tuple[Record, int]], relative: list[float]
     ) -> list[int]:
-        """Choose for a draft model, of which one pass drafts the next token of all sequences.
+        """Choose for a draft model, where one pass drafts the next token of all sequences.
 
-        The cost is in the number of passes, so every sequence takes part in each pass while its
+        The cost depends on the number of passes, so a sequence takes part in each pass while its
         draft token is likely enough to be accepted.
         """
         probabilities = [self.probability(record) for record, _ in proposed]

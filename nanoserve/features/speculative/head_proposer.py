@@ -1,8 +1,8 @@
-"""Draft tokens of a head on the target's hidden states: see `hidden_head.py`.
+"""Propose draft tokens with a head on the target's hidden states; see `hidden_head.py`.
 
 The head has no KV cache. It needs the hidden state from which the last token of a sequence was
-sampled, which the last step has left on the device. Draft tokens are chosen by the target's own
-sampler, and so with the parameters, the penalties and the noise that the target will use there.
+sampled, which the last step has left on the device. Draft tokens are chosen by the target's
+sampler, and therefore with the parameters, penalties and noise that the target will use for them.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,7 @@ def prepare_hidden_head(
     """
     require(
         config.tensor_parallel_size == 1 and not config.capture_sampling,
-        f"method='hidden_head' is unsupported with "
+        f"method='hidden_head' is not supported with "
         f"tensor_parallel_size={config.tensor_parallel_size}, "
         f"capture_sampling={config.capture_sampling}: it needs the whole embedding on one rank, "
         f"and hidden states, which graphs with sampling do not keep; use tensor_parallel_size=1 "
@@ -48,16 +48,16 @@ def prepare_hidden_head(
     )
     name = config.speculative_config.model
     path = _BUNDLED.get(name, Path(name))
-    require(path.is_file(), f"the head {name!r} is not a file, and not one of {[*_BUNDLED]}")
+    require(path.is_file(), f"the head {name!r} is neither a file nor one of {[*_BUNDLED]}")
     weights = read_head(path)
     size = len(weights["norm.weight"])
     require(
         size == target.hidden_size,
-        f"the head {name!r} is for a hidden size of {size}, and the model has hidden_size="
-        f"{target.hidden_size}: they must be the same",
+        f"the head {name!r} has hidden_size={size}, but the model has hidden_size="
+        f"{target.hidden_size}; use a head that was trained for this model",
     )
 
-    # The head's weights are floats, even if those of the model are quantised.
+    # The head's weights are floats, even if those of the model are quantized.
     own = replace(config, quantization=None, quantization_activations=None)
     plain = replace(target, quantization_config=None)
     num_bytes = sum(tensor.nbytes for tensor in weights.values())
@@ -73,7 +73,7 @@ def prepare_hidden_head(
 
 
 class DraftRows(NamedTuple):
-    """The part of a batch on the device that the sampler reads, int32 [num_rows] each."""
+    """The tensors of a batch that the sampler reads, each int32 [num_rows] on the device."""
 
     output_rows: torch.Tensor
     output_slots: torch.Tensor
@@ -81,7 +81,7 @@ class DraftRows(NamedTuple):
 
 
 class HeadProposer:
-    """Proposer that runs a head on hidden states."""
+    """A proposer that runs a head on hidden states."""
 
     is_model = needs_hidden = True
 
@@ -127,8 +127,8 @@ class HeadProposer:
     def _draft(self, able: list[Sequence], num_drafts: int) -> torch.Tensor:
         """Return draft tokens [len(able), num_drafts], which the device may not have computed yet.
 
-        All inputs are copied to the device once, at the beginning, so that no draft token waits
-        for the host.
+        All inputs are copied to the device once, at the beginning, so no draft token waits for the
+        host.
         """
         runner, num_rows = self._runner, len(able)
         slots = np.array([seq.slot for seq in able])

@@ -1,10 +1,10 @@
-"""A head that drafts from the target's own hidden state: no second model, no second KV cache.
+"""A head drafts from the target's hidden state, without a second model or KV cache.
 
 Token t + 1 was sampled from the hidden state at position t. From these two the head estimates the
 hidden state at t + 1, from which the target's LM head computes the logits of the first draft token,
 t + 2. The caller chooses that token, greedily or with the noise of its position, and its embedding
-is the input of the next step. To predict hidden states is the idea of EAGLE (Li et al. 2024,
-arXiv 2401.15077); to keep a single state, without attention to earlier tokens, is that of the
+is the input of the next step. Predicting hidden states is the idea of EAGLE (Li et al. 2024,
+arXiv 2401.15077). Keeping a single state, without attention to earlier tokens, is the idea of the
 Recurrent Drafter (Cheng et al. 2024, arXiv 2403.09919).
 
     state = hidden                               # [num_rows, hidden_size]
@@ -32,11 +32,11 @@ _MAX_SIZE = 1 << 20  # of either dimension: the metadata of a file is not truste
 
 
 class HiddenHead(nn.Module):
-    """Recurrent head: a SwiGLU block on [state, embedding], whose output is the next state.
+    """A recurrent head. It applies a SwiGLU block to [state, embedding] to get the next state.
 
-    There is no residual connection: trained in the same way, a head with one was no better.
+    It has no residual connection, which did not improve a head trained in the same way.
 
-    `hidden_size` is the target's. The embedding and the LM head are the target's as well, so the
+    `hidden_size` is the target's. The embedding and the LM head are shared with the target, so the
     head has few weights: 5 x hidden_size x intermediate_size, and three norms.
     """
 
@@ -66,11 +66,11 @@ class HiddenHead(nn.Module):
         return state, self.norm(state)
 
     def unroll(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
-        """Return the input of the LM head for each draft token of a text that is known.
+        """Return the input of the LM head for each draft token when all tokens are known.
 
         hidden: [num_rows, hidden_size]; embeddings and result: [num_rows, num_draft_tokens,
         hidden_size]. A draft token can be accepted only if all before it were. So training and
-        evaluation feed the tokens of the text, not the draft tokens.
+        evaluation feed the known tokens, not the draft tokens.
         """
         drafted = []
         for embedding in embeddings.unbind(dim=1):
@@ -113,9 +113,9 @@ class HiddenHead(nn.Module):
 
 
 def read_head(path: Path) -> dict[str, Tensor]:
-    """Return the weights, by name, of a file that `HiddenHead.save` has written.
+    """Return the weights, by name, of a file written by `HiddenHead.save`.
 
-    Raises `ValueError` if the file is not one, or if its weights have unexpected names or shapes.
+    Raises `ValueError` if the file is not a head, or has weights of unexpected names or shapes.
     """
     with open_weights(path) as file:
         metadata = file.metadata() or {}
@@ -132,6 +132,6 @@ def read_head(path: Path) -> dict[str, Tensor]:
         found = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
         require(
             found == expected,
-            f"{path} has weights of the shapes {found}; a head with its metadata has {expected}",
+            f"{path} has weights of shapes {found}, but its metadata requires {expected}",
         )
         return {name: file.get_tensor(name) for name in expected}

@@ -1,8 +1,8 @@
-"""Prompt lookup (Saxena 2023): tokens that followed an n-gram before may follow it again.
+"""Prompt lookup (Saxena 2023) drafts the tokens that followed an n-gram before.
 
-It pays where output repeats input: summaries, corrections, edited code, copied records. For each
-n-gram length, a sequence has a table of the positions at which each n-gram last ended. Each token
-is entered once into each table, so a draft costs a few lookups, however long the text is.
+It pays where output repeats input, as in summaries, corrections, edited code or copied records. For
+each n-gram length, a sequence has a table of the positions at which each n-gram last ended. A token
+is entered once into each table, so a draft costs a few lookups, however long the sequence is.
 """
 
 from nanoserve.checkpoint.model_config import ModelConfig
@@ -40,7 +40,7 @@ class NgramProposer(TextProposer):
 
 
 def continued(token_ids: list[int], start: int, count: int) -> list[int]:
-    """Return `count` tokens from position `start` on; past the end, the text repeats itself.
+    """Return `count` tokens from position `start` on. Past the end, the tokens are repeated.
 
     [1, 2, 1, 2] from 2 on, with count 5: [1, 2, 1, 2, 1].
     """
@@ -52,13 +52,13 @@ def continued(token_ids: list[int], start: int, count: int) -> list[int]:
 
 
 class NgramIndex:
-    """Index of a growing text: where each n-gram occurred last, except at the end of the text.
+    """An index of the last occurrence of each n-gram in a growing sequence, except at its end.
 
-    If a short n-gram has not occurred before, no longer one has, so most lookups read one table.
+    If a short n-gram has not occurred before, no longer n-gram has, so most lookups read one table.
     """
 
     def __init__(self, lengths: range) -> None:
-        """lengths: the longest first."""
+        """Create an empty index of n-grams of these `lengths`, the longest first."""
         self._tables = [NgramTable(n) for n in reversed(lengths)]
         self.num_tokens = 0
 
@@ -75,7 +75,7 @@ class NgramIndex:
 
 
 class NgramTable:
-    """Table of the n-grams of one length, with the position at which each of them last ended."""
+    """A table of the n-grams of one length, with the position at which each last ended."""
 
     def __init__(self, length: int) -> None:
         self._length = length

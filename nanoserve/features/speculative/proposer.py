@@ -1,4 +1,4 @@
-"""Interface of the proposers of draft tokens."""
+"""The interface of proposers, which propose draft tokens."""
 
 from collections.abc import Callable
 from itertools import takewhile
@@ -10,10 +10,10 @@ from nanoserve.engine.sequence import Sequence
 
 
 class Proposer(Protocol):
-    """Proposes draft tokens. A wrong one costs time, but never changes the output.
+    """Proposes draft tokens. A wrong draft token costs time, but never changes the output.
 
-    is_model: True if draft tokens are computed by a model, which may keep their K and V. Then only
-        as many are requested as will be verified, and KV cache slots are reserved for them first.
+    is_model: True if a model computes the draft tokens and may keep their K and V. Then only as
+        many are requested as will be verified, and KV cache slots are reserved for them first.
     needs_hidden: True if `learn` is to be called with hidden states.
     """
 
@@ -28,13 +28,13 @@ class Proposer(Protocol):
         """
 
     def begin(self, seq: Sequence) -> None:
-        """Note that `seq` was admitted, for the first time or after preemption: blocks are new."""
+        """Note that `seq` was admitted with new blocks, for the first time or after preemption."""
 
     def learn(self, seq: Sequence, hidden: Any, row: int) -> None:
         """Note that the last token of `seq` was sampled from row `row` of the hidden states."""
 
     def forget(self, seq: Sequence) -> None:
-        """Note that `seq` has ended; its tokens are still there."""
+        """Note that `seq` has ended. Its tokens can still be read."""
 
     def close(self) -> None: ...
 
@@ -44,13 +44,13 @@ MakeProposer = Callable[[Executor, Scheduler], Proposer]
 
 
 def count_accepted(draft_tokens: list[int], token_ids: list[int]) -> int:
-    """Return how many draft tokens agree with `token_ids`, up to the first that does not."""
+    """Return how many draft tokens agree with `token_ids`, up to the first mismatch."""
     pairs = zip(draft_tokens, token_ids, strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 class TextProposer:
-    """Base class of proposers that read the tokens of a sequence and nothing else."""
+    """Base class of proposers that read only the tokens of a sequence."""
 
     is_model = needs_hidden = False
 
@@ -58,7 +58,7 @@ class TextProposer:
         return [self.draft(seq, most) for seq, most in wanted]
 
     def draft(self, seq: Sequence, most: int) -> list[int]:
-        """Return at most `most` tokens that may follow those of `seq`."""
+        """Return at most `most` tokens that may follow the tokens of `seq`."""
         raise NotImplementedError
 
     def begin(self, seq: Sequence) -> None:

@@ -1,4 +1,4 @@
-"""Measured times of decode steps, with and without draft tokens, and the balance of their gain."""
+"""Measure decode steps with and without draft tokens, and whether draft tokens have paid."""
 
 import math
 from collections import deque
@@ -26,7 +26,7 @@ _SHORTEST_PAUSE, _LONGEST_PAUSE = (
 
 
 class StepCosts:
-    """Times of decode steps with about `num_rows` rows, by the number of draft tokens."""
+    """The times of decode steps with about `num_rows` rows, by the number of draft tokens."""
 
     def __init__(self, num_rows: int, max_draft_tokens: int, is_model: bool) -> None:
         self._num_rows, self._max_draft_tokens = num_rows, max_draft_tokens
@@ -49,7 +49,7 @@ class StepCosts:
 
     @property
     def can_pay(self) -> bool:
-        """True if draft tokens might pay: they would if all were accepted, and there is no pause.
+        """True if draft tokens would pay if all were accepted, and there is no pause.
 
         A pause follows a balance in which draft tokens did not pay.
         """
@@ -73,10 +73,10 @@ class StepCosts:
     def judge(self, num_drafts: int, num_accepted: int, seconds_per_row: float) -> None:
         """Add a step with draft tokens to the balance, and pause if they have not paid.
 
-        The balance is needed besides the estimates: the best of several estimates is usually too
-        optimistic, and some steps take longer than similar ones, as when a draft model computes the
-        prompt of a new sequence. Steps of a kind that is not measured yet do not count, nor do
-        those that were limited because the cost of more draft tokens is not known.
+        The balance is needed in addition to the estimates. The best of several estimates is usually
+        too optimistic, and some steps take longer than similar steps, as when a draft model
+        computes the prompt of a new sequence. Steps of a kind that is not measured yet do not
+        count, nor do steps that were limited because the cost of more draft tokens is not known.
         """
         is_known = len(self._times.get(place_of(num_drafts), ())) >= _FEWEST_TIMES
         is_beyond = num_drafts >= len(self.relative) - 1 < self._max_draft_tokens
@@ -148,9 +148,9 @@ def _on_lines(points: list[tuple[int, float]], num_rows: int, most: int) -> list
 
 
 def place_of(number: int) -> int:
-    """Return the bucket of a number: 0 ... 7 have one each; from 8 on, there are four to an octave.
+    """Return the bucket of a number.
 
-    So 8 and 9 share a bucket.
+    0 ... 7 have one bucket each. From 8 on there are four per octave, so 8 and 9 share a bucket.
     """
     shift = max(0, number.bit_length() - 3)
     return number if not shift else (shift + 1) * 4 + (number >> shift)

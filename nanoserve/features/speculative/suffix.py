@@ -1,7 +1,7 @@
-"""Suffix decoding (Oliaro et al. 2024): the longest match, in finished requests too, by frequency.
+"""Suffix decoding (Oliaro et al. 2024) drafts what most often followed the longest match.
 
 Agents send similar requests again and again, and long stretches of their outputs are the same. So
-the outputs of finished requests are searched besides the sequence's own tokens. Of all earlier
+matches are searched in the outputs of finished requests, too. Of all earlier
 occurrences of the last tokens, those with the longest match before them count; they vote for each
 draft token in turn, and the draft ends where the vote is too divided.
 
@@ -34,7 +34,7 @@ def prepare_suffix(config: EngineConfig, model_config: ModelConfig) -> MakePropo
 
 
 class SuffixProposer(TextProposer):
-    """Proposes the continuation of the longest match, by vote among its occurrences."""
+    """Proposes the most frequent continuation of the longest match."""
 
     def __init__(self, config: SpeculativeConfig) -> None:
         self._depth = config.suffix_decoding_max_tree_depth
@@ -83,7 +83,7 @@ class SuffixProposer(TextProposer):
         return length
 
     def _follow(self, places: list[Place], own: list[int], most: int) -> list[int]:
-        """Return the tokens that follow most of `places`, while their vote is likely enough."""
+        """Return the tokens that follow most of `places`, while they are likely enough."""
         drafts: list[int] = []
         probability = 1.0
         while len(drafts) < most:
@@ -101,7 +101,7 @@ class SuffixProposer(TextProposer):
 
 
 def _following(place: Place, own: list[int], drafts: list[int]) -> int | None:
-    """Return the token at `place` after these draft tokens; None past the end of the text."""
+    """Return the token at `place` after these draft tokens, or None past the end."""
     text, end = place
     end += len(drafts)
     if end < len(text):
@@ -111,7 +111,7 @@ def _following(place: Place, own: list[int], drafts: list[int]) -> int | None:
 
 
 class PlaceIndex:
-    """Index of a growing list of tokens: the latest occurrences of each `_KEY` tokens.
+    """An index of the latest occurrences of each `_KEY` tokens in a growing list of tokens.
 
     Most keys occur once. To save memory, one occurrence is kept as a number, several as a list.
     """
@@ -143,7 +143,7 @@ class PlaceIndex:
 
 
 class FinishedTexts:
-    """The latest finished texts, in two halves: when the newer is full, the older is dropped."""
+    """The latest finished outputs, in two halves. The older is dropped when the newer is full."""
 
     def __init__(self, max_requests: int) -> None:
         self._most_texts = max(1, max_requests // 2)

@@ -1,1 +1,1 @@
-"""Structured output: grammars that constrain which tokens may come next."""
+"""Structured output uses grammars to constrain which tokens may come next."""

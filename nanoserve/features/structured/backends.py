@@ -1,4 +1,4 @@
-"""Grammar backends by name, each imported when the first request needs it."""
+"""Look up grammar backends by name, and import each when the first request needs it."""
 
 import threading
 from collections import OrderedDict
@@ -25,8 +25,10 @@ _lock = threading.Lock()
 def check(library: str, source: Source) -> None:
     """Check a grammar without a tokenizer, which would take longer to load.
 
-    library: the name of a backend. Raises `ValueError` for a grammar that cannot be compiled: it is
-    too deep or too wide, the library rejects it, or compiling it takes too long or crashes.
+    library: the name of a backend.
+
+    Raises `ValueError` if the grammar cannot be compiled, i.e. if it is too deep or too wide, the
+    library rejects it, or compiling it takes too long or crashes.
     """
     key = (library, source.kind, source.whitespace, xxh3_128_digest(source.text.encode()))
     with _lock:
@@ -52,7 +54,7 @@ def check(library: str, source: Source) -> None:
 
 
 def make_compiler(config: StructuredOutputsConfig, tokenizer: Any, vocab_size: int) -> Compiler:
-    """Return a compiler. Its backend is imported when the first grammar is compiled."""
+    """Return a compiler that imports its backend when the first grammar is compiled."""
     name = config.backend_name
 
     def make() -> Backend:

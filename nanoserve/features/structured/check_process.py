@@ -1,4 +1,4 @@
-"""Child process in which grammars are compiled for the first time, as a check.
+"""The child process in which each grammar is compiled for the first time, as a check.
 
 It is run as `python -c "..."` by `nanoserve.features.structured.checker`, with the other end of a
 pipe. A grammar that overflows a native stack, or that takes too much memory or time, ends only this
@@ -24,7 +24,7 @@ _IDLE = 60.0  # seconds without a grammar after which this process ends
 
 
 def main(file_descriptor: int, location: str) -> None:
-    """Answer each `Source` with its error, or None, until the pipe is closed.
+    """Answer each `Source` with its error or None until the pipe is closed.
 
     location: the backend that checks the grammars, as "module:Class".
     """
@@ -70,7 +70,7 @@ def _limit_time(seconds: int) -> None:
 
 
 def _limit_memory() -> None:
-    """Let allocations beyond `_MEMORY` fail; do nothing where /proc has no memory sizes."""
+    """Let allocations beyond `_MEMORY` fail, if /proc reports memory sizes."""
     with suppress(OSError, ValueError):
         with open("/proc/self/statm") as file:
             taken = int(file.read().split()[0]) * os.sysconf("SC_PAGE_SIZE")
@@ -87,10 +87,10 @@ _lock = threading.Lock()
 def start_thread(
     target: Callable[..., Any], args: tuple[Any, ...], num_bytes: int, name: str
 ) -> threading.Thread:
-    """Start a daemon thread with a stack of `num_bytes`; only the used part of it takes memory.
+    """Start a daemon thread with a stack of `num_bytes`, of which only the used part takes memory.
 
-    Python sets the stack size of new threads for the whole process. So a thread that another part
-    of the program starts at the same moment may get a large stack too, which does no harm.
+    Python sets the stack size of new threads for the whole process. So a thread that is started
+    elsewhere at the same moment may get a large stack too, which does no harm.
     """
     thread = threading.Thread(target=target, args=args, name=name, daemon=True)
     with _lock:

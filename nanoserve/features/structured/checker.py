@@ -1,9 +1,9 @@
-"""Checks of grammars in child processes, which a bad grammar may crash without harm.
+"""Check grammars in child processes, which a bad grammar may crash without harm.
 
-The grammar of a request is checked before the request is queued. The check is done by the library
-that compiles the grammar later, in a child process: if the library crashes there, only that request
-gets an error. A grammar that has passed is compiled again in the engine's process, for its
-tokenizer, by threads whose stacks are four times as large.
+The grammar of a request is checked before the request is queued. The library that will compile the
+grammar checks it in a child process. If the library crashes there, only that request gets an error.
+A valid grammar is compiled again in the engine's process, for its tokenizer, by threads whose
+stacks are four times as large.
 """
 
 import os
@@ -33,9 +33,9 @@ _PROGRAM = (
 
 
 class Checker:
-    """Pool of processes that check grammars for one library, started when they are needed.
+    """A pool of processes that check grammars for one library, started when they are needed.
 
-    A process ends after a minute without work, and when this process ends.
+    A process ends after a minute without work, or when this process ends.
     """
 
     def __init__(self, library: str) -> None:
@@ -90,7 +90,7 @@ class Checker:
 
 
 class _Died(Exception):
-    """A process has ended, or was killed, while it checked a grammar; `reason` says why."""
+    """A process ended or was killed while it checked a grammar. `reason` says why."""
 
     def __init__(self, reason: str, has_crashed: bool = False) -> None:
         super().__init__(reason)
@@ -98,7 +98,7 @@ class _Died(Exception):
 
 
 class _Process:
-    """Child process that checks one grammar at a time."""
+    """A child process that checks one grammar at a time."""
 
     def __init__(self, library: str) -> None:
         """Start the process, and wait until it is ready. Raises `ValueError` if that fails."""

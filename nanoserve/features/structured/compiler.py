@@ -1,4 +1,4 @@
-"""Compiler of grammars: works in background threads, with a cache that requests share."""
+"""Compile grammars in background threads, with a cache that requests share."""
 
 import threading
 import weakref
@@ -38,7 +38,7 @@ class Compiler:
         self._end = weakref.finalize(self, _end, self._orders)
 
     def compile(self, source: Source) -> "Future[CompiledGrammar]":
-        """Return the future of a compiled grammar; it is done at once if the grammar is cached.
+        """Return the future of a compiled grammar, which is done at once if the grammar is cached.
 
         If the grammar cannot be compiled, the future's exception is a `ValueError`.
         """

@@ -1,4 +1,4 @@
-"""Options of structured output: `structured_outputs_config={...}`, under vLLM's names."""
+"""Options of structured output (`structured_outputs_config={...}`), under vLLM's names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -29,16 +29,16 @@ _PACKAGES = {
 class StructuredOutputsConfig:
     """Options of structured output for all requests of an engine.
 
-    backend: "auto" is "guidance" (llguidance); "xgrammar" supports fewer schemas, and rejects all
-        others. `register_grammar_backend` adds a backend of your own.
+    backend: "auto" selects "guidance" (llguidance). "xgrammar" supports fewer schemas and rejects
+        all others. `register_grammar_backend` adds custom backends.
     disable_any_whitespace: if True, JSON has exactly one space after each comma and colon, and no
         other whitespace.
-    disable_additional_properties: if True, objects of a schema have no properties but those that it
-        names, unless the schema allows them explicitly, as with vLLM's default backend.
-    lenient: if True, keywords of a schema that cannot be enforced are ignored, and named in the
-        log; if False, they raise `ValueError`.
-    jump_forward: if True, tokens that the grammar leaves no choice of (jump-forward tokens) are
-        computed together in one step. None: True on a CPU, and False on a GPU, where it has not
+    disable_additional_properties: if True, objects have only the properties that the schema names,
+        unless it explicitly allows others, as with vLLM's default backend.
+    lenient: if True, keywords of a schema that cannot be enforced are ignored and logged. If False,
+        they raise `ValueError`.
+    jump_forward: if True, tokens that the grammar forces (jump-forward tokens) are computed
+        together in one step. None: True on a CPU, and False on a GPU, where it has not
         been tested.
 
     Raises `ValueError` for unknown names and values.
@@ -52,7 +52,7 @@ class StructuredOutputsConfig:
 
     @classmethod
     def of(cls, options: "Mapping[str, Any] | StructuredOutputsConfig") -> Any:
-        """Return the options that were given to `EngineConfig`, as `StructuredOutputsConfig`."""
+        """Return the value passed to `EngineConfig` as a `StructuredOutputsConfig`."""
         if isinstance(options, StructuredOutputsConfig):
             return options
         check_names("structured_outputs_config", options, cls, "{'backend': 'xgrammar'}")
@@ -68,7 +68,7 @@ class StructuredOutputsConfig:
 
     @property
     def backend_name(self) -> str:
-        """Name of the backend. Raises `ValueError` if the package that it needs is missing."""
+        """The name of the backend. Raises `ValueError` if the package that it needs is missing."""
         name = "guidance" if self.backend == "auto" else self.backend
         if name in _PACKAGES:
             package, extra = _PACKAGES[name]
@@ -78,7 +78,7 @@ class StructuredOutputsConfig:
 
 
 def register_grammar_backend(name: str, location: str) -> None:
-    """Register a grammar backend of your own: see `nanoserve.features.structured.grammar.Backend`.
+    """Register a custom grammar backend; see `nanoserve.features.structured.grammar.Backend`.
 
     location: "module:Class". The processes that check grammars import it from there.
     """

@@ -1,4 +1,4 @@
-"""Sequences with a grammar: the tokens that may come next, given those of the sequence."""
+"""Sequences with a grammar, which allows or forbids each next token."""
 
 import numpy as np
 
@@ -9,11 +9,11 @@ _MOST_WRONG = 2  # rejected jumps after which a sequence has no more jump-forwar
 
 
 class ConstrainedSequence:
-    """Grammar of one sequence, brought up to date with its tokens whenever it is used.
+    """The grammar of one sequence, brought up to date with its tokens whenever it is used.
 
-    So it needs no notification of other events: a preempted sequence keeps its tokens, and if
-    tokens were undone after an error, the grammar is rolled back. It may also be ahead: a sampled
-    token that is legal is accepted at once, before it is appended to the sequence.
+    So it needs no notification of other events. A preempted sequence keeps its tokens, and if
+    tokens were undone after an error, the grammar is rolled back. The grammar may also be ahead of
+    the sequence, because a legal sampled token is accepted before it is appended to the sequence.
     """
 
     def __init__(self, seq: Sequence, grammar: Grammar) -> None:
@@ -41,7 +41,7 @@ class ConstrainedSequence:
         return self._grammar
 
     def first_illegal(self, draft_tokens: list[int], token_ids: list[int]) -> int | None:
-        """Return the index of the first sampled token that is illegal, or None; see `TokenMask`.
+        """Return the index of the first illegal sampled token, or None; see `TokenMask`.
 
         draft_tokens: the draft tokens of the step, all of them legal. token_ids: the tokens that
         were sampled after the last token of the sequence, and after each draft token.
@@ -65,9 +65,9 @@ class ConstrainedSequence:
         return None
 
     def fill(self, before: list[int], mask: np.ndarray) -> None:
-        """Set the bits of the tokens that may follow those of the sequence and `before`.
+        """Set the bits of the tokens that may follow the sequence and `before`.
 
-        before: legal tokens after the last one of the sequence.
+        before: legal tokens after the last token of the sequence.
         """
         grammar = self.grammar
         try:
@@ -96,7 +96,7 @@ class ConstrainedSequence:
     def forced(self, most: int) -> list[int]:
         """Return up to `most` *jump-forward* tokens.
 
-        Their text must come next, but the model may still choose other tokens for it.
+        Their characters must come next, but the model may still choose other tokens for them.
         """
         if self._num_wrong == _MOST_WRONG:
             return []
@@ -126,9 +126,9 @@ class ConstrainedSequence:
 
 
 class GrammarMask:
-    """Tokens that a grammar allows in one step: a `TokenMask`.
+    """A `TokenMask` of the tokens that a grammar allows in one step.
 
-    draft_tokens: those of the step before the first illegal one. Tokens after that one are never
+    draft_tokens: the step's draft tokens before the first illegal one. Tokens after it are never
     accepted, so their positions are not masked.
     """
 
@@ -150,7 +150,7 @@ class GrammarMask:
 
 
 def count_equal(draft_tokens: list[int], token_ids: list[int]) -> int:
-    """Return how many draft tokens agree with the sampled ones, up to the first that does not."""
+    """Return how many draft tokens agree with the sampled tokens, up to the first mismatch."""
     count = 0
     for draft, sampled in zip(draft_tokens, token_ids, strict=False):
         if draft != sampled:

@@ -1,9 +1,9 @@
-"""Structured output as an extension of the engine: grammars mask the tokens of a sequence.
+"""Structured output is an extension of the engine that masks tokens by grammars.
 
 A request is held while its grammar is compiled. In every step a token mask is applied to its
-logits, and where a grammar allows only one continuation, its tokens become draft tokens:
-*jump-forward decoding* (Zheng et al. 2023, "SGLang", section 4). Draft tokens of other extensions
-are cut before the first one that the grammar forbids.
+logits. Where a grammar allows only one continuation, its tokens become draft tokens, which is
+called *jump-forward decoding* (Zheng et al. 2023, "SGLang", section 4). Draft tokens of other
+extensions are cut before the first token that the grammar forbids.
 """
 
 from concurrent.futures import FIRST_COMPLETED, Future, wait
@@ -32,7 +32,7 @@ _WAIT = 0.005  # seconds, if there is nothing else to do
 
 @dataclass
 class Compilation:
-    """Compilation in progress, for the held sequences of one request."""
+    """A compilation in progress, for the held sequences of one request."""
 
     sequences: list[Sequence]
     future: "Future[CompiledGrammar]"
@@ -40,7 +40,7 @@ class Compilation:
 
 
 class StructuredOutputs(Extension):
-    """Keeps the grammars of sequences; made when the first request with a grammar arrives."""
+    """Keeps the grammars of sequences. It is created for the first request with a grammar."""
 
     def __init__(self, engine: "LLMEngine") -> None:
         config = engine.config
@@ -141,7 +141,7 @@ class StructuredOutputs(Extension):
         self._compiler.close()
 
     def _start(self, sequences: list[Sequence]) -> bool:
-        """Start compiling the grammar of one request's sequences; return True if it is cached."""
+        """Start to compile the grammar of a request's sequences. Returns True if it is cached."""
         params = sequences[0].params.structured_outputs
         assert params is not None
         future = self._compiler.compile(params.source(self._options))
@@ -165,14 +165,14 @@ class StructuredOutputs(Extension):
                 seq.stop_conditions.append(self._stop_if_terminated)
 
     def _stop_if_terminated(self, seq: Sequence) -> tuple[str, str | None] | None:
-        """Return an end if the grammar is terminated: one of `Sequence.stop_conditions`."""
+        """Return an end if the grammar is terminated. It is one of `Sequence.stop_conditions`."""
         guided = self._guided.get(seq)
         if guided is None or seq.finish_reason not in (None, "length"):
             return None
         return ("stop", None) if guided.is_terminated() else None
 
     def _is_known(self, seq: Sequence) -> bool:
-        """Return True if the request of `seq` was added; an exception may have prevented it."""
+        """Return True if the request of `seq` was added, which an exception may have prevented."""
         request = self._engine.output_processor.requests.get(seq.request_id)
         return request is not None and seq in request.sequences
 

@@ -1,4 +1,4 @@
-"""Interfaces between the engine and grammar backends: the tokens that may come next."""
+"""The interfaces between the engine and grammar backends."""
 
 from typing import NamedTuple, Protocol
 
@@ -6,12 +6,12 @@ import numpy as np
 
 
 class Source(NamedTuple):
-    """Grammar as text. Equal ones are compiled once.
+    """The source of a grammar. Equal sources are compiled once.
 
     kind: "json" (a schema), "regex", "choice" (a JSON list), "grammar" or "structural_tag".
     text: the grammar.
-    whitespace: a regular expression for the whitespace between the parts of JSON; "" allows only
-    the one space after each comma and colon.
+    whitespace: a regular expression for the whitespace between the parts of JSON. "" allows only
+        the one space after each comma and colon.
     """
 
     kind: str
@@ -20,10 +20,10 @@ class Source(NamedTuple):
 
 
 class Grammar(Protocol):
-    """State of one output in a grammar.
+    """The state of one output in a grammar.
 
-    A grammar describes text, so it never allows special tokens, including those that end an output:
-    `may_end` says whether the output may end here.
+    A grammar describes text, so it never allows special tokens, not even EOS. `may_end` tells
+    whether the output may end here.
     """
 
     def fill(self, mask: np.ndarray) -> None:
@@ -43,7 +43,7 @@ class Grammar(Protocol):
         """Undo the last `num_tokens` accepted tokens."""
 
     def forced(self, most: int) -> list[int]:
-        """Return up to `most` tokens that must come next: *jump-forward* tokens."""
+        """Return up to `most` tokens that must come next (*jump-forward* tokens)."""
 
     @property
     def may_end(self) -> bool:
@@ -55,7 +55,7 @@ class Grammar(Protocol):
 
 
 class CompiledGrammar(Protocol):
-    """Grammar that is compiled for a tokenizer, shared by all outputs that use it."""
+    """A grammar compiled for a tokenizer, shared by all outputs that use it."""
 
     num_bytes: int  # approximate size in memory
 
@@ -64,7 +64,7 @@ class CompiledGrammar(Protocol):
 
 
 class Backend(Protocol):
-    """Library that compiles grammars, made for a tokenizer as `Class(tokenizer, vocab_size)`.
+    """A library that compiles grammars, created for a tokenizer as `Class(tokenizer, vocab_size)`.
 
     check_seconds: CPU time that `check` may take; a grammar that takes longer is rejected.
     """
@@ -72,7 +72,7 @@ class Backend(Protocol):
     check_seconds: int
 
     def compile(self, source: Source) -> CompiledGrammar:
-        """Return a compiled grammar. Raises `ValueError` that names the unsupported part."""
+        """Return a compiled grammar. Raises `ValueError` that names a part not supported."""
 
     @staticmethod
     def check(source: Source) -> None:

@@ -1,9 +1,9 @@
-"""Grammar backend on llguidance: a derivative-based lexer under an Earley parser, both lazy.
+"""The grammar backend on llguidance, a lazy derivative-based lexer under an Earley parser.
 
-Compiling takes a millisecond, because little is computed in advance; the computation per step is
-bounded, so that no grammar delays other requests. If the next bytes are forced, so are the next
-tokens: the mask allows only the token that the tokenizer would use for them, so that a structured
-output is tokenized as the model has learned it.
+Compiling takes a millisecond, because little is computed in advance. The computation per step is
+bounded, so that no grammar delays other requests. If the next bytes are forced, the mask allows
+only the token that the tokenizer would use for them, so that a structured output is tokenized as
+the model has learned it.
 """
 
 import json
@@ -34,7 +34,7 @@ _ABOUT_ONE_OF = "Enable 'coerce_one_of' option to approximate oneOf with anyOf"
 
 
 class Guidance:
-    """Backend for one tokenizer. To make it takes 1 s for a vocabulary of 150,000 tokens."""
+    """A backend for one tokenizer. Creating it takes 1 s for a vocabulary of 150,000 tokens."""
 
     check_seconds = 3  # a grammar within the limits takes less than 1
 
@@ -69,7 +69,7 @@ class Guidance:
 
 
 class CompiledByGuidance:
-    """Grammar that llguidance has compiled."""
+    """A grammar that llguidance has compiled."""
 
     def __init__(self, matcher: LLMatcher, tokenizer: LLTokenizer, num_characters: int) -> None:
         self._matcher, self._end = matcher, tokenizer.eos_token
@@ -81,7 +81,7 @@ class CompiledByGuidance:
 
 
 class GuidanceGrammar:
-    """State of one output in llguidance."""
+    """The state of one output in llguidance."""
 
     def __init__(self, matcher: LLMatcher, num_words: int, end: int) -> None:
         self._matcher, self._end = matcher, end
@@ -136,9 +136,9 @@ class GuidanceGrammar:
 
 
 def _without_forms(normalizer: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return a normalizer without Unicode normalization, which changes the bytes of a text.
+    """Return a normalizer without Unicode normalization, which would change bytes.
 
-    Forced tokens, and so those of a mask, come from tokenizing the bytes that a grammar requires.
+    Forced tokens, and therefore masks, come from tokenizing the bytes that a grammar requires.
     For an e with a combining accent, a normalizer would give the tokens of \u00e9, which the
     grammar rejects.
     """
@@ -219,7 +219,7 @@ def _check(matcher: LLMatcher) -> None:
 
 
 def _first_lines(error: str) -> str:
-    """Shorten an error message: leave out the library's state, and its backtrace."""
+    """Return an error message without the library's state and backtrace."""
     error = error.partition("\n<state>")[0].partition("<backtrace>")[0]
     if found := _OF_SCHEMA.match(error):  # its line numbers are those of a generated grammar
         error = found[1]

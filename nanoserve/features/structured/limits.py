@@ -1,4 +1,4 @@
-"""Bounds on grammars, checked before a native library compiles them.
+"""Check bounds on grammars before a native library compiles them.
 
 The libraries that compile grammars follow references by recursion, in native code. A chain of about
 a thousand short definitions overflows their stack, which ends the process without an error message:
@@ -46,7 +46,7 @@ def check_bounds(source: Source, library: str) -> None:
 
 
 def check_schema(schema: Any, most_levels: int = MOST_LEVELS) -> None:
-    """Raise `ValueError` for a JSON schema whose references lead too deep, or with too many names.
+    """Raise `ValueError` for a JSON schema with too many names, or references that lead too deep.
 
     The check takes time linear in the size of the schema, and does not recurse.
     """
@@ -67,7 +67,7 @@ def check_schema(schema: Any, most_levels: int = MOST_LEVELS) -> None:
         require(
             deepest <= most_levels,
             f"its references ($ref) lead {deepest} levels deep, counting each list and object on "
-            f"the path; at most {most_levels} are followed",
+            f"the path; at most {most_levels} levels are allowed",
         )
 
 
@@ -98,7 +98,7 @@ def _schemas_in(text: str) -> Iterator[tuple[Any, int, int]]:
 
 
 def _most_open(text: str) -> int:
-    """Return the most brackets open at the same time, including those within literals."""
+    """Return the most brackets open at the same time, including brackets within literals."""
     num_open = most = 0
     for bracket in re.findall(r"[(\[{)\]}]", text):
         num_open = num_open + 1 if bracket in "([{" else max(0, num_open - 1)
@@ -107,7 +107,7 @@ def _most_open(text: str) -> int:
 
 
 class _Tree:
-    """Graph of the lists and objects of a schema, with edges to members and referenced ones.
+    """A graph of the lists and objects of a schema, with edges to members and referenced schemas.
 
     Nodes are numbered so that parents come before their members; the schema itself is node 0.
     """
@@ -171,7 +171,7 @@ class _Tree:
                 self._named.setdefault(prefix + text, node)
 
     def _find(self, reference: str) -> int | None:
-        """Return the node that a reference refers to; None if there is none.
+        """Return the node that a reference refers to, or None if there is none.
 
         References without a target are rejected by the library.
         """

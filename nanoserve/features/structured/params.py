@@ -1,4 +1,4 @@
-"""Structured output of a request: `SamplingParams(structured_outputs=...)`, under vLLM's names."""
+"""Request options of structured output (`SamplingParams.structured_outputs`), as in vLLM."""
 
 import json
 from dataclasses import dataclass, fields, replace
@@ -30,32 +30,32 @@ _DEEPEST = 100  # nesting of lists and objects
 
 @dataclass
 class StructuredOutputsParams:
-    """Constraint on an output, which matches it from the first character to the last.
+    """A constraint that an output satisfies from the first character to the last.
 
-    Exactly one of these is given:
+    Exactly one of these is set:
 
-    json: a JSON schema, as a dictionary or as text; the output is JSON that is valid under it.
+    json: a JSON schema, as a dictionary or a string; the output is JSON that is valid under it.
     regex: a regular expression that matches the whole output.
     choice: a list of strings; the output is one of them.
     grammar: a context-free grammar, in Lark's syntax or in GBNF.
     json_object: True: the output is any JSON object.
     structural_tag: free text, in which everything after a trigger must be one of these structures:
         {"structures": [{"begin": text, "schema": {...}, "end": text}, ...],
-        "triggers": [text, ...]}, as a dictionary or as text.
+        "triggers": [text, ...]}, as a dictionary or a string.
 
     These are options:
 
     disable_any_whitespace: False allows any whitespace between the parts of JSON; some models then
         generate it without end. None: as in the engine's `structured_outputs_config`.
-    disable_additional_properties: if True, objects of a schema have no properties but those that it
-        names, unless the schema allows them (`"additionalProperties": true`). None: as in the
-        engine's `structured_outputs_config`.
+    disable_additional_properties: if True, objects have only the properties that the schema names,
+        unless it allows others (`"additionalProperties": true`). None: as in the engine's
+        `structured_outputs_config`.
     lenient: if True, keywords of a schema that cannot be enforced (`uniqueItems`, a look-ahead) are
-        ignored, and named in the log. None: as in the engine's `structured_outputs_config`.
+        ignored and logged. None: as in the engine's `structured_outputs_config`.
     whitespace_pattern: a regular expression for the whitespace between the parts of JSON.
 
-    Raises `ValueError` unless exactly one constraint is given, and if it is too large. A construct
-    that the backend does not support raises `ValueError` when the request is added: it is named.
+    Raises `ValueError` unless exactly one constraint is set, and if it is too large. If the backend
+    does not support a construct, adding the request raises `ValueError` that names the construct.
     """
 
     json: str | dict[str, Any] | None = None
@@ -73,7 +73,7 @@ class StructuredOutputsParams:
         self.validate()
 
     def validate(self) -> None:
-        """Raise `ValueError` for wrong types, and unless exactly one constraint is given.
+        """Raise `ValueError` for wrong types, and unless exactly one constraint is set.
 
         Called on construction, and again when a request is added, as fields can be assigned to.
         """
@@ -145,21 +145,21 @@ class StructuredOutputsParams:
         return json.dumps(tag | {"structures": made})
 
     def check(self, config: StructuredOutputsConfig | None, tokenizer: Any) -> None:
-        """Raise `ValueError` if the grammar is unsupported: it names the construct.
+        """Raise `ValueError` that names a construct of the grammar if it is not supported.
 
-        config, tokenizer: those of the engine.
+        config, tokenizer: the engine's.
         """
         require(
             tokenizer is not None,
-            "structured_outputs needs a tokenizer, and the engine has none; leave "
-            "skip_tokenizer_init=True out",
+            "structured_outputs needs a tokenizer, but the engine has none; remove "
+            "skip_tokenizer_init=True",
         )
         config = config or StructuredOutputsConfig()
         check(config.backend_name, self.source(config))
 
     @classmethod
     def of(cls, value: Any) -> "StructuredOutputsParams":
-        """Return a copy of what `SamplingParams` was given, as `StructuredOutputsParams`.
+        """Return a copy of the value passed to `SamplingParams`, as `StructuredOutputsParams`.
 
         value: an instance, or a dictionary of its fields.
         """
@@ -195,7 +195,7 @@ def _check_size(name: str, size: int) -> None:
 
 
 def _dumped(name: str, value: Any) -> tuple[str, Any]:
-    """Return a JSON object as text and as a dictionary, whichever was given."""
+    """Return a JSON object as a string and as a dictionary, from either of them."""
     if isinstance(value, str):
         _check_text(name, value)
     elif not isinstance(value, dict):

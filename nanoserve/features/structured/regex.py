@@ -1,8 +1,8 @@
-"""Portable regular expressions: the same matches in Python, JavaScript and the grammar library.
+"""Make regular expressions match the same in Python, JavaScript and the grammar library.
 
-A grammar is compiled by a native library, and its output is validated by Python's `re`, or by
-another engine of the client. Where these differ, the expression is narrowed to what all of them
-match, or rejected with an error that names the construct.
+A native library compiles the grammar, and the client may validate the output with Python's `re` or
+another engine. Where engines differ, the expression is narrowed to what all of them match, or
+rejected with an error that names the construct.
 """
 
 import re
@@ -37,8 +37,8 @@ def portable(regex: str, has_sets: bool = True) -> str:
         is_operation = kind == "possessive" or (is_class and kind in ("posix", "set"))
         require(
             not is_operation,
-            f"{text!r} in {shown(regex)} means different things to different engines and is "
-            f"unsupported: put a backslash before it, or write it in another way",
+            f"{text!r} in {shown(regex)} is not supported, because regex engines interpret it "
+            f"differently; put a backslash before it, or rewrite it",
         )
         if not is_class and text.startswith("["):
             is_class, is_negated = True, regex[found.start() + 1 :][:1] == "^"
@@ -48,7 +48,7 @@ def portable(regex: str, has_sets: bool = True) -> str:
         elif is_class:
             require(
                 text != "[",
-                f"'[' inside of a class in {shown(regex)} needs a backslash before it",
+                f"'[' inside a class in {shown(regex)} needs a backslash before it",
             )
         parts.append(text)
     return "".join(parts)
@@ -57,7 +57,7 @@ def portable(regex: str, has_sets: bool = True) -> str:
 def _class_of(escape: str, is_class: bool, is_negated: bool) -> str:
     """Return the class that replaces an escape such as `\\d`.
 
-    is_negated: True inside of a negated class.
+    is_negated: True inside a negated class.
     """
     name = escape[1]
     if name.lower() not in _NARROW:
@@ -72,5 +72,5 @@ def _flat_class_of(escape: str, is_class: bool, is_negated: bool) -> str:
     if name.lower() not in _NARROW:
         return escape
     is_known = name.islower() and not is_negated
-    require(is_known, f"{escape!r} is not supported here: list the characters instead")
+    require(is_known, f"{escape!r} is not supported here; list the characters instead")
     return _NARROW[name] if is_class else f"[{_NARROW[name]}]"

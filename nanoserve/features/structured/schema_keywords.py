@@ -1,8 +1,7 @@
-"""Replacement of JSON schema keywords that the grammar libraries do not support.
+"""Replace JSON schema keywords that the grammar libraries do not support.
 
-Each function changes the keywords of one schema in place. Keywords that constrain nothing are
-dropped, those that can be expressed by others are replaced, and for the rest `Unsupported` is
-raised.
+Each function changes the keywords of one schema in place. It drops keywords that constrain nothing,
+replaces keywords that others can express, and raises `Unsupported` for the rest.
 """
 
 import re
@@ -35,7 +34,7 @@ FORMATS = frozenset(
 )
 _COUNTS = ("minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties")
 _LOOKS = re.compile(r"\(\?(?:[=!]|<[=!])|(?<!\\)(?:\\\\)*\\(?:[1-9bB]|k<)")
-# Look-aheads in the patterns that zod writes beside a format, which implies them.
+# Look-aheads in the patterns that zod writes next to a format, which implies them.
 _IMPLIED = {
     "email": (r"(?!\.)", r"(?!.*\.\.)"),
     "duration": (r"(?!.*W)", r"(?=\d|T\d)", r"(?=\d)"),
@@ -45,7 +44,7 @@ _LOCAL = ("time", "date-time")
 
 
 class Unsupported(ValueError):
-    """A keyword cannot be enforced; `keyword` is its name."""
+    """Raised if a keyword cannot be enforced. `keyword` is its name."""
 
     def __init__(self, keyword: str, why: str = " is not supported") -> None:
         super().__init__(f"{keyword}{why}")
@@ -60,7 +59,7 @@ def allows_anything(schema: Any) -> bool:
 
 
 def assertions_of(schema: dict[str, Any]) -> dict[str, Any]:
-    """Return the keywords that constrain values. Those set to null count as missing.
+    """Return the keywords that constrain values. A keyword set to null counts as missing.
 
     Many programs write null for a keyword that is not set.
     """
@@ -71,7 +70,7 @@ def assertions_of(schema: dict[str, Any]) -> dict[str, Any]:
 
 
 def dialect_of(root: dict[str, Any]) -> dict[str, str]:
-    """Return `$schema` in the spelling that the libraries know; nothing if they do not know it."""
+    """Return `$schema` as the libraries spell it, or nothing if they do not know it."""
     for name in ("2020-12", "2019-09", "draft-07", "draft-06", "draft-04"):
         if name in str(root.get("$schema", "")):
             is_new = name[0] == "2"
@@ -138,7 +137,7 @@ def replace_unevaluated(own: dict[str, Any]) -> None:
         if allows_anything(schema) or (plain in own and not isinstance(own[plain], list)):
             continue
         if has_others:
-            raise Unsupported(keyword, " beside allOf, anyOf, oneOf or $ref is not supported")
+            raise Unsupported(keyword, " next to allOf, anyOf, oneOf or $ref is not supported")
         own["additionalItems" if isinstance(own.get(plain), list) else plain] = schema
 
 
@@ -193,10 +192,10 @@ def replace_in_arrays(own: dict[str, Any]) -> None:
 
 
 def replace_in_strings(own: dict[str, Any]) -> None:
-    """Remove look-aheads from `pattern` if the format beside them implies them.
+    """Remove look-aheads from `pattern` if the format next to it implies them.
 
-    The formats "time" and "date-time" require a time zone, which zod's patterns do not: beside a
-    pattern, they are dropped.
+    The formats "time" and "date-time" require a time zone, but zod's patterns do not. So they are
+    dropped next to a pattern.
     """
     pattern, kind = own.get("pattern"), own.get("format")
     if not isinstance(pattern, str):

@@ -1,8 +1,8 @@
-"""Numbers in JSON schemas, as read by a library that keeps them as float64.
+"""Write numbers in JSON schemas so that llguidance reads them correctly.
 
 llguidance converts each number of a schema to a float64, and each bound of an integer from there to
-an int64. A number that this would change is rejected here, or spelled so that it is read correctly:
-llguidance's JSON parser is off by the last bit for one float64 in eleven.
+an int64. A number that this would change is rejected here. llguidance's JSON parser is also off by
+the last bit for one float64 in eleven, so such numbers are spelled in another way.
 """
 
 import math
@@ -124,9 +124,9 @@ def check_common_multiples(multiples: set[Fraction]) -> None:
 class OpenBounds:
     """Exclusive bounds, adjusted where the library would allow the bound itself.
 
-    It allows "0" for a number above 0 and up to 0.5, and "-0" for one from -0.5 and below 0: that
-    is, if an integer is excluded and the other bound is less than 1 away. In these cases the bound
-    is moved by 1e-12, or less.
+    It allows "0" for a number above 0 and up to 0.5, and "-0" for a number from -0.5 and below 0.
+    This happens if an integer is excluded and the other bound is less than 1 away. In these cases
+    the bound is moved by at most 1e-12.
     """
 
     def __init__(self, schemas: Iterator[dict[str, Any]]) -> None:
@@ -139,7 +139,7 @@ class OpenBounds:
                     self._note(name, value)
 
     def moved(self, name: str, value: Any) -> Any:
-        """Return the bound to give to the library instead of `value`."""
+        """Return the bound to pass to the library instead of `value`."""
         if isinstance(value, bool) or not name.startswith("exclusive") or value % 1:
             return value
         is_lower = name == "exclusiveMinimum"
@@ -162,7 +162,7 @@ class OpenBounds:
 def spelled(text: str) -> str:
     """Return JSON in which the library reads each number with a fraction or exponent correctly.
 
-    Raises `ValueError` if a number has no such spelling, or if too many have to be spelled anew.
+    Raises `ValueError` if a number has no such spelling, or if too many have to be spelled again.
     """
     num_respelled = 0
 
@@ -201,7 +201,7 @@ def _other_spelling(value: float) -> str:
 
 
 def _read(digits: int, exponent: int) -> float | None:
-    """Return `digits` * 10^exponent as the library's parser computes it; None if it does not."""
+    """Return `digits` * 10^exponent as the library's parser computes it, or None."""
     if digits >= 2**64:
         return None
     value = float(digits)
@@ -216,7 +216,7 @@ def _read(digits: int, exponent: int) -> float | None:
 def _is_written_as_it_is(value: float) -> bool:
     """Return True if a float64 equals its shortest decimal representation.
 
-    Large ones may not: zeros are written in the place of digits that are not needed to read it.
+    A large float64 may not, because zeros replace the digits that are not needed to read it.
     """
     return abs(value) < _EXACT or Decimal(repr(value)) == Decimal(value)
 

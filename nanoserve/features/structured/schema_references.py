@@ -1,4 +1,4 @@
-"""References within a JSON schema, resolved to the schemas that they refer to."""
+"""Resolve the references within a JSON schema to the schemas that they refer to."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ def walk(schema: Any) -> Iterator[dict[str, Any]]:
 def reference_of(schema: dict[str, Any]) -> Any:
     """Return the reference of a schema, or None.
 
-    The schema is a single document, so a dynamic reference has one target, like a plain one.
+    The schema is a single document, so a dynamic reference has one target, like a plain reference.
     """
     return next((schema[name] for name in REFERENCES if schema.get(name) is not None), None)
 
@@ -36,7 +36,7 @@ def keys_of(pointer: str) -> list[str]:
 
 
 class References:
-    """Targets of the references in `root`, and their names in the rewritten schema.
+    """The targets of the references in `root`, and their names in the rewritten schema.
 
     Each target gets a name among the definitions of the rewritten schema. It gets two if it is
     closed (allows no further properties) for one reference and open for another.
@@ -54,7 +54,7 @@ class References:
     def target(self, reference: Any, is_alias: Any) -> tuple[str, Any]:
         """Return the final reference and its schema, following definitions that are aliases.
 
-        is_alias: returns True for a schema that is only a reference to another one. Raises
+        is_alias: returns True for a schema that only refers to another schema. Raises
         `ValueError` if a reference has no target, or if aliases form a circle.
         """
         seen: dict[str, None] = {}

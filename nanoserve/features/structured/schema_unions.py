@@ -1,4 +1,4 @@
-"""Analysis of schemas: which may be closed to further properties, and which are disjoint."""
+"""Find out which schemas may be closed to further properties, and which are disjoint."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,9 +1,9 @@
-"""Rewriting of JSON schemas into the keywords that grammar libraries support.
+"""Rewrite JSON schemas into keywords that grammar libraries support.
 
-Schemas have many keywords that constrain nothing: annotations, undefined formats, keywords at their
-neutral values. They are removed here, once, before a library sees the schema. A keyword that does
-constrain values and cannot be enforced is rejected by name, or ignored in lenient mode. Without
-ignored keywords, every value that is valid under the result is valid under the given schema.
+Many keywords constrain nothing, such as annotations, undefined formats, and keywords at their
+neutral values. They are removed before a library sees the schema. A keyword that constrains values
+but cannot be enforced is rejected with an error that names it, or ignored in lenient mode. Without
+ignored keywords, every value that is valid under the result is valid under the original schema.
 """
 
 import json
@@ -47,12 +47,12 @@ _MEETING = (
 
 @lru_cache(maxsize=16)
 def rewritten(text: str, closes: bool, is_lenient: bool) -> str:
-    """Return a JSON schema, as text, rewritten with keywords that the libraries support.
+    """Return a JSON schema, as a string, rewritten with keywords that the libraries support.
 
     closes: if True, objects that name properties have no others unless the schema allows them, and
     arrays that name their first items have no further ones. is_lenient: if True, keywords that
-    cannot be enforced are ignored, and named in the log; otherwise they raise `ValueError`, which
-    names the keyword and its location.
+    cannot be enforced are ignored and logged; otherwise they raise `ValueError`, which names the
+    keyword and its location.
     """
     rewriter = _Rewriter(json.loads(text), is_lenient)
     schema = rewriter.whole(closes)
@@ -117,7 +117,7 @@ class _Rewriter:
     def _try(
         self, step: Callable[[dict[str, Any]], None], own: dict[str, Any], path: _Path
     ) -> None:
-        """Run a step; in lenient mode, repeat it without each keyword that it does not support."""
+        """Run a step. In lenient mode, repeat it without each keyword that it does not support."""
         while True:
             try:
                 return step(own)
@@ -165,7 +165,8 @@ class _Rewriter:
         if name in _BY_NAME and isinstance(value, dict):
             return {key: self.schema(one, (path, key), closes) for key, one in value.items()}
         if name in _SEVERAL or (name == "items" and isinstance(value, list)):
-            require(isinstance(value, list), f"{_shown(path)} must be a list of schemas")
+            problem = f"must be a list of schemas, not {type(value).__name__}"
+            require(isinstance(value, list), f"{_shown(path)} {problem}")
             return [self.schema(one, (path, i), closes) for i, one in enumerate(value)]
         if name in _ONE:
             return self.schema(value, path, closes)
@@ -179,7 +180,7 @@ class _Rewriter:
 
     def _count(self, num_parts: int) -> None:
         self._num_parts += num_parts
-        message = f"its references make more than {_MOST_PARTS} schemas and values of it"
+        message = f"its references expand it to more than {_MOST_PARTS} schemas and values"
         require(self._num_parts <= _MOST_PARTS, message)
 
     def _replace_names(self, own: dict[str, Any]) -> None:
@@ -192,7 +193,7 @@ class _Rewriter:
             keywords.replace_names(own, self._target(own["propertyNames"]))
 
     def _target(self, schema: Any) -> Any:
-        """Return a schema, or the schema that it is an alias of."""
+        """Return a schema, or the schema of which it is an alias."""
         if isinstance(schema, dict) and _is_alias(schema):
             return self._references.target(reference_of(schema), _is_alias)[1]
         return schema
@@ -234,7 +235,7 @@ COMPACT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator"
 def json_rule(schema: str, options: dict[str, Any]) -> str:
     """Return the right-hand side of a Lark rule for JSON that is valid under a schema.
 
-    schema: a JSON object, as text. options: llguidance's, such as `COMPACT`.
+    schema: a JSON object, as a string. options: llguidance's, such as `COMPACT`.
     """
     rest = schema.lstrip()[1:].lstrip()
     own = json.dumps({"x-guidance": options})[:-1]

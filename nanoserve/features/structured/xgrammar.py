@@ -1,4 +1,4 @@
-"""Grammar backend on xgrammar: a pushdown automaton, with masks precomputed at compile time."""
+"""The grammar backend on xgrammar, a pushdown automaton with masks computed at compile time."""
 
 import json
 from functools import cache
@@ -17,7 +17,7 @@ _BYTES_OF_CHARACTER = 100  # approximate size of a list of choices
 
 
 class XGrammar:
-    """Backend for one tokenizer."""
+    """A backend for one tokenizer."""
 
     check_seconds = 6  # 9,000 choices take 5
 
@@ -56,7 +56,7 @@ class XGrammar:
 
 
 class CompiledByXGrammar:
-    """Grammar that xgrammar has compiled."""
+    """A grammar that xgrammar has compiled."""
 
     def __init__(self, compiled: Any, backend: TokenizerBackend, end: int) -> None:
         self._compiled, self._backend, self._end = compiled, backend, end
@@ -67,7 +67,7 @@ class CompiledByXGrammar:
 
 
 class MatchedByXGrammar:
-    """State of one output in xgrammar."""
+    """The state of one output in xgrammar."""
 
     def __init__(self, matcher: GrammarMatcher, backend: TokenizerBackend, end: int) -> None:
         self._matcher, self._backend, self._end = matcher, backend, end
@@ -90,7 +90,7 @@ class MatchedByXGrammar:
             self._matcher.rollback(num_tokens)
 
     def forced(self, most: int) -> list[int]:
-        """Return the tokens of the forced text, without the last one.
+        """Return the tokens of the forced text, without the last token.
 
         The last token is left out because the tokenizer might merge it with the text after it.
         """
@@ -137,7 +137,7 @@ def _grammar_of(source: Source) -> xgrammar.Grammar:
     if kind == "grammar":
         if "::=" not in text or text.startswith("%llguidance"):
             raise ValueError(
-                "the backend 'xgrammar' supports GBNF only, and this grammar is not GBNF; use the "
+                "the backend 'xgrammar' supports only GBNF, but this grammar is not GBNF; use the "
                 "backend 'guidance' for Lark's syntax"
             )
         return xgrammar.Grammar.from_ebnf(text)
@@ -159,7 +159,7 @@ def _grammar_of(source: Source) -> xgrammar.Grammar:
 
 
 def _vocabulary(backend: TokenizerBackend, size: int) -> list[str]:
-    """Return the texts of the tokens by id; those of special tokens are empty."""
+    """Return the strings of the tokens by id. Special tokens have empty strings."""
     vocabulary = [""] * size
     for text, token_id in backend.get_vocab(with_added_tokens=True).items():
         if token_id < size - 1:

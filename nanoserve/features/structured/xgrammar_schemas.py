@@ -1,8 +1,8 @@
-"""JSON schemas and regular expressions that xgrammar enforces correctly; others are rejected.
+"""Reject JSON schemas and regular expressions that xgrammar would not enforce correctly.
 
-xgrammar ignores keywords that it does not support, and then the output is not valid under the
-schema. So this module lists the supported keywords and their combinations, and rejects all others
-by name.
+xgrammar ignores keywords that it does not support, so the output may not be valid under the schema.
+This module lists the supported keywords and their combinations, and rejects all others with an
+error that names them.
 """
 
 import re
@@ -72,9 +72,9 @@ def known_schema(schema: Any, root: Any, path: str = "#") -> dict[str, Any]:
 
 
 def known_regex(regex: str) -> str:
-    """Return an equivalent expression that xgrammar reads correctly.
+    """Rewrite `regex` into an equivalent form that xgrammar interprets correctly.
 
-    Raises `ValueError` for constructs that it does not support.
+    Raises `ValueError` if `regex` uses a construct that xgrammar does not support.
     """
     regex = portable(regex, has_sets=False).removeprefix("^")
     if regex.endswith("$") and not regex.endswith("\\$"):
@@ -144,12 +144,12 @@ def _number(own: dict[str, Any], root: Any, path: str) -> dict[str, Any]:
 
 
 def _any(schema: Any, root: Any, path: str) -> Any:
-    """Return an equivalent schema; one that allows anything is returned as it is."""
+    """Return an equivalent schema. A schema that allows anything is returned unchanged."""
     return schema if schema in (True, False, {}) else known_schema(schema, root, path)
 
 
 def _each(schemas: Any, root: Any, path: str) -> dict[str, Any]:
-    require(isinstance(schemas, dict), f"{path} must hold schemas by name")
+    require(isinstance(schemas, dict), f"{path} must be an object of schemas by name")
     return {name: known_schema(inner, root, f"{path}/{name}") for name, inner in schemas.items()}
 
 

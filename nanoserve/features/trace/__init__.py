@@ -1,4 +1,4 @@
-"""Traces of the engine's steps: a recorder, a reader, and a page that shows them.
+"""Record traces of the engine's steps, read them, and show them on a web page.
 
     with LLM("tiny-qwen3", trace="run.jsonl") as llm:
         llm.generate(prompts, params)

@@ -1,6 +1,6 @@
-"""Conversion of a trace to one HTML page, which needs no server, no network and no other file.
+"""Convert a trace to one HTML page, which needs no server, no network and no other file.
 
-Its markup, style and script are `page.html`, `page.css` and `page.js` beside this file. The script
+Its markup, style and script are `page.html`, `page.css` and `page.js` in this folder. The script
 reconstructs the state of any step from the records of the trace, which are embedded in the page.
 """
 
@@ -16,7 +16,7 @@ from nanoserve.features.trace.reader import Trace
 
 
 def make_page(trace: Trace) -> str:
-    """Return the page as text, to be written as UTF-8."""
+    """Return the page as a string, to be written as UTF-8."""
     data = {
         "header": trace.header,
         "steps": trace.steps,
@@ -36,7 +36,7 @@ def make_page(trace: Trace) -> str:
 
 
 def embed(data: Any) -> str:
-    """Return JSON for the inside of a `<script>`, which a `</script>` in a text would end.
+    """Return JSON for the inside of a `<script>`, which a `</script>` in a string would end.
 
     "<" is escaped as JSON allows, so that the data is unchanged when it is read. A lone surrogate,
     which UTF-8 cannot encode, is escaped in the same way.

@@ -1,4 +1,4 @@
-"""Phases of each sequence in a trace, and their conversion to a Chrome trace for Perfetto."""
+"""Find the phases of each sequence in a trace, and convert a trace to Chrome's format."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +10,7 @@ _ENGINE, _REQUESTS, _STAGES = 1, 2, 3  # "processes" of a Chrome trace: each has
 
 @dataclass
 class Span:
-    """Span of time in which a sequence was in one phase.
+    """A span of time in which a sequence was in one phase.
 
     phase: "waiting", "prefill", "decode" or "preempted".
     first, last: indices of the first and the last step; last < first if it lies between two steps.
@@ -25,7 +25,7 @@ class Span:
 
 
 class _Spans:
-    """Spans of all sequences under construction; the last one of a sequence may be open."""
+    """The spans of all sequences under construction. The last span of a sequence may be open."""
 
     def __init__(self) -> None:
         self.of: dict[int, list[Span]] = {}  # by arrival number
@@ -81,8 +81,8 @@ def chrome_trace(trace: Trace) -> dict[str, Any]:
     """Return the trace in Chrome's format, which ui.perfetto.dev and chrome://tracing read.
 
     It has a track of steps with their parts, counters of blocks and tokens, a track for each
-    sequence with its phases, and one for each pipeline stage. Times are in microseconds, and events
-    are ordered by time.
+    sequence with its phases, and a track for each pipeline stage. Times are in microseconds, and
+    events are ordered by time.
     """
     events = [*_step_events(trace), *_request_events(trace)]
     # Of two events that start together, the longer one encloses the other and comes first.
@@ -177,7 +177,7 @@ def stage_uses(trace: Trace) -> list[StageUse]:
     whole = max(step[-1][1] for step in steps) - min(step[0][0] for step in steps)
     busy = [sum(end - begin for begin, end in spans) for spans in zip(*steps, strict=True)]
     # A stage starts after the first step has passed the stages before it, and the last step ends
-    # after it has passed the stages behind it.
+    # after it has passed the stages after it.
     first, last = ([end - begin for begin, end in step] for step in (steps[0], steps[-1]))
     least = max(
         sum(first[:stage]) + used + sum(last[stage + 1 :]) for stage, used in enumerate(busy)

@@ -1,4 +1,4 @@
-"""Reader of a recorded trace, and reconstruction of the KV block pool step by step."""
+"""Read a recorded trace, and reconstruct the KV block pool step by step."""
 
 from collections import Counter
 from dataclasses import dataclass, field
@@ -13,9 +13,9 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True)
 class Trace:
-    """Records of a trace, a line each; `recorder.py` describes them.
+    """The records of a trace, one per line. `recorder.py` describes them.
 
-    closed: the last line; None if the engine was never closed, or is still running.
+    closed: the last line, or None if the engine was never closed or is still running.
     cut_off_line: number of an incomplete last line, which is left out.
     """
 
@@ -30,7 +30,7 @@ class Trace:
 
 
 def read_trace(path: str | Path) -> Trace:
-    """Read a trace; raise `ValueError` with the number of a line that is invalid.
+    """Read a trace. Raises `ValueError` with the number of an invalid line.
 
     A line is complete if it ends with a line break. An incomplete last line is not an error: the
     process may have crashed, or be writing now.
@@ -51,10 +51,10 @@ def read_trace(path: str | Path) -> Trace:
 
 @dataclass
 class Pool:
-    """State of the KV block pool, reconstructed from steps: block tables and cached blocks.
+    """The block tables and cached blocks of the KV block pool, reconstructed from steps.
 
-    After `advance` it is the state during that step: sequences that finished in it still have their
-    blocks. `release` frees these, which gives the state of the engine after the step.
+    After `advance` it is the state during that step, so sequences that finished in it still have
+    their blocks. `release` frees these, which gives the state of the engine after the step.
     """
 
     tables: dict[int, list[int]] = field(default_factory=dict)  # by arrival number

@@ -1,4 +1,4 @@
-"""Recorder of the engine's steps, a line of JSON each: rows, KV blocks, queues and times.
+"""Record the engine's steps as lines of JSON, with their rows, KV blocks, queues and times.
 
 The recorder is an observer (`LLMEngine.observers`): it is called after each step with its plan, its
 batch and its result, and the engine does not depend on it. The first line of a trace is its header,
@@ -22,9 +22,9 @@ and the last one has the time at which the engine was closed. A line in between 
     stages      with pipeline parallelism: the start and end of this step in each stage, in
                 seconds of its machine's clock from the start of the trace
 
-If several steps are under way, those after this one are already planned. `waiting` and `running`
-then reflect their admissions and preemptions, too, without sequences that have not been recorded
-yet, and blocks that they evict and cache are among those of this step.
+If several steps are in flight, the steps after this one are already planned. `waiting` and
+`running` then reflect their admissions and preemptions, too, without sequences that have not been
+recorded yet. Blocks that they evict and cache are among the blocks of this step.
 
 A sequence is identified by its arrival number, which is never reused. Block tables are not
 repeated: a row has the blocks that are new in its table, which after an admission are all of them.
@@ -61,7 +61,7 @@ _OPTIONS = (
 
 
 class TraceRecorder:
-    """Observer that writes a line to `file` for every step of `engine`."""
+    """An observer that writes a line to `file` for every step of `engine`."""
 
     def __init__(self, engine: GuardedEngine, file: WholeLines) -> None:
         self._engine, self._scheduler = engine, engine.scheduler
@@ -85,8 +85,8 @@ class TraceRecorder:
     def observe(self, plan: Plan, batch: Batch, result: StepResult, times: StepTimes) -> None:
         """Write one step, after which finished sequences have already freed their blocks.
 
-        A failure of the trace must not lose the step's results: if there is no memory for its line,
-        the trace ends.
+        A failure of the trace must not lose the step's results, so the trace ends if there is no
+        memory for its line.
         """
         if not self._file.is_complete:
             return
@@ -141,7 +141,7 @@ class TraceRecorder:
         return {"stages": [[self._seconds(moment) for moment in span] for span in spans]}
 
     def end(self) -> None:
-        """Write the last line, after the engine is closed and its sequences are aborted."""
+        """Write the last line after the engine is closed and its sequences are aborted."""
         if not self._file.is_complete:
             return
         now = self._seconds(time.perf_counter())
@@ -270,10 +270,9 @@ class SequenceTexts:
 
 
 def _taken(seq: Sequence, new_ids: list[int], num_tokens: int) -> list[int]:
-    """Return the used ones of `new_ids`, sampled when `seq` had `num_tokens` tokens.
+    """Return the used tokens of `new_ids`, sampled when `seq` had `num_tokens` tokens.
 
-    They are the tokens that were appended to it, and a stop token or EOS that ended it without
-    being appended.
+    These are the appended tokens, and a stop token or EOS that ended `seq` without being appended.
     """
     if seq.finish_reason is None:
         return new_ids
@@ -287,7 +286,7 @@ def _numbers(sequences: Iterable[Sequence]) -> list[int]:
 
 
 class CacheChanges(BlockListener):
-    """Listener that collects which blocks were cached and evicted until `take` is called."""
+    """A listener that collects which blocks were cached and evicted until `take` is called."""
 
     def __init__(self) -> None:
         self._cached: set[int] = set()  # at the last call of `take`
@@ -308,7 +307,7 @@ class CacheChanges(BlockListener):
     def take(self) -> tuple[list[int], list[int]]:
         """Return the blocks (evicted, cached) since the last call.
 
-        A block that was evicted and cached again, with other content, is in both; one that was
+        A block that was evicted and cached again, with other content, is in both. A block that was
         cached and evicted again is in neither.
         """
         evicted = sorted(self._cached & self._removed)

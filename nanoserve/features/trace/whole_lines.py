@@ -1,4 +1,4 @@
-"""File that grows by whole lines, and that keeps its lines if it cannot grow any further."""
+"""A file that grows by whole lines, and keeps its lines if it cannot grow any further."""
 
 import contextlib
 import io
@@ -11,10 +11,10 @@ logger = logging.getLogger(__name__)
 
 
 class WholeLines:
-    """File of lines that are written at once, so that they survive a crash of the process.
+    """A file whose lines are written at once, so that they survive a crash of the process.
 
     The first line raises `OSError` if it cannot be written. A failure to write a later line does
-    not raise, so that the recorded work is not lost: the file ends before that line, with a
+    not raise, so that the recorded work is not lost. The file then ends before that line, with a
     warning, and further lines are dropped.
     """
 

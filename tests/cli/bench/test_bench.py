@@ -179,7 +179,7 @@ def test_a_peer_agrees_with_nanoserve(peer: str, checkpoint: Path) -> None:
     assert told == "3 of 3 first tokens, 12 of 12 up to each first difference,"
     online = measure(peer, make_spec(checkpoint, arrivals=[0.0, 0.01, 0.02]))
     if peer == "transformers":
-        assert online == {"missing": "offline only: it cannot take requests while others run"}
+        assert online == {"missing": "offline only; it cannot accept requests while others run"}
     else:
         assert online["outputs"] == ours["outputs"]
 

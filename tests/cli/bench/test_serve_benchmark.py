@@ -183,8 +183,8 @@ def fault(name: str, body: dict[str, Any]) -> Steps:
         "500 Busy: come back later": [
             (0.0, plain("500 Busy", {"error": {"message": "come back later"}}))
         ],
-        "dropped unanswered": [(0.01, None)],
-        "dropped in the middle": [(0.0, STREAM + chunk(ok)), (0.01, None)],
+        "closed without a response": [(0.01, None)],
+        "closed before the response was complete": [(0.0, STREAM + chunk(ok)), (0.01, None)],
         "a chunk that is not a JSON object": [(0.0, STREAM + chunk(b"data: {oh\n\n") + whole)],
         "the size of a chunk is": [(0.0, STREAM + b"zz\r\n" + ok)],
         "a chunk is longer than its size": [(0.0, STREAM + b"5\r\n" + ok)],
@@ -197,18 +197,19 @@ def fault(name: str, body: dict[str, Any]) -> Steps:
         "the stream ended before the answer did": [(0.0, STREAM + chunk(ok) + END)],
         "an answer without text": [(0.0, STREAM + whole)],
         "no HTTP/1.1": [(0.0, b"SSH-2.0-OpenSSH_9.6\r\n\r\n")],
-        "bytes behind the end": [(0.0, STREAM + chunk(ok) + whole + b"HTTP/1.1 200 OK")],
+        "bytes after the end": [(0.0, STREAM + chunk(ok) + whole + b"HTTP/1.1 200 OK")],
     }
     return iter(steps[name])
 
 
 FAULTS = [
-    "500 Busy: come back later", "dropped unanswered", "dropped in the middle",
+    "500 Busy: come back later", "closed without a response",
+    "closed before the response was complete",
     "a chunk that is not a JSON object", "the size of a chunk is",
     "a chunk is longer than its size", "in the stream: out of memory", "no end after 0.5 s",
     "not with a stream",
     "the stream ended before the answer did", "an answer without text", "no HTTP/1.1",
-    "bytes behind the end",
+    "bytes after the end",
 ]  # fmt: skip
 
 
@@ -232,7 +233,7 @@ def test_the_most_common_error_is_told(
     measure: Measure, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def answer(body: dict[str, Any], number: int) -> Steps:
-        return fault("an answer without text" if number == 2 else "dropped unanswered", body)
+        return fault("an answer without text" if number == 2 else "closed without a response", body)
 
     with StandIn(after_warm_up(answer)) as server:
         run = only_run(measure(server.url, "--concurrency", "1", status=1))

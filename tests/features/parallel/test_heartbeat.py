@@ -77,8 +77,8 @@ def test_a_silent_worker_is_killed_and_told_of(start: Callable[..., Workers]) ->
     told: list[int] = []
     workers.call_on_failure(lambda: told.append(1))
     assert within(PATIENCE, lambda: workers.failure)
-    assert f"rank 1, process {workers.pids[0]}, has shown no sign of life" in workers.failure
-    with pytest.raises(WorkerError, match="no sign of life"):
+    assert f"rank 1, process {workers.pids[0]}, has sent no heartbeat" in workers.failure
+    with pytest.raises(WorkerError, match="no heartbeat"):
         workers.wait_for("built", timeout=PATIENCE)
     assert within(PATIENCE, lambda: workers._processes[0].poll() == -signal.SIGKILL)
     assert told == [1]

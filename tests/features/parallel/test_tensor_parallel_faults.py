@@ -184,7 +184,7 @@ def test_a_worker_that_is_stopped_is_waited_for_but_not_for_long(checkpoint: Pat
 
         stopped_at: list[float] = []
         soon_after_a_step(llm, lambda: stopped_at.append(time.monotonic()) or stop())
-        with pytest.raises(WorkerError, match=rf"rank 1, process {pid}, .* no sign of life for 4"):
+        with pytest.raises(WorkerError, match=rf"rank 1, process {pid}, .* no heartbeat for 4"):
             while True:
                 llm.generate([[1, 2, 3]] * 4, LONG, use_tqdm=False)
         tell_time(stopped_at[0], PATIENCE)
@@ -511,5 +511,5 @@ def test_while_a_worker_is_stopped_a_ctrl_c_ends_the_step(checkpoint: Path, tmp_
     _, stderr = finish(process)
     tell_time(start, 2 * SOON)
     assert process.returncode != 0 and "\nKeyboardInterrupt: this ends the engine" in stderr
-    assert f"rank 1, process {pid}, has shown no sign of life for 2 seconds" in stderr
+    assert f"rank 1, process {pid}, has sent no heartbeat for 2 seconds" in stderr
     assert within(SOON, lambda: not Path(f"/proc/{pid}").exists())

@@ -253,15 +253,15 @@ def test_it_tells_what_it_will_take_before_it_is_read(
 def test_a_draft_of_another_vocabulary_is_refused(path: Path, tmp_path: Path) -> None:
     make_qwen3(tmp_path, vocab_size=100)
     draft = {"method": "draft_model", "model": str(tmp_path)}
-    with pytest.raises(ValueError, match="vocabulary of 100 tokens, and the model has one of 512"):
+    with pytest.raises(ValueError, match="vocabulary of 100 tokens, but the model has 512"):
         LLM(path, skip_tokenizer_init=True, speculative_config=draft)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"method": "draft_model"}, "method='draft_model' with model=None"),
-        ({"method": "ngram", "model": "x"}, "method='ngram' with model='x'"),
+        ({"method": "draft_model"}, "method='draft_model' does not match model=None"),
+        ({"method": "ngram", "model": "x"}, "method='ngram' does not match model='x'"),
         ({"method": "draft_model", "model": "/no/such/folder"}, "/no/such/folder"),
     ],
 )

@@ -124,8 +124,8 @@ def test_what_it_cannot_go_with_is_refused(
 
 def test_a_head_of_another_model_or_none_is_refused(tmp_path: Path) -> None:
     HiddenHead.untrained(64, 8).save(tmp_path / "head.safetensors")
-    message = f"a hidden size of 64, and the model has hidden_size={HIDDEN_SIZE}"
+    message = f"hidden_size=64, but the model has hidden_size={HIDDEN_SIZE}"
     with pytest.raises(ValueError, match=message):
         engine(tmp_path / "head.safetensors")
-    with pytest.raises(ValueError, match="is not a file, and not one of"):
+    with pytest.raises(ValueError, match="is neither a file nor one of"):
         engine(tmp_path / "no.safetensors")

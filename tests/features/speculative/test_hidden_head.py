@@ -63,16 +63,16 @@ def rewrite(path: Path, change) -> None:
             lambda weights, metadata: metadata.update(shape='{"hidden_size": 12}'),
             "intermediate_size=None must be an integer",
         ),
-        (lambda weights, metadata: weights.pop("norm.weight"), "a head with its metadata has"),
+        (lambda weights, metadata: weights.pop("norm.weight"), "but its metadata requires"),
         (
             lambda weights, metadata: weights.update({"norm.weight": torch.zeros(13)}),
-            "a head with its metadata has",
+            "but its metadata requires",
         ),
         (
             lambda weights, metadata: metadata.update(
                 shape='{"hidden_size": 1000000, "intermediate_size": 1000000}'
             ),
-            "a head with its metadata has",
+            "but its metadata requires",
         ),
     ],
 )

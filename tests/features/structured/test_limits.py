@@ -51,7 +51,7 @@ def chain(length: int, link: Link, place: str = "$defs") -> dict[str, Any]:
 @pytest.mark.parametrize("place", ["$defs", "definitions", "x-own"])
 def test_a_chain_of_references_has_a_bound(name: str, place: str) -> None:
     check_schema(chain(20, LINKS[name], place))
-    with pytest.raises(ValueError, match=r"lead \d+ levels deep.*at most 1000 are followed"):
+    with pytest.raises(ValueError, match=r"lead \d+ levels deep.*at most 1000 levels are allowed"):
         check_schema(chain(1000, LINKS[name], place))
 
 
@@ -136,7 +136,7 @@ def test_names_have_a_bound(name: str) -> None:
 def test_xgrammar_is_asked_for_less() -> None:
     source = Source("json", json.dumps(chain(400, LINKS["$ref"])))
     check_bounds(source, "guidance")
-    with pytest.raises(ValueError, match=f"at most {MOST_LEVELS_OF_XGRAMMAR} are followed"):
+    with pytest.raises(ValueError, match=f"at most {MOST_LEVELS_OF_XGRAMMAR} levels are allowed"):
         check_bounds(source, "xgrammar")
     assert MOST_LEVELS_OF_XGRAMMAR < MOST_LEVELS
 

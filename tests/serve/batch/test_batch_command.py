@@ -208,8 +208,8 @@ def test_what_the_page_shows_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["IN"], "OUT is given 0 times"),
-        (["IN", "OUT", "-o", "OUT"], "OUT is given 2 times"),
+        (["IN"], "OUT is set 0 times"),
+        (["IN", "OUT", "-o", "OUT"], "OUT is set 2 times"),
         (["missing", "OUT"], "missing is not a file"),
         (["IN", "IN"], "is the input"),
         (["IN", "no/folder/OUT"], "No such file or directory"),

@@ -1,7 +1,7 @@
-"""Engines that can be measured, each in a module that is imported only when it runs.
+"""The engines that can be measured, each in a module that is imported only when it runs.
 
 Other engines may be installed in separate environments, so only `nanoserve_engine` imports
-nanoserve, and imports between these modules are relative: in a child this folder is a package.
+nanoserve. Imports between these modules are relative, because in a child this folder is a package.
 """
 
 from argparse import Namespace
@@ -13,7 +13,7 @@ Tokens = list[list[int]]
 
 
 class Engine:
-    """Loaded engine: `spec` is that of the measurement (see `compare.py`), `options` its own."""
+    """A loaded engine, with the `spec` of the measurement (see `compare.py`) and its `options`."""
 
     is_online = False  # True if it accepts requests while others run
     versions: dict[str, str]  # of the relevant packages
@@ -29,22 +29,22 @@ class Engine:
         """Start the measured part of a run, after the warm-up."""
 
     def generate(self, prompts: Tokens, output_lens: list[int]) -> Tokens:
-        """Return the tokens of each output; all requests are submitted at once."""
+        """Return the tokens of each output. All requests are submitted at once."""
         raise NotImplementedError
 
     def add(self, index: int, prompt: list[int], output_len: int) -> None:
-        """Add a request; this and `poll` are those of `latency.OnlineEngine`."""
+        """Add a request. This and `poll` implement `latency.OnlineEngine`."""
         raise NotImplementedError
 
     def poll(self, seconds: float) -> list[tuple[int, list[int]]]:
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
-        """Return facts since `begin` for the report: KV blocks, steps, options, ..."""
+        """Return facts since `begin` for the report, such as KV blocks, steps and options."""
         return {}
 
     def step_times(self) -> dict[str, float] | None:
-        """Return the mean seconds of each part of a step, or None if they are not known."""
+        """Return the mean seconds of each part of a step, or None if unknown."""
         return None
 
     def close(self) -> None:
@@ -52,7 +52,7 @@ class Engine:
 
 
 class Source(NamedTuple):
-    """Location of an engine's class, and the packages that it needs."""
+    """The location of an engine's class, and the packages that it needs."""
 
     module: str
     class_name: str
@@ -79,5 +79,5 @@ def engine_class(name: str) -> type[Engine]:
 
 
 def total_lens(spec: Namespace) -> list[int]:
-    """Return the final length of each sequence, for engines that reserve their memory."""
+    """Return the final length of each sequence, for engines that reserve memory for it."""
     return [len(prompt) + n for prompt, n in zip(spec.prompts, spec.output_lens, strict=True)]

@@ -1,7 +1,7 @@
-"""Conversion of a Qwen3 checkpoint in safetensors to GGUF for llama.cpp, without a tokenizer.
+"""Convert a Qwen3 checkpoint in safetensors to GGUF for llama.cpp, without a tokenizer.
 
-It has only what a benchmark needs: weights as they are stored, and the numbers of `config.json`. It
-uses the package `gguf` and numpy.
+The file has only what a benchmark needs, i.e. the stored weights and the numbers of `config.json`.
+The conversion uses the package `gguf` and numpy.
 """
 
 import json
@@ -14,9 +14,9 @@ from .stored_tensors import as_float32, read_tensors
 
 
 def write_gguf(checkpoint: Path, target: Path, kind: str | None = None) -> None:
-    """Write the file `target`, with matrices quantised to `kind`: Q8_0, Q4_0, ... of `gguf`.
+    """Write the file `target`, with matrices quantized to `kind`: Q8_0, Q4_0, ... of `gguf`.
 
-    Raises `ValueError` for a model other than Qwen3, and for weights that are quantised.
+    Raises `ValueError` for a model other than Qwen3, and for weights that are quantized.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     if config["architectures"] != ["Qwen3ForCausalLM"]:

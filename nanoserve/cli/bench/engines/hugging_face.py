@@ -1,6 +1,6 @@
-"""transformers, with `generate` in static batches, and with its continuous batching.
+"""Run transformers with `generate` in static batches, and with its continuous batching.
 
-Options of these engines are passed to `from_pretrained`, for instance attn_implementation.
+Options of these engines, such as attn_implementation, are passed to `from_pretrained`.
 """
 
 import shutil
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import ContinuousBatchingManager
 
 _BLOCK = 256  # tokens per KV block, the default of transformers
-_BATCH_TOKENS = 8192  # tokens per step, its default, too
+_BATCH_TOKENS = 8192  # tokens per step, also its default
 _STATIC_BATCH = 16
 
 
@@ -58,10 +58,10 @@ class _TransformersEngine(Engine):
 
 
 class StaticBatches(_TransformersEngine):
-    """transformers' `generate` in the best static batches: sorted by output length.
+    """Runs transformers' `generate` in the best static batches, sorted by output length.
 
     A batch runs until its longest output is complete. Tokens that its other rows generate meanwhile
-    are not counted: this is the cost of static batching. Sorting, which needs all lengths in
+    are not counted, which is the cost of static batching. Sorting, which needs all lengths in
     advance, minimises it.
     """
 
@@ -96,9 +96,9 @@ class StaticBatches(_TransformersEngine):
 
 
 class ContinuousBatches(_TransformersEngine):
-    """transformers' continuous batching, with enough KV blocks for all sequences at once.
+    """Runs transformers' continuous batching, with enough KV blocks for all sequences at once.
 
-    `generate_batch` has one output length for all requests; its manager takes one for each. The
+    `generate_batch` has one output length for all requests; its manager takes one per request. The
     manager, with its cache and CUDA graphs, is kept from the warm-up to the measured run.
     """
 

@@ -1,9 +1,9 @@
-"""Conversion of a checkpoint in safetensors to int8 weights, for vLLM, which cannot quantise it.
+"""Convert a checkpoint in safetensors to int8 weights, as vLLM cannot quantize it to int8.
 
-The format is "int-quantized" of compressed-tensors, which nanoserve reads, too: every linear layer
-but the LM head has `weight` in int8 and `weight_scale`, float32 [out, 1]: the largest magnitude of
-the row / 127. An engine quantises each token's activations to int8 while it runs. Embedding, LM
-head and norms are unchanged.
+The format is compressed-tensors' "int-quantized", which nanoserve reads, too. Every linear layer
+except the LM head has `weight` in int8 and `weight_scale` in float32 [out, 1]. A scale is the
+largest magnitude of the row / 127. An engine quantizes each token's activations to int8 while it
+runs. Embedding, LM head and norms are unchanged.
 """
 
 import json
@@ -30,18 +30,18 @@ _QUANTIZATION = {
         }
     },
 }
-_PIECE = 2**21  # values quantised at a time
+_PIECE = 2**21  # values quantized at a time
 
 
 def write_int8(checkpoint: Path, target: Path) -> None:
     """Write the checkpoint to the folder `target`, one tensor at a time to save memory.
 
-    Raises `ValueError`, before anything is written, for weights that are quantised already and for
+    Before anything is written, raises `ValueError` for weights that are already quantized, and for
     a mixture of experts.
     """
     config = json.loads((checkpoint / "config.json").read_text())
     if config.get("quantization_config"):
-        raise ValueError("quantization=int8: the checkpoint's weights are quantised already")
+        raise ValueError("quantization=int8: the checkpoint's weights are already quantized")
     if config.get("num_experts") or config.get("num_local_experts"):
         raise ValueError("quantization=int8 is not supported for a mixture of experts")
     target.mkdir(exist_ok=True)
@@ -80,7 +80,7 @@ def _is_linear(name: str, data: np.ndarray) -> bool:
 
 
 def _write_codes(file: BinaryIO, weight: np.ndarray) -> None:
-    """Write codes, then scales, which equal those of nanoserve's quantization=int8 to the bit."""
+    """Write codes, then scales, bit-identical to nanoserve's quantization=int8."""
     step, scales = max(1, _PIECE // weight.shape[1]), []
     for row in range(0, len(weight), step):
         values = as_float32(weight[row : row + step])

@@ -1,11 +1,10 @@
-"""llama.cpp through the low-level interface of llama-cpp-python, whose `Llama` is single-stream.
+"""Run llama.cpp through the low-level bindings of llama-cpp-python.
 
-The library provides batches and sequence ids; batches are composed here as in its own server: the
-next token of every running sequence, and chunks of prompts in the rest of the batch. Decoding is
-greedy.
+Its `Llama` class handles one sequence at a time. Batching follows llama-server: one token for each
+running sequence, then prompt chunks until the batch is full. Decoding is greedy.
 
 Options: n_ubatch, kv_unified, type_k, ... (fields of `llama_context_params`); and
-quantization=q8_0, q4_0 or q4_k_m, for which the library's quantiser converts the weights.
+quantization=q8_0, q4_0 or q4_k_m, for which the library's quantizer converts the weights.
 """
 
 import ctypes
@@ -23,7 +22,7 @@ from . import Engine, Tokens, total_lens
 from .gguf_file import write_gguf
 
 _BATCH_TOKENS = 2048
-_MOST_SEQUENCES = 256  # the limit that the library is compiled for
+_MOST_SEQUENCES = 256  # the limit with which the library is compiled
 
 
 @dataclass
@@ -84,7 +83,7 @@ class LlamaCppEngine(Engine):
         self.waiting.append((index, prompt, output_len))
 
     def poll(self, seconds: float) -> list[tuple[int, list[int]]]:
-        """Run one batch: compute it, choose the next tokens, and release finished sequences."""
+        """Compute one batch, choose the next tokens, and release finished sequences."""
         while self.waiting and self.free_slots:
             self.running.append(_Running(*self.waiting.popleft(), self.free_slots.pop()))
         rows = self._fill_batch()
@@ -109,7 +108,7 @@ class LlamaCppEngine(Engine):
         return {"sequences": self.num_slots, "batches": self.num_batches, **self.options}
 
     def _fill_batch(self) -> list[tuple[int, _Running]]:
-        """Fill the batch, decode rows first; return the rows with logits and their sequences."""
+        """Fill the batch, decode rows first. Returns the rows with logits and their sequences."""
         rows, self.batch.n_tokens = [], 0
         for sequence in sorted(self.running, key=lambda s: not s.output):
             if sequence.output:
@@ -162,12 +161,12 @@ def _plain(spec: Namespace) -> Path:
 def _file(spec: Namespace) -> Path:
     quantization = spec.options.get("quantization")
     if quantization and Path(spec.model).is_file():
-        raise ValueError(f"{spec.model} is quantised: leave out quantization={quantization!r}")
+        raise ValueError(f"{spec.model} is already quantized; remove quantization={quantization!r}")
     return Path(spec.scratch) / f"model-{quantization}.gguf" if quantization else _plain(spec)
 
 
 def _make(file: Path, write: Callable[[Path], None]) -> None:
-    """Write a file unless it exists; it is renamed when complete, so that it is never partial."""
+    """Write a file unless it exists. It is renamed when complete, so it is never partial."""
     if not file.exists():
         unfinished = file.with_suffix(".unfinished")
         write(unfinished)
@@ -179,8 +178,8 @@ def _quantize(plain: Path, target: Path, kind: str) -> None:
     params.ftype = getattr(lib, f"LLAMA_FTYPE_MOSTLY_{kind.upper()}")
     names = (str(file).encode() for file in (plain, target))
     if lib.llama_model_quantize(*names, ctypes.byref(params)) != 0:
-        raise ValueError(f"llama.cpp cannot quantise to {kind!r}")
+        raise ValueError(f"llama.cpp cannot quantize to {kind!r}")
 
 
 def _print_nothing(level: int, text: bytes, user_data: Any) -> None:
-    """Discard a log message: the library writes many when it loads a model."""
+    """Discard a log message, of which the library writes many when it loads a model."""

@@ -1,7 +1,7 @@
-"""nano-vllm (github.com/GeeeekExplorer/nano-vllm), which needs an NVIDIA GPU and flash-attn.
+"""Run nano-vllm (github.com/GeeeekExplorer/nano-vllm), which needs an NVIDIA GPU and flash-attn.
 
-It has no greedy decoding: give a temperature above zero. A step returns a sequence only at its end,
-so that latencies cannot be measured. Options of this engine are passed to `nanovllm.LLM`.
+It has no greedy decoding, so set a temperature above zero. A step returns a sequence only at its
+end, so latencies cannot be measured. Options of this engine are passed to `nanovllm.LLM`.
 
 Written for its public interface, and not run yet.
 """
@@ -19,7 +19,7 @@ class NanoVllmEngine(Engine):
         import torch
 
         if not spec.temperature:
-            raise ValueError("nano-vllm has no greedy decoding: give a --temperature above 0")
+            raise ValueError("nano-vllm has no greedy decoding; set a --temperature above 0")
         if spec.device != "cuda":
             raise ValueError(f"nano-vllm runs on an NVIDIA GPU, not on {spec.device}")
         # It rejects a token budget that is smaller than its longest sequence.

@@ -1,4 +1,4 @@
-"""nanoserve: offline through `LLM`, and online through its engine, request by request."""
+"""Run nanoserve, offline through `LLM` and online through its engine, request by request."""
 
 from argparse import Namespace
 from typing import Any

@@ -1,7 +1,7 @@
-"""Reader of the tensors of a checkpoint in safetensors, with numpy only.
+"""Read the tensors of a checkpoint in safetensors, with numpy only.
 
-The format is simple: eight bytes with the length of a JSON header, the header, and the tensors one
-after another.
+The format is eight bytes with the length of a JSON header, the header, and the tensors one after
+another.
 """
 
 import json
@@ -14,9 +14,9 @@ _STORED = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32}
 
 
 def read_tensors(checkpoint: Path) -> Iterator[tuple[str, str, np.ndarray]]:
-    """Yield name, dtype and values of every tensor; bfloat16 values are their bits as uint16.
+    """Yield the name, dtype and values of every tensor. bfloat16 values are their bits as uint16.
 
-    Each tensor is a separate memory map of the file, so that it takes no memory once it is dropped.
+    Each tensor is a separate memory map of the file, so it takes no memory once it is dropped.
     """
     for file in sorted(checkpoint.glob("*.safetensors")):
         with file.open("rb") as content:

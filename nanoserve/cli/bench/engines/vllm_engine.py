@@ -1,9 +1,9 @@
-"""vLLM: offline through its `LLM`, and online through its engine, request by request.
+"""Run vLLM, offline through its `LLM` and online through its engine, request by request.
 
-Its build for CPUs is a separate package for a separate environment: see `--python` of `nanoserve
-bench`. Options of this engine are passed to `vllm.LLM`, except quantization=int8: vLLM does not
-quantise plain weights to int8, so a checkpoint with int8 weights is written from them. The LM head
-stays in the data type, since vLLM does not support an int8 one.
+Its build for CPUs is a separate package for a separate environment; see `nanoserve bench --python`.
+Options of this engine are passed to `vllm.LLM`, except quantization=int8. vLLM does not quantize
+unquantized weights to int8, so a checkpoint with int8 weights is written from them. The LM head
+stays in the data type, because vLLM does not support an int8 LM head.
 """
 
 import os
@@ -22,7 +22,7 @@ class VllmEngine(Engine):
 
     @staticmethod
     def prepare(spec: Namespace) -> None:
-        """Write the int8 checkpoint; raise `ValueError` for a model that cannot be converted."""
+        """Write the int8 checkpoint. Raises `ValueError` for a model that cannot be converted."""
         folder = _model(spec)
         if folder != Path(spec.model) and not folder.exists():
             unfinished = folder.with_suffix(".unfinished")

@@ -1,1 +1,1 @@
-"""`nanoserve bench --url`: measure a server with OpenAI's protocol as its clients see it."""
+"""`nanoserve bench --url` measures an OpenAI-compatible server as its clients see it."""

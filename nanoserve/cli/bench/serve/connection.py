@@ -1,4 +1,4 @@
-"""Connections to one server, and requests over them."""
+"""Send requests to one server over reusable connections."""
 
 import asyncio
 import re
@@ -13,7 +13,7 @@ _IDLE = 1.0  # seconds after which an idle connection is not reused: some server
 
 
 class Connection(asyncio.Protocol):
-    """Connection with one request at a time; bytes are time-stamped when they are received."""
+    """A connection with one request at a time. Bytes are time-stamped when they are received."""
 
     def __init__(self) -> None:
         self.is_open, self.idle_since = False, 0.0
@@ -24,8 +24,8 @@ class Connection(asyncio.Protocol):
     async def exchange(self, request: bytes, timeout: float) -> Response:
         """Send a request and return its response.
 
-        Raises `TimeoutError` after `timeout` seconds, `OSError` for a lost connection, and
-        `ValueError` for a response that is not HTTP. The connection is then closed.
+        Raises `TimeoutError` after `timeout` seconds, `OSError` if the connection is lost, and
+        `ValueError` if the response is not HTTP. The connection is then closed.
         """
         loop = asyncio.get_running_loop()
         self._response, self._waiter = Response(), loop.create_future()
@@ -63,7 +63,7 @@ class Connection(asyncio.Protocol):
         if self._response is None or self._waiter.done():
             return
         if not self._response.status:
-            self._fail(error or ConnectionResetError("the connection was dropped unanswered"))
+            self._fail(error or ConnectionResetError("connection closed without a response"))
             return
         try:
             self._response.end()
@@ -85,22 +85,22 @@ class Connection(asyncio.Protocol):
 
 
 class Server:
-    """Server at `http://host:port/v1`, with or without the `/v1`.
+    """A server at `http://host:port/v1`, with or without the `/v1`.
 
-    Connections are kept and reused, as many as there are concurrent requests. Proxies and
-    redirections are not followed, since these could send the API key elsewhere.
+    As many connections as concurrent requests are kept and reused. Proxies and redirects are not
+    followed, because they could send the API key elsewhere.
     """
 
     def __init__(self, url: str, api_key: str | None, timeout: float) -> None:
         parts = urlsplit(url)
-        require(parts.username is None, "--url must not have a user name: give --api-key")
+        require(parts.username is None, "--url must not have a user name; use --api-key")
         given = f"--url {shown(url)}"
         is_plain = url.isascii() and url.isprintable() and " " not in url
         is_http = parts.scheme in ("http", "https") and parts.hostname
         require(bool(is_plain and is_http), f"{given} must be like http://127.0.0.1:8000/v1")
         require(not (parts.query or parts.fragment), f"{given} must end with its path")
         is_key = api_key is None or (api_key.isascii() and api_key.isprintable())
-        require(is_key, "the API key must be of printable ASCII characters")
+        require(is_key, "the API key must have only printable ASCII characters")
         self.path = parts.path.rstrip("/")
         if not re.search(r"/v\d+$", self.path):
             self.path += "/v1"
@@ -116,7 +116,7 @@ class Server:
         self._idle: list[Connection] = []
 
     def request(self, path: str, body: bytes | None = None) -> bytes:
-        """Return the bytes of a request, a POST if it has a body; built before time is measured."""
+        """Return the bytes of a request, which is a POST if it has a body."""
         method = "GET" if body is None else "POST"
         head = f"{method} {self.path}/{path} HTTP/1.1\r\n{self._head}"
         if body is not None:
@@ -137,7 +137,7 @@ class Server:
         self._idle.clear()
 
     async def _connection(self) -> Connection:
-        """Return the connection used last, which the server will close last, or a new one."""
+        """Return the latest used connection, which the server will close last, or a new one."""
         while self._idle:
             connection = self._idle.pop()
             if connection.is_open and time.perf_counter() - connection.idle_since < _IDLE:

@@ -1,4 +1,4 @@
-"""Results of one run: rates, latencies, failures, and the load of the client itself."""
+"""Compute the results of one run, including failures and the client's own load."""
 
 from collections import Counter
 from typing import Any
@@ -21,7 +21,7 @@ def figures(
 
     client_seconds: processor time of this process during the run. The run lasts from the time at
     which its first request was due until all requests have been answered or have failed. Latencies
-    are those of answered requests; failed ones count only in "failed" and "goodput_share".
+    are measured for answered requests. Failed requests count only in "failed" and "goodput_share".
     """
     start = min(exchange.due for exchange in exchanges)
     seconds = max(exchange.ended for exchange in exchanges) - start

@@ -1,4 +1,4 @@
-"""Load generators: an open loop of given arrival times, and a closed loop of waiting clients."""
+"""Load generators with an open loop of arrival times, or a closed loop of waiting clients."""
 
 import asyncio
 import time
@@ -11,7 +11,7 @@ from nanoserve.cli.bench.serve.response import Response
 
 @dataclass
 class Exchange:
-    """One request, with its response or an error; times are those of `time.perf_counter`."""
+    """One request with its response or error. Times are from `time.perf_counter`."""
 
     due: float
     sent: float

@@ -1,10 +1,10 @@
-"""Measurement of a server with OpenAI's protocol, as its clients see it.
+"""Measure an OpenAI-compatible server as its clients see it.
 
 nanoserve bench --url http://127.0.0.1:8000                           all requests at once
 nanoserve bench --url http://127.0.0.1:8000/v1 --request-rate 1,2,4   requests at random times
 nanoserve bench --url http://127.0.0.1:8000 --concurrency 1,8,32      clients that wait
 
-The client reads bytes with their times, and parses them after the run. It uses asyncio and no HTTP
+The client records bytes with times, and parses them after the run. It uses asyncio and no HTTP
 library, because time that a client spends on a chunk is taken from a server on the same machine.
 The report has the share of a core that the client used, and how late it sent its requests.
 """
@@ -33,7 +33,7 @@ _FEW, _MANY = 8, 72  # words of the two warm-up prompts
 
 
 class Measurement:
-    """Server under test, with the prompts and settings of all runs."""
+    """The server under test, with the prompts and settings of all runs."""
 
     def __init__(self, args: Namespace, server: Server, model: str) -> None:
         self.args, self.server, self.model = args, server, model
@@ -128,6 +128,6 @@ def _headline(measurement: Measurement) -> Iterator[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the benchmark; return 0 if at least one request was answered in every run, else 1."""
+    """Run the benchmark. Returns 0 if at least one request was answered in every run, else 1."""
     points = asyncio.run(measure(parse_args(arguments)))
     return 0 if all(run["ok"] for point in points for run in point.runs) else 1

@@ -1,4 +1,4 @@
-"""Flags of `nanoserve bench --url`."""
+"""The flags of `nanoserve bench --url`."""
 
 import os
 from argparse import ArgumentParser, BooleanOptionalAction, Namespace
@@ -18,13 +18,13 @@ from nanoserve.utils.checks import require
 
 
 def parse_args(arguments: list[str]) -> Namespace:
-    """Parse the flags; raise `ValueError` for an output file that cannot be written."""
+    """Parse the flags. Raises `ValueError` for an output file that cannot be written."""
     parser = Parser("nanoserve bench", description="Measure a server over HTTP.")
     add = parser.add_argument
     add("--url", required=True, help="Address of the server: http://HOST:PORT, or with /v1.")
     add("--endpoint", choices=PATHS, default="chat", help="Endpoint. Default: %(default)s.")
     add("--model", help="Name of the model. Default: the first that the server lists.")
-    key = "API key. Default: the variable OPENAI_API_KEY, which a list of processes does not show."
+    key = "API key. Default: the variable OPENAI_API_KEY, which process lists do not show."
     add("--api-key", help=key)
     loads = (
         "Request rates in requests per second, a run for each; inf is all at once. Default: inf."
@@ -51,7 +51,7 @@ def parse_args(arguments: list[str]) -> Namespace:
 
 def _check(parser: ArgumentParser, args: Namespace) -> None:
     if args.token_ids and args.endpoint == "chat":
-        parser.error("--token-ids needs --endpoint completions: chat takes text only")
+        parser.error("--token-ids needs --endpoint completions, because chat takes only text")
     if args.shared_len < 0:
         parser.error(f"--shared-len {args.shared_len} must not be negative")
     if not 0 <= args.temperature < float("inf"):

@@ -1,4 +1,4 @@
-"""Plot of a server's throughput and latencies by load, as PNG; needs the extra `bench`."""
+"""Plot a server's throughput and latencies by load, as PNG. This needs the extra `bench`."""
 
 import statistics
 from collections.abc import Callable
@@ -13,7 +13,7 @@ _TITLES = {"ttft": "Time to first token", "itl": "Between chunks", "e2e": "Whole
 
 
 def plot_points(points: list[Point], file: str) -> None:
-    """Draw all loads in the order of the report; raise `ValueError` if none was answered."""
+    """Draw all loads in the report's order. Raises `ValueError` if no request was answered."""
     shown = [point for point in points if point.answered()]
     if not shown:
         raise ValueError(f"{file} is not drawn: no request was answered")

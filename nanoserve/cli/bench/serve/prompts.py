@@ -1,4 +1,4 @@
-"""Prompts for a server with an unknown tokenizer: words, or random token ids."""
+"""Make prompts of words or random token ids for a server with an unknown tokenizer."""
 
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ WORDS = tuple(_TEXT.split())
 
 
 class WordLength(NamedTuple):
-    """Tokens per word, and tokens that the server adds around a prompt (chat template, BOS)."""
+    """The tokens per word, and the tokens that a server adds (chat template, BOS)."""
 
     per_word: float = 1.0
     around: float = 0.0
@@ -33,10 +33,10 @@ def word_length(short: tuple[int, int | None], long: tuple[int, int | None]) -> 
 
 
 def text(token_ids: list[int], length: WordLength, shift: int) -> str:
-    """Return a text of about as many tokens as `token_ids`, and at least one word.
+    """Return a prompt of about as many tokens as `token_ids`, and at least one word.
 
-    The word at a position does not depend on later ids, so that prompts with a common prefix of ids
-    begin with the same words. Another `shift` gives another text of the same length.
+    The word at a position does not depend on later ids, so prompts with a common prefix of ids
+    begin with the same words. Another `shift` gives another prompt of the same length.
     """
     chosen, spent = [], length.around
     for position, token_id in enumerate(token_ids, start=1):

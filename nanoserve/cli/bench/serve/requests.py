@@ -1,4 +1,4 @@
-"""Requests of a measurement, with only those fields that the server accepts."""
+"""Send the requests of a measurement with only the fields that the server accepts."""
 
 import json
 from typing import Any
@@ -51,7 +51,7 @@ class Requests:
                 raise ValueError(first_error)
 
     def _drop_field(self, message: str) -> bool:
-        """Drop or rename the field that an error names; return False if none is left to drop."""
+        """Drop or rename the field that an error names. Returns False if no field is left."""
         if "max_completion_tokens" in message and self.max_tokens == "max_tokens":
             self.max_tokens = "max_completion_tokens"  # the only name for OpenAI's newer models
             return True
@@ -64,10 +64,10 @@ class Requests:
 
 
 async def first_model(server: Server) -> str:
-    """Return the first model that the server lists; raise `ValueError` if it lists none."""
+    """Return the first model that the server lists. Raises `ValueError` if it lists none."""
     response = await server.send(server.request("models"))
     try:
         return str(json.loads(response.body)["data"][0]["id"])
     except (ValueError, KeyError, IndexError, TypeError, RecursionError):
-        message = f"{server.url}/models lists no model ({response.status}): give --model"
+        message = f"{server.url}/models lists no model ({response.status}); set --model"
         raise ValueError(message) from None

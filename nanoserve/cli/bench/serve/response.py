@@ -1,4 +1,4 @@
-"""Parser of one HTTP/1.1 response (RFC 9112) that arrives in arbitrary pieces.
+"""Parse one HTTP/1.1 response (RFC 9112) that arrives in arbitrary pieces.
 
 It supports only what a streaming client needs. A general client library spends more time on a chunk
 than a fast server does, and takes that time from a server on the same machine.
@@ -11,7 +11,7 @@ _MAX_CHUNK = 2**24
 
 
 class Response:
-    """HTTP response, to be given bytes by `feed` until `is_complete`.
+    """An HTTP response. Pass received bytes to `feed` until `is_complete`.
 
     The body is kept as it was received, `pieces[i]` at `times[i]`, and is parsed after the
     measurement. A body without a length ends with its connection, for which `end` is called.
@@ -37,16 +37,19 @@ class Response:
         return self.headers.get("connection", "").lower() != "close"
 
     def feed(self, data: bytes, now: float) -> None:
-        """Add received bytes; raise `ValueError` if they are not HTTP/1.1 or follow its end."""
+        """Add received bytes. Raises `ValueError` if they are not HTTP/1.1 or follow its end."""
         data = self._left + data if self._left else data
         self._left = self._read(data, now)
         if self.is_complete and self._left:
-            raise ValueError("bytes behind the end of the response")
+            raise ValueError("bytes after the end of the response")
 
     def end(self) -> None:
-        """End the response as its connection is closed; raise `ValueError` if it is incomplete."""
+        """Handle the closing of the connection.
+
+        Marks the response complete, or raises `ValueError` if it was cut short.
+        """
         if self._read != self._read_to_the_end:
-            raise ValueError("the connection was dropped in the middle of the response")
+            raise ValueError("connection closed before the response was complete")
         self.is_complete = True
 
     def _read_head(self, data: bytes, now: float) -> bytes:
@@ -98,7 +101,7 @@ class Response:
         return rest
 
     def _read_chunks(self, data: bytes, now: float) -> bytes:
-        """Read complete chunks; return the remaining bytes, the beginning of the next one."""
+        """Read complete chunks. Returns the remaining bytes, which begin the next chunk."""
         body, start = [], 0
         while (line_end := data.find(b"\r\n", start)) >= 0:
             size = _chunk_size(data[start:line_end])

@@ -1,7 +1,7 @@
-"""Parser of a streamed answer: server-sent events, each with a chunk of the answer.
+"""Parse a streamed answer, which is server-sent events with a chunk of the answer each.
 
 Events are parsed as in the HTML standard (9.2.6, "Interpreting an event stream"): lines end with LF
-or CR LF, an empty line ends an event, `: ...` is a comment, and several `data:` lines are one text.
+or CR LF, an empty line ends an event, `: ...` is a comment, and several `data:` lines are joined.
 This is done after the measurement, from the received pieces and their times.
 """
 
@@ -18,7 +18,7 @@ _SHOWN = 160  # characters of a server's text in an error message
 
 @dataclass
 class Answer:
-    """Parsed answer: times of its chunks, and token counts of the server or None."""
+    """A parsed answer, with the times of its chunks and the server's token counts or None."""
 
     times: list[float] = field(default_factory=list)  # of each chunk with content
     input_tokens: int | None = None
@@ -28,7 +28,7 @@ class Answer:
 
 
 def read_answer(response: Response) -> Answer:
-    """Parse an answer; raise `ValueError` for an error, an invalid chunk or a missing end."""
+    """Parse an answer. Raises `ValueError` for an error, an invalid chunk or a missing end."""
     if response.status != 200:
         raise ValueError(f"{response.status} {response.reason}: {_short(error_in(response.body))}")
     kind = response.headers.get("content-type", "nothing")
@@ -88,7 +88,7 @@ def _parsed(data: bytes) -> dict[str, Any]:
 
 
 def _read_chunk(chunk: dict[str, Any], now: float, answer: Answer) -> None:
-    """Read a chunk into `answer`; the last chunk may have only the usage, and no choices."""
+    """Read a chunk into `answer`. The last chunk may have only the usage, and no choices."""
     choices, usage = chunk.get("choices") or [], chunk.get("usage")
     for choice in choices if isinstance(choices, list) else [choices]:
         if not isinstance(choice, dict):

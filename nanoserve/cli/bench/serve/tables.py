@@ -1,4 +1,4 @@
-"""Tables of a server's results: medians over the runs at each load."""
+"""Print tables of a server's results, with medians over the runs at each load."""
 
 import statistics
 from argparse import Namespace
@@ -16,7 +16,7 @@ _COLUMNS = ("mean", *(f"p{p}" for p in PERCENTILES))
 
 @dataclass(frozen=True)
 class Point:
-    """Runs at one load: a request rate per second, or a number of waiting clients."""
+    """The runs at one load, i.e. a request rate per second or a number of waiting clients."""
 
     request_rate: float | None
     concurrency: int | None
@@ -74,7 +74,7 @@ def notes(runs: list[Run]) -> list[str]:
 
 
 def _rates(point: Point, args: Namespace) -> dict[str, str]:
-    """Return the row of rates: answered requests over the whole duration of a run."""
+    """Return the row of rates, i.e. answered requests over the whole duration of a run."""
     runs = point.runs
 
     def middle(value: Any) -> float:
