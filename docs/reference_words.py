@@ -36,11 +36,13 @@ ENDPOINTS = {
 FIELDS = {
     "model": "One of the served names; 404 for any other.",
     "messages": "The conversation: `role`, and `content` as a string or a list of text parts.",
-    "prompt": "A string, a list of strings, token ids, or a list of such lists. /tokenize: a string.",
+    "prompt": "A string, a list of strings, token ids, or a list of such lists. "
+    "/tokenize: a string.",
     "tokens": "Token ids.",
     "max_completion_tokens": "OpenAI's newer name of `max_tokens`; it takes precedence.",
     "logprobs": "Completions: number of log-probabilities per token. Chat: whether to return any.",
-    "top_logprobs": "Number of candidates per token, in addition to the sampled one; requires `logprobs`.",
+    "top_logprobs": "Number of candidates per token, in addition to the sampled one; requires "
+    "`logprobs`.",
     "logit_bias": "Added to logits, by token id (a string, because JSON keys are strings).",
     "response_format": '`{"type": "text"}`, "json_object" (with or without a `schema`), '
     '"json_schema" or "structural_tag".',
@@ -60,7 +62,8 @@ FIELDS = {
     "cache_salt": "Cached prefixes are shared only with requests that have the same salt.",
     "return_token_ids": "Adds the token ids of prompt and output.",
     "request_id": "The end of the `id` of the response: 1 to 128 printable ASCII characters.",
-    "add_special_tokens": "Whether the tokenizer adds its special tokens, such as BOS, to the prompt.",
+    "add_special_tokens": "Whether the tokenizer adds its special tokens, such as BOS, to the "
+    "prompt.",
     "return_token_strs": "Adds the tokens as strings.",
     "add_generation_prompt": "Whether the template begins the answer.",
     "continue_final_message": "The answer continues the last message.",
