@@ -6,7 +6,7 @@ Keys are names in the code; `reference_tables` raises if a key does not exist in
 # Options of `EngineConfig` without a comment that the reference can use.
 OPTIONS = {
     "model": "A checkpoint folder, a GGUF file, a bundled or packaged model, or a name on the "
-    "Hugging Face hub; see [models](models.md#names).",
+    "Hugging Face Hub; see [models](models.md#names).",
     "logits_processors": "Callables that change the logits of all rows of a step at once, and "
     "vLLM's classes; see [recipes](../recipes/index.md).",
 }
@@ -14,12 +14,12 @@ OPTIONS = {
 # The response of each endpoint.
 ENDPOINTS = {
     "/v1/chat/completions": "An answer to a conversation; with `stream` as server-sent events.",
-    "/v1/completions": "The continuation of a text, of several texts, or of token ids; with "
+    "/v1/completions": "The continuation of a string, of several strings, or of token ids; with "
     "`stream` as server-sent events.",
     "/v1/models": "The served names, each with its `max_model_len`.",
     "/v1/models/{name:path}": "One of these models; 404 for a name that is not served.",
     "/tokenize": "The token ids of a prompt or of a conversation, their `count` and "
-    "`max_model_len`; with `return_token_strs` also the tokens as texts.",
+    "`max_model_len`; with `return_token_strs` also the tokens as strings.",
     "/detokenize": "The text of token ids, at most `max_model_len` of them.",
     "/health": "200 while requests are answered; 503 when the engine has failed, when a step "
     "hangs, and while the server is stopping.",
@@ -35,34 +35,36 @@ ENDPOINTS = {
 # Fields of requests that are not sampling parameters of the same name.
 FIELDS = {
     "model": "One of the served names; 404 for any other.",
-    "messages": "The conversation: `role`, and `content` as a text or a list of parts of text.",
-    "prompt": "A text, a list of texts, token ids, or a list of lists of them. /tokenize: a text.",
+    "messages": "The conversation: `role`, and `content` as a string or a list of text parts.",
+    "prompt": "A string, a list of strings, token ids, or a list of such lists. "
+    "/tokenize: a string.",
     "tokens": "Token ids.",
-    "max_completion_tokens": "OpenAI's newer name of `max_tokens`, over which it takes precedence.",
+    "max_completion_tokens": "OpenAI's newer name of `max_tokens`; it takes precedence.",
     "logprobs": "Completions: number of log-probabilities per token. Chat: whether to return any.",
-    "top_logprobs": "Number of candidates per token, in addition to itself; needs `logprobs`.",
-    "logit_bias": "Added to logits, by token id (a text, because JSON keys are).",
+    "top_logprobs": "Number of candidates per token, in addition to the sampled one; requires "
+    "`logprobs`.",
+    "logit_bias": "Added to logits, by token id (a string, because JSON keys are strings).",
     "response_format": '`{"type": "text"}`, "json_object" (with or without a `schema`), '
     '"json_schema" or "structural_tag".',
-    "structured_outputs": "A grammar as [`StructuredOutputsParams`](../api.md#structured-output) "
-    "has it, as an object.",
+    "structured_outputs": "A grammar: an object with the fields of "
+    "[`StructuredOutputsParams`](../api.md#structured-output).",
     "guided_json": 'vLLM\'s older name of `structured_outputs={"json": ...}`.',
     "guided_regex": "The same, for a regular expression.",
     "guided_choice": "The same, for a list of choices.",
     "guided_grammar": "The same, for a grammar.",
-    "guided_whitespace_pattern": "Regular expression for white space in the JSON of `guided_json`.",
+    "guided_whitespace_pattern": "Regular expression for whitespace in the JSON of `guided_json`.",
     "return_tokens_as_token_ids": 'Tokens in `logprobs` are written "token_id:5".',
-    "echo": "The output begins with the prompt, whose tokens then have log-probabilities, too. "
-    "Only for /v1/completions.",
+    "echo": "The output begins with the prompt, whose tokens then have log-probabilities, too.",
     "stream": "Stream the output as server-sent events.",
     "stream_options": "`include_usage`: a last event with the usage. `continuous_usage_stats`: "
     "usage in every event.",
-    "priority": "Needs `--scheduling-policy priority`: the lowest value first.",
-    "cache_salt": "Cached prefixes are shared only with requests of the same salt.",
+    "priority": "Requires `--scheduling-policy priority`; lower values run first.",
+    "cache_salt": "Cached prefixes are shared only with requests that have the same salt.",
     "return_token_ids": "Adds the token ids of prompt and output.",
     "request_id": "The end of the `id` of the response: 1 to 128 printable ASCII characters.",
-    "add_special_tokens": "Whether the tokenizer adds its special tokens, such as BOS, to a text.",
-    "return_token_strs": "Adds the tokens as texts.",
+    "add_special_tokens": "Whether the tokenizer adds its special tokens, such as BOS, to the "
+    "prompt.",
+    "return_token_strs": "Adds the tokens as strings.",
     "add_generation_prompt": "Whether the template begins the answer.",
     "continue_final_message": "The answer continues the last message.",
     "chat_template_kwargs": 'Variables of the template, such as `{"enable_thinking": false}`.',
@@ -91,38 +93,38 @@ FAMILIES = {
     "Qwen3MoeForCausalLM": "Qwen3's mixtures of experts",
 }
 
-# By `quant_method`: what is supported, and some of what is rejected by name.
+# By `quant_method`: what is supported, and some of what is rejected.
 FORMATS = {
     "compressed-tensors": (
-        "int-quantized, pack-quantized (4 and 8 bits), float-quantized, mxfp4-pack-quantized; "
+        "int-quantized, pack-quantized (4-bit and 8-bit), float-quantized, mxfp4-pack-quantized; "
         "several schemes in one checkpoint",
-        "static activations, quantised K and V, sparsity, transforms, nvfp4",
+        "static activation scales, quantized KV cache, sparsity, transforms, nvfp4",
     ),
     "fp8": (
-        "blocks (`weight_scale_inv`), scales per tensor or per output; float or ue8m0 scales",
-        "static activations",
+        "blocks (`weight_scale_inv`), per-tensor or per-channel scales; float or ue8m0 scales",
+        "static activation scales",
     ),
     "awq": ("gemm", "gemv, llm-awq"),
     "gptq": (
-        "2, 4 and 8 bits; both conventions of zero points; act-order",
-        "3 bits, marlin, schemes per module",
+        "2-bit, 4-bit and 8-bit; both conventions of zero points; act-order",
+        "3-bit, marlin, schemes per module",
     ),
-    "bitsandbytes": ("NF4, FP4, nested or not; int8", "weights that are kept in 16 bits"),
+    "bitsandbytes": ("NF4, FP4, nested or not; int8", "16-bit weights"),
     "gguf": ("a file of llama.cpp: see [GGUF](#gguf)", "types, architectures and settings that "
              "are not listed there"),
 }  # fmt: skip
 
-# By the value of `quantization`: the format of plain weights after loading.
+# By the value of `quantization`: the format of unquantized weights after loading.
 SCHEMES = {
-    "int8": ("a scale for each output of a weight", "CPU, GPU"),
-    "int4": ("a scale for each `quantization_group_size` weights", "CPU, GPU"),
-    "fp8": ("e4m3 with a scale for each output", "GPU"),
+    "int8": ("int8 with per-channel scales", "CPU, GPU"),
+    "int4": ("int4 with one scale per `quantization_group_size` weights", "CPU, GPU"),
+    "fp8": ("e4m3 with per-channel scales", "GPU"),
 }
 
 # By name: device, requirements, description.
 BACKENDS = {
-    "torch": ("CPU, GPU", "nothing", "The reference, in plain torch operations: clear and correct, "
-              "not fast."),
+    "torch": ("CPU, GPU", "nothing", "The reference implementation in torch operations; it is "
+              "slow."),
     "numba": ("CPU", "the package numba (extra `cpu`); float32 or bfloat16", "Kernels compiled by "
               "numba that read the paged cache in place. The default on a CPU if it is installed."),
     "triton": ("GPU", "the package triton, a C compiler, compute capability 8.0 or newer",
@@ -130,7 +132,7 @@ BACKENDS = {
                "only in Triton's interpreter (`TRITON_INTERPRET=1`), for tests."),
     "flash_attn": ("GPU", "the package flash-attn (version 2, with `block_size` a multiple of "
                    "256), or `flash_attn_interface` (version 3) on Hopper; float16 or bfloat16",
-                   "FlashAttention. K and V in 8 bits are not supported."),
+                   "FlashAttention. It does not support an 8-bit KV cache."),
 }  # fmt: skip
 
 # Bounds that reject a request or a checkpoint, by subject: the constant, its unit, and where it
@@ -139,13 +141,13 @@ BOUNDS = {
     "request": {
         "nanoserve.utils.list_checks.MOST_TOKEN_IDS": (
             "entries", "a list of token ids of `SamplingParams`, and `logit_bias`"),
-        "nanoserve.utils.list_checks.MOST_STOPS": ("texts", "`stop`"),
+        "nanoserve.utils.list_checks.MOST_STOPS": ("strings", "`stop`"),
         "nanoserve.utils.list_checks.MOST_STOP_CHARACTERS": (
         "characters",
         "all of `stop` together",
     ),
         "nanoserve.utils.list_checks.MOST_LOGPROB_IDS": ("entries", "`logprob_token_ids`"),
-        "nanoserve.utils.list_checks.MOST_BAD_WORDS": ("texts", "`bad_words`"),
+        "nanoserve.utils.list_checks.MOST_BAD_WORDS": ("strings", "`bad_words`"),
         "nanoserve.utils.list_checks.MOST_BAD_WORD_CHARACTERS": (
             "characters", "all of `bad_words` together"),
         "nanoserve.utils.list_checks.LONGEST_BAD_WORD": ("characters", "one of `bad_words`"),
@@ -164,7 +166,7 @@ BOUNDS = {
             "generates for tools")
            for name in ("json", "regex", "choice", "grammar", "%llguidance", "structural_tag",
                         "whitespace_pattern")},
-        "nanoserve.features.structured.params._MOST_CHOICES": ("texts", "`choice`"),
+        "nanoserve.features.structured.params._MOST_CHOICES": ("strings", "`choice`"),
         "nanoserve.features.structured.params._MOST_STRUCTURES": ("structures", "`structural_tag`"),
         "nanoserve.features.structured.params._DEEPEST": (
             "levels", "nested lists and objects in a JSON schema"),
@@ -216,7 +218,7 @@ BOUNDS = {
         "nanoserve.checkpoint.gguf.container._MAX_DIMS": (
             "dimensions", "a tensor of a GGUF file"),
         "nanoserve.checkpoint.formats.bitsandbytes._MAX_STATE_BYTES": (
-            "bytes", "the quantisation state of a tensor of bitsandbytes"),
+            "bytes", "the quantization state of a bitsandbytes tensor"),
         "nanoserve.checkpoint.formats.schemes._MAX_PATTERN": (
             "characters", "a regular expression that names modules (compressed-tensors)"),
         "nanoserve.checkpoint.formats.schemes._MAX_NAME": (
@@ -234,7 +236,7 @@ BOUNDS = {
     },
     "time": {
         "nanoserve.checkpoint.hub._TIMEOUT": (
-            "seconds", "waiting for the hub, before the local cache is used"),
+            "seconds", "waiting for the Hub before the local cache is used"),
         "nanoserve.features.parallel.tensor_parallel._START_TIMEOUT": ("seconds", "a rank's start"),
         "nanoserve.features.parallel.tensor_parallel._LOAD_TIMEOUT": (
             "seconds", "loading the weights, compiling and recording graphs in a rank"),
@@ -243,7 +245,7 @@ BOUNDS = {
         "nanoserve.features.parallel.ray_workers._CONNECT_TIMEOUT": (
             "seconds", "the time in which a rank that Ray has started connects"),
         "nanoserve.serve.engine_process._IMPORT_TIMEOUT": (
-            "seconds", "the time to the first sign of life of the engine's process"),
+            "seconds", "the time to the first heartbeat of the engine process"),
         "nanoserve.serve.replicas.router_client._LONGEST_ABSENCE": (
             "seconds", "the time without any replica after which waiting requests fail"),
     },
@@ -432,6 +434,6 @@ CONFIG_FIELDS = {
     "speculative_config.prompt_lookup_max": "Number of tokens that are matched first, the maximum. "
     "None: the same as `prompt_lookup_min`, or 4.",
     "kv_events_config.enable_kv_cache_events": "Whether events are published.",
-    "kv_events_config.replay_endpoint": "Unsupported: a subscriber that has missed events "
+    "kv_events_config.replay_endpoint": "Not supported: a subscriber that has missed events "
     "starts again.",
 }
