@@ -207,7 +207,7 @@ def test_activations_of_integers_are_refused_without_numba(
     make_qwen3(tmp_path)
     monkeypatch.setattr("nanoserve.models.quantization.linear_methods.find_spec", lambda name: None)
     options = {"quantization": "int8", "quantization_activations": "int8"}
-    with pytest.raises(ValueError, match=r"='int8' needs numba.*'nanoserve\[cpu\]', or use 'none'"):
+    with pytest.raises(ValueError, match=r"='int8' needs numba.*'nanoserve\[cpu\]', or set it to 'none'"):
         LLM(tmp_path, **options, **OPTIONS)
 
 
