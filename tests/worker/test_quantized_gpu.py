@@ -114,7 +114,7 @@ def test_fp8_is_near_the_plain_model(tmp_path: Path) -> None:
     plain = cpu_answers(tmp_path)
     difference = (answers(tmp_path, quantization="fp8")[1] - plain[1])[[0, NUM_TOKENS]].abs()
     assert 1e-3 < difference.max() < 0.6  # of the first tokens, which follow the same prompts
-    with pytest.raises(ValueError, match="needs a GPU: on a CPU, use quantization='int8'"):
+    with pytest.raises(ValueError, match="needs a GPU; on a CPU, use quantization='int8'"):
         LLM(tmp_path, **COMMON, attention_backend="torch", quantization="fp8")
 
 

@@ -165,7 +165,7 @@ def _unsigned(codes: Tensor, bits: int, where: str) -> Tensor:
 def mxfp4_matrix(packed: Tensor, exponents: Tensor, where: str) -> QuantizedMatrix:
     """Unpack MXFP4: `packed` is uint8 [out, in / 2], `exponents` uint8 [out, in / 32]."""
     is_number = not bool((exponents == _NAN).any())
-    require(is_number, f"{where:.199} has a scale of NaN (exponent {_NAN})")
+    require(is_number, f"{where:.199} has NaN as a scale (exponent {_NAN})")
     both = torch.arange(256)
     codes = _E2M1_CODES[torch.stack((both & 15, both >> 4), dim=1)][packed.int()].flatten(1)
     # A scale of 2^-128 is subnormal in float32, but exact.

@@ -210,8 +210,8 @@ def test_a_quantised_checkpoint_runs_as_integers(case: str, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantization": "int8"}, "quantization='int8' must be omitted or 'gptq'"),
-        ({"quantization": "awq"}, "quantization='awq' must be omitted or 'gptq'"),
+        ({"quantization": "int8"}, "quantization='int8' must be 'gptq'"),
+        ({"quantization": "awq"}, "quantization='awq' must be 'gptq'"),
     ],
     ids=str,
 )
