@@ -72,7 +72,6 @@ def attend_rows(
             queries, k, v, visible, is_causal=is_whole, scale=layer.scale
         )
     else:
-        assert visible is not None
         attended = _capped_attention(layer, queries, k, v, visible)
     return attended.flatten(1, 2) if n == 1 else attended[0].transpose(0, 1)
 
@@ -127,7 +126,6 @@ def _capped_attention(
     layer: AttentionLayer, queries: Tensor, k: Tensor, v: Tensor, visible: Tensor
 ) -> Tensor:
     """Compute attention with soft-capped scores (Gemma 2): cap x tanh(score / cap)."""
-    assert layer.soft_cap is not None
     # Queries are scaled before the matmul: in float16, unscaled scores could overflow.
     scores = (queries * layer.scale @ k.mT).float() / layer.soft_cap
     scores = (layer.soft_cap * scores.tanh()).masked_fill(~visible, -torch.inf)

@@ -113,7 +113,6 @@ def fill(
                 num_since = num_values
             weight = source.read(name) if parts else None
             if any(part.destination.is_meta for part in parts):
-                assert to_integers is not None
                 weight = to_integers(weight, source.is_quantized(name))
             for part in parts:
                 own = _slice(weight, part)

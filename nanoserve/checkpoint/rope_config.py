@@ -76,7 +76,6 @@ class RopeConfig:
         and the longer of the two counts.
         """
         if self.rope_type in ("dynamic", "yarn"):
-            assert self.factor is not None and self.original_max_position_embeddings is not None
             extended = int(self.factor * self.original_max_position_embeddings)
             name = "factor x original_max_position_embeddings"
             return max(max_position_embeddings, check_int(name, extended, 1, 2**31 - 1))

@@ -67,7 +67,6 @@ class BlockManager:
     def for_config(
         cls, config: EngineConfig, num_blocks: int, windows: AbstractSequence[int | None]
     ) -> "BlockManager":
-        assert config.max_num_batched_tokens is not None  # `EngineConfig.for_device` sets it
         return cls(
             num_blocks,
             config.block_size,

@@ -34,7 +34,7 @@ Prompt = str | AbstractSequence[int] | Mapping[str, Any]
 
 def as_prompt_list(prompts: Prompt | AbstractSequence[Prompt] | None) -> list[Prompt]:
     """Return a list of prompts; a string, a dictionary and a list of integers are one prompt."""
-    is_array = isinstance(prompts, np.ndarray) and prompts.ndim > 0
+    is_array = isinstance(prompts, np.ndarray) and np.ndim(prompts) > 0
     if not isinstance(prompts, (str, Mapping, AbstractSequence)) and not is_array:
         raise ValueError(f"prompts must be a list of prompts, not {type(prompts).__name__}")
     several: Any = prompts
@@ -90,7 +90,6 @@ class InputProcessor:
     @cached_property
     def text_limit(self) -> "TextLimit":
         """Limit on the length of a string prompt."""
-        assert self._tokenizer is not None
         return TextLimit(self._tokenizer.backend, self.max_model_len)
 
     def process(
@@ -176,7 +175,7 @@ class InputProcessor:
             token_ids = prompt.get("prompt_token_ids")
             if not isinstance(text, (str, NoneType)) or isinstance(token_ids, str):
                 raise ValueError("'prompt' must be a string and 'prompt_token_ids' token ids")
-            prompt = text if token_ids is None else token_ids  # type: ignore[assignment]  # or None
+            prompt = text if token_ids is None else token_ids
         if isinstance(prompt, str):
             if self._tokenizer is None:
                 raise ValueError("a string prompt needs a tokenizer, and this engine has none")
@@ -191,7 +190,6 @@ class InputProcessor:
 
     @cached_property
     def _bad_words(self) -> "BadWords":
-        assert self._tokenizer is not None
         return BadWords(self._tokenizer)
 
     def _check_params(self, params: SamplingParams, max_logprobs: int) -> None:

@@ -35,7 +35,6 @@ def collect_logprobs(
             completion.logprobs, completion.cumulative_logprob = [], 0.0
         if index < joined[row]:  # a stop token is not part of the output
             listed, k = seq.params.logprob_token_ids, seq.params.logprobs
-            assert result.logprobs is not None and k is not None  # they were requested
             try:
                 candidates = _candidates(result.logprobs, entry, k, text_of_token, listed)
             except Exception as error:  # concerns this text only: other requests continue
@@ -58,7 +57,6 @@ class PromptLogprobsCollector:
         self, request: Request, row: Row, values: TokenLogprobs, first: int
     ) -> Exception | None:
         collected, k = request.prompt_logprobs, request.params.prompt_logprobs
-        assert collected is not None and k is not None  # they were requested
         if row.start == 0:  # the first chunk, perhaps computed again after a preemption
             del collected[1:]
         for index in range(first, first + row.num_outputs - row.num_sampled):

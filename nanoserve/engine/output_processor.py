@@ -177,7 +177,6 @@ class OutputProcessor:
 
     def _stop_at_string(self, seq: Sequence) -> tuple[str, str | None] | None:
         """Return ("stop", string) if the text contains a stop string; a stop condition of `seq`."""
-        assert self._detokenizer is not None
         try:
             stop_string = self._detokenizer.advance(seq)
         except Exception as error:  # concerns this text only: other requests continue

@@ -53,7 +53,6 @@ class Scheduler:
         """
         self.config, self.extensions = config, extensions
         self.max_num_seqs = config.max_num_seqs
-        assert config.max_num_batched_tokens is not None  # `EngineConfig.for_device` sets it
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.max_tokens_per_seq = config.long_prefill_token_threshold or self.max_num_batched_tokens
         # Number of later arrivals that one priority level outweighs; there are never 2^64.

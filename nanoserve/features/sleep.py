@@ -191,6 +191,5 @@ class _DroppedRanks:
             "num_kv_blocks": engine.executor.num_kv_blocks,
             "kv_cache_memory_bytes": None,
         }
-        assert engine.make_executor is not None
         engine.replace_executor(engine.make_executor(replace(engine.config, **same_pool)))
         self._are_awake = True

@@ -58,7 +58,6 @@ class Rows(NamedTuple):
 
     def part(self, logits: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
         """Return a context with these rows' logits, [num_rows, vocab_size], to change in place."""
-        assert self.places is not None
         return rows_of(logits, self.places)
 
     def fail(self, row: int, error: Exception) -> None:

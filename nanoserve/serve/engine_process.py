@@ -268,7 +268,6 @@ class _Sender:
     def post(self, news: News | None) -> None:
         with self._lock:
             if news is None:
-                assert self._engine_thread is not None
                 self._others.append(("error", self._engine_thread.error))
                 self._is_over = True
             else:
@@ -330,7 +329,6 @@ class _Sender:
             for message in others:
                 self._pipe.send_bytes(pickled(message))
             for some_tokens, some_outputs in _parts(tokens, outputs):
-                assert self._engine_thread is not None
                 load = self._engine_thread.backlog, self._num_received
                 self._pipe.send_bytes(pickled(("news", some_tokens, some_outputs, *load)))
 

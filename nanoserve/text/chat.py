@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from collections.abc import Sequence as AbstractSequence
 from functools import partial
 from types import FunctionType, MethodType, NoneType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
@@ -17,8 +17,7 @@ from nanoserve.utils.checks import check_bool, check_choice, require, shown
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from nanoserve.engine.guard import GuardedEngine
-    from nanoserve.serve.engine_process import EngineFront
+    from nanoserve.engine.input_processor import InputProcessor
     from nanoserve.text.tokenizer import Tokenizer
 
 _FUNCTIONS = (FunctionType, MethodType)  # tools that transformers describes to the template
@@ -39,8 +38,18 @@ _MOST_CHARACTERS = 2**20  # limit for messages, if the prompt's limit is not hig
 _DEEPEST = 64  # maximum nesting depth of lists and dictionaries
 
 
+class ChatEngine(Protocol):
+    """What chat prompts need of an engine: `GuardedEngine`, or its stand-in in another process."""
+
+    @property
+    def tokenizer(self) -> "Tokenizer": ...
+
+    @property
+    def input_processor(self) -> "InputProcessor": ...
+
+
 def prompts_of(
-    engine: "GuardedEngine | EngineFront",
+    engine: ChatEngine,
     messages: Conversation | Conversations,
     *,
     chat_template: "str | Path | None" = None,
@@ -92,7 +101,7 @@ def prompts_of(
     return chat_prompts(engine, messages, arguments, allow_special_tokens, as_text)
 
 
-def _text_of_template(engine: "GuardedEngine | EngineFront", given: Any) -> str:
+def _text_of_template(engine: ChatEngine, given: Any) -> str:
     """Return the checkpoint's template of this name; otherwise see `load_chat_template`."""
     if isinstance(given, str) and "{" not in given and engine.tokenizer is not None:
         named: Any = engine.tokenizer.hugging_face.chat_template
@@ -102,7 +111,7 @@ def _text_of_template(engine: "GuardedEngine | EngineFront", given: Any) -> str:
 
 
 def chat_prompts(
-    engine: "GuardedEngine | EngineFront",
+    engine: ChatEngine,
     messages: Conversation | Conversations,
     template_arguments: dict[str, Any],
     allow_special_tokens: bool,
@@ -182,13 +191,12 @@ def _text_of_part(part: Any) -> str:
 
 
 def _prompt_of(
-    engine: "GuardedEngine | EngineFront",
+    engine: ChatEngine,
     conversation: AbstractSequence[Message],
     arguments: dict[str, Any],
     allow_special_tokens: bool,
     content_as_text: bool,
 ) -> dict[str, Any]:
-    assert engine.tokenizer is not None  # `chat_prompts` checks it
     tokenizer: Tokenizer = engine.tokenizer
     conversation = [with_objects(message) for message in conversation]
     limit, specials = engine.input_processor.text_limit, tokenizer.special_tokens

@@ -90,7 +90,6 @@ class SpecialTokens:
                 [AddedToken(name, normalized=token.normalized, special=False, **same)]
             )
             own_id = backend.token_to_id(name)
-            assert own_id is not None  # it was just added
             ids_of[own_id] = token_id
         backend.encode_special_tokens = True  # encode the original special tokens as text
         return backend, stand_ins, ids_of

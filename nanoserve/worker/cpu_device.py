@@ -204,7 +204,6 @@ class CpuDevice:
         if self._is_compiled:
             from nanoserve.worker.compile_ahead import compile_ahead
 
-            assert self._prepared is not None
             layout, computation = self._prepared
             batch = Batch(layout, self.host_memory(layout.num_bytes))
             parts = computation.block_size, computation.model, computation.sampler

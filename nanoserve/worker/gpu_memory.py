@@ -103,7 +103,6 @@ def most_outputs(config: EngineConfig) -> int:
     """Return the largest number of rows of logits of a step: one for each token that is sampled."""
     drafts = config.speculative_config
     of_row = 1 if drafts is None else drafts.num_speculative_tokens + 1
-    assert config.max_num_batched_tokens is not None  # `EngineConfig.for_device` sets it
     return min(config.max_num_seqs * of_row, config.max_num_batched_tokens)
 
 
@@ -115,7 +114,6 @@ def run_worst_case(executor: Executor, batch: Batch, config: EngineConfig) -> No
     the user's logits processors, since these may keep state.
     """
     rows, longest = config.max_num_seqs, executor.max_model_len
-    assert config.max_num_batched_tokens is not None  # as above
     tokens = min(config.max_num_batched_tokens, rows * longest)
     outputs, used = min(tokens, most_outputs(config)), rows
     if tokens == rows > 1 and longest > 1:

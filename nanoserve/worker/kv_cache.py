@@ -27,7 +27,6 @@ _GIB = 2**30
 def room_of_sequence(config: EngineConfig, model_config: ModelConfig) -> SequenceRoom:
     """Return the object that computes how many blocks a sequence of a given length takes."""
     windows = [group.window for group in kv_cache_groups(config, model_config)]
-    assert config.max_num_batched_tokens is not None  # `EngineConfig.for_device` sets it
     return SequenceRoom(windows, config.block_size, config.max_num_batched_tokens)
 
 

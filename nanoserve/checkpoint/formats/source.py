@@ -48,7 +48,6 @@ def open_quantized(path: Path, quantization_config: Mapping[str, Any]) -> Weight
     """
     check_quantization_config(quantization_config)
     method = method_of(quantization_config)
-    assert method is not None  # the check above requires one
     return FORMATS.get(method)(path, quantization_config)
 
 

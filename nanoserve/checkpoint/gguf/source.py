@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -74,8 +74,7 @@ class GGUFSource:
         except ValueError as error:
             raise ValueError(f"{tensor.file}: {tensor.name}: {error}") from error
         if self._form.adds_one_to_norms and name.endswith("norm.weight"):
-            assert isinstance(values, Tensor)  # only matrices can be quantized
-            return values.float() - 1
+            return cast(Tensor, values).float() - 1  # only matrices can be quantized
         if self._form.has_permuted_heads and ".attn_q." in tensor.name:
             return _in_halves(values, self._num_heads)
         if self._form.has_permuted_heads and ".attn_k." in tensor.name:

@@ -101,7 +101,6 @@ def split_layers(layers: Sequence[int], embedding: int, head: int, num_stages: i
         has_split = lambda limit: starts(*limits, limit) is not None  # noqa: E731
         limits.append(bisect_left(range(highest), True, key=has_split))
     found = starts(*limits)
-    assert found is not None  # the search has found these limits
     return [range(a, b) for a, b in pairwise([*found, len(layers)])]
 
 

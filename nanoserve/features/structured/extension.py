@@ -143,7 +143,6 @@ class StructuredOutputs(Extension):
     def _start(self, sequences: list[Sequence]) -> bool:
         """Start to compile the grammar of a request's sequences. Returns True if it is cached."""
         params = sequences[0].params.structured_outputs
-        assert params is not None
         future = self._compiler.compile(params.source(self._options))
         if future.done() and future.exception() is None:
             self._add_grammars(sequences, future.result())

@@ -43,7 +43,6 @@ class Guidance:
         own, end_name = _without_specials(backend), _secret_name()
         own.add_special_tokens([AddedToken(end_name, special=True)])
         end = own.token_to_id(end_name)
-        assert end is not None  # it was just added
         self._tokenizer = LLTokenizer(own.to_str(), max(vocab_size, end + 1), end)
 
     def compile(self, source: Source) -> "CompiledByGuidance":

@@ -26,7 +26,6 @@ def start_trace(engine: "GuardedEngine") -> ExitStack:
     from nanoserve.features.trace.whole_lines import WholeLines
 
     with ExitStack() as closing:  # closes the file if its header cannot be written
-        assert engine.config.trace is not None
         file = closing.enter_context(WholeLines(engine.config.trace))
         recorder = TraceRecorder(engine, file)
         engine.observers.append(recorder.observe)

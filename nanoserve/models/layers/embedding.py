@@ -36,7 +36,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def share(self, look_up: Callable[[Tensor], Tensor]) -> None:
         """Drop the weight, and use `look_up`, int [n] -> [n, hidden], of a tied LM head."""
-        self._look_up, self.weight = look_up, None  # type: ignore[assignment]  # not used again
+        self._look_up, self.weight = look_up, None
         look_up(torch.zeros(1, dtype=torch.int32))  # compiles now, not in the first step
 
     def _rows(self, indices: Tensor) -> Tensor:
@@ -71,9 +71,9 @@ class ParallelLMHead(VocabParallelEmbedding):
         form = getattr(self, "form", None)
         if num_bytes >= SHARED_FROM and getattr(form, "keeps_rows", False):
             for embedding in self._embedding:
-                embedding.share(form.rows)  # type: ignore[union-attr]  # it is not None here
+                embedding.share(form.rows)
 
-    def forward(self, hidden: Tensor) -> Tensor | None:  # type: ignore[override]  # a head
+    def forward(self, hidden: Tensor) -> Tensor | None:
         logits = self.tp.gather(self.method.apply(self, hidden))
         return None if logits is None else logits[:, : self.shape[0]]
 

@@ -51,7 +51,6 @@ class SparseMoE(nn.Module):
         if config.hidden_act != "silu":
             raise ValueError(f"hidden_act={config.hidden_act!r} is not supported for experts")
         moe, tp, hidden = config.moe, context.tp, config.hidden_size
-        assert moe is not None
         self.num_experts, self.top_k = moe.num_experts, moe.num_experts_per_tok
         self.norm_topk_prob = moe.norm_topk_prob
         self.first_expert = tp.rank * moe.num_experts // tp.size

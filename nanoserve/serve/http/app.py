@@ -198,7 +198,6 @@ class ApiServer:
         def token_ids() -> list[int]:
             if body.messages is not None:
                 return chat_prompt(body, engine)["prompt_token_ids"]
-            assert body.prompt is not None  # `TokenizeBody` has one of the two
             engine.input_processor.text_limit.check(body.prompt)
             return self._tokenizer.encode(body.prompt, body.add_special_tokens is not False)
 

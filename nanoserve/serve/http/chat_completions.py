@@ -42,7 +42,6 @@ def chat_requests(
         )
     if not body.messages:
         raise ApiError(400, "messages is empty; pass at least one message", "messages")
-    assert engine.tokenizer is not None  # `ApiServer` checks it
     prompt, special_id = chat_prompt(body, engine), engine.tokenizer.special_tokens.id_of
     if reasoning_parser is not None and body.constraint is not None:
         thought = thought_at_end(prompt["prompt"], reasoning_parser, body.continued)
@@ -60,7 +59,6 @@ def chat_requests(
 
 def chat_prompt(body: ChatBody, engine: GuardedEngine | EngineFront) -> dict[str, Any]:
     """Return the prompt that the template makes of a conversation, as text and token ids."""
-    assert engine.tokenizer is not None  # as above
     arguments = body.template_arguments(engine.tokenizer.chat_template or "")
     special = bool(body.allow_special_tokens)
     (prompt,) = chat_prompts(engine, [body.conversation()], arguments, special)

@@ -34,7 +34,6 @@ def completion_requests(
     for prompt in body.prompts():
         if isinstance(prompt, str) and body.add_special_tokens is False:
             engine.input_processor.text_limit.check(prompt)
-            assert engine.tokenizer is not None  # `ApiServer` checks it
             prompt = engine.tokenizer.encode(prompt, add_special_tokens=False)
         process = engine.input_processor.process
         yield process(new_id(), body.prompt_of(prompt), params, body.priority or 0)

@@ -145,7 +145,6 @@ class LiveView:
 
     def _snapshot_event(self) -> str:
         if not self._last_snapshot:
-            assert self._state is not None
             self._last_snapshot = _event("snapshot", snapshot(self._state))
         return self._last_snapshot
 

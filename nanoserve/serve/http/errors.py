@@ -60,7 +60,7 @@ class ApiError(Exception):
             return cls(400, str(error), code="context_length_exceeded")
         if isinstance(error, ValueError):  # engine messages begin with `name=value` or `name: `
             found = re.match(r"(\w+)(=|: )", str(error))
-            return cls(400, str(error), found and found[1])
+            return cls(400, str(error), found[1] if found else None)
         if isinstance(error, EngineDeadError):
             return cls(503, str(error), code="engine_dead")
         return cls.internal()

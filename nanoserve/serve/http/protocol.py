@@ -332,7 +332,7 @@ class TokenizeBody(ChatBody):
     """Request body of `POST /tokenize`, either a prompt or a list of messages."""
 
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None  # type: ignore[assignment]  # here optional
+    messages: list[dict[str, Any]] | None = None  # here optional
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 

@@ -30,7 +30,6 @@ class Placement:
     def __init__(self, config: EngineConfig) -> None:
         self._lock = threading.Lock()
         self._max_num_seqs, self._caches = config.max_num_seqs, config.enable_prefix_caching
-        assert config.prefix_cache_seed is not None  # `replicas_app` sets it
         self._router = PrefixRouter(config.block_size, config.prefix_cache_seed)
         self.members: dict[str, Member] = {}
 

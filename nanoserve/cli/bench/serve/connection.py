@@ -4,6 +4,7 @@ import asyncio
 import re
 import ssl
 import time
+from typing import cast
 from urllib.parse import urlsplit
 
 from nanoserve.cli.bench.serve.response import Response
@@ -42,8 +43,8 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport, self.is_open = transport, True
+        self._transport = cast(asyncio.Transport, transport)
+        self.is_open = True
 
     def data_received(self, data: bytes) -> None:
         now = time.perf_counter()
@@ -106,7 +107,6 @@ class Server:
             self.path += "/v1"
         self.url = f"{parts.scheme}://{parts.netloc}{self.path}"
         self._tls = ssl.create_default_context() if parts.scheme == "https" else None
-        assert parts.hostname is not None
         self._name = self._host = parts.hostname
         self._port = parts.port or (443 if self._tls else 80)
         self._timeout = timeout
