@@ -58,7 +58,7 @@ class Pulse:
 
 
 class WorkWatch:
-    """A stopwatch that tells how long the current piece of one thread's work has been running.
+    """A stopwatch that measures how long the current piece of one thread's work has been running.
 
     The watched thread enters `work` around each piece. Another thread calls `look` repeatedly.
     `age` is the number of seconds that the current piece has taken so far. `idle` is the number of

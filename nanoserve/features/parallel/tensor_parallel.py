@@ -6,7 +6,7 @@ logits, with two all-reduces per layer (Shoeybi et al. 2019, "Megatron-LM").
 
 Rank 0 packs each batch into shared memory, from which all ranks read it. Rank 0 announces the step
 by writing its number to a pipe per worker. The pipe also acts as a memory barrier for the shared
-batch, and EOF tells each side that its peer has died.
+batch, and EOF notifies each side that its peer has died.
 """
 
 import contextlib

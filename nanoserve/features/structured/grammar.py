@@ -22,7 +22,7 @@ class Source(NamedTuple):
 class Grammar(Protocol):
     """The state of one output in a grammar.
 
-    A grammar describes text, so it never allows special tokens, not even EOS. `may_end` tells
+    A grammar describes text, so it never allows special tokens, not even EOS. `may_end` says
     whether the output may end here.
     """
 
