@@ -39,7 +39,10 @@ _DEEPEST = 64  # maximum nesting depth of lists and dictionaries
 
 
 class ChatEngine(Protocol):
-    """What chat prompts need of an engine: `GuardedEngine`, or its stand-in in another process."""
+    """The part of an engine that chat prompts need.
+
+    `GuardedEngine` has it, and the stand-in for an engine in another process.
+    """
 
     @property
     def tokenizer(self) -> "Tokenizer": ...

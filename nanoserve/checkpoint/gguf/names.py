@@ -39,7 +39,7 @@ _LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
 class Form(NamedTuple):
-    """How GGUF files store an architecture."""
+    """The form in which GGUF files store an architecture."""
 
     architecture: str  # name in `config.json`
     names: dict[str, str] = _PLAIN  # names of a layer's tensors
