@@ -89,7 +89,7 @@ def test_every_option_of_vllms_is_accepted_where_it_asks_for_nothing(name: str) 
         ({"zzz": 2}, "known options are"),
         ({"torch_dtype": "x"}, "did you mean dtype?"),
         ({"n_ctx": 5}, "did you mean max_model_len?"),
-        ({"num_gpu_blocks_override": 5, "num_kv_blocks": 5}, "given as well"),
+        ({"num_gpu_blocks_override": 5, "num_kv_blocks": 5}, "set as well"),
         ({"logits_processors": ["no"]}, "'no'"),
         ({"hf_overrides": 5}, "hf_overrides=5 must be a dictionary"),
     ],
@@ -335,7 +335,7 @@ def test_what_scripts_look_up_in_an_engine(llm: LLM) -> None:
     for owner, name, told in (
         (engine.model_config, "max_model_len", "input_processor.max_model_len"),
         (engine.model_config, "hf_config", "AutoConfig"),
-        (engine.model_config, "get_vocab_size", "it is vocab_size"),
+        (engine.model_config, "get_vocab_size", "use vocab_size"),
         (engine, "cache_config", "config.block_size"),
         (engine, "model_executor", "executor.model"),
         (engine, "vllm_config", "llm.engine.config"),

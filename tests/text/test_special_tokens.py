@@ -146,7 +146,7 @@ def test_an_answer_with_a_typed_token_is_found_in_the_prefix_cache(llm: LLM) -> 
 
 def test_nothing_is_overlooked_because_of_its_type(llm: LLM) -> None:
     for content in (deque([INJECTION]), {INJECTION}, iter([INJECTION]), INJECTION.encode()):
-        with pytest.raises(ValueError, match="not a text, number, list or dictionary"):
+        with pytest.raises(ValueError, match="not a string, number, list or dictionary"):
             ask(llm, user(content), chat_template="{{ messages[0].content | list | join }}")
     with pytest.raises(ValueError, match="a conversation is a list of messages"):
         llm.chat([iter(user(INJECTION))], use_tqdm=False)

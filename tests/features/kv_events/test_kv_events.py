@@ -349,7 +349,7 @@ def test_an_address_that_is_taken_is_refused_and_free_again_after_close() -> Non
         ({"topic": None}, "topic=None must be"),
         ({"hwm": -1}, "hwm=-1 must be"),
         ({"buffer_steps": 0.5}, "buffer_steps=0.5 must be"),
-        ({"replay_endpoint": "tcp://*:5558"}, "leave it out"),
+        ({"replay_endpoint": "tcp://*:5558"}, "remove it"),
     ],
 )
 def test_bad_options_are_refused(options: Any, message: str) -> None:
