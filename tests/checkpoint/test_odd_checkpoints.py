@@ -199,7 +199,7 @@ def test_names_of_a_base_model(odd: Path) -> None:
     save_file(tensors, odd / WEIGHTS)
     rename_tensors(odd, lambda name: name.removeprefix("model."))
     told = refusal(odd)
-    assert "the names lack 'model.', like those of a base model without a head" in told
+    assert "the names lack 'model.', like the names of a base model without a head" in told
     assert "embedding model" in told and "; missing: " in told
 
 

@@ -279,7 +279,7 @@ def test_a_chat_template_is_read_before_anything_starts(command: str, capsys) ->
     if command == "serve":
         pytest.importorskip("fastapi", reason="pip install 'nanoserve[serve]'")
     assert main([command, "no-such-model", "--chat-template", "no.jinja"]) == 1
-    assert "chat_template='no.jinja' is not a file" in capsys.readouterr().err
+    assert "chat_template='no.jinja' is neither a file" in capsys.readouterr().err
 
 
 def test_the_model_has_a_place_and_a_flag(capsys) -> None:

@@ -115,7 +115,7 @@ BAD_PROMPTS = {
     "text in a dictionary": ({"prompt": "hello"}, ["tokenizer"]),
     "empty text without a tokenizer": ("", ["tokenizer"]),
     "empty salt": ({"prompt_token_ids": [1], "cache_salt": ""}, ["cache_salt=''"]),
-    "number for a salt": ({"prompt_token_ids": [1], "cache_salt": 5}, ["cache_salt=5", "text"]),
+    "number for a salt": ({"prompt_token_ids": [1], "cache_salt": 5}, ["cache_salt=5", "string"]),
     "bytes for a salt": ({"prompt_token_ids": [1], "cache_salt": b"a"}, ["cache_salt=b'a'"]),
     "list for a salt": ({"prompt_token_ids": [1], "cache_salt": ["a"]}, ["cache_salt=['a']"]),
     "False for a salt": ({"prompt_token_ids": [1], "cache_salt": False}, ["cache_salt=False"]),

@@ -133,7 +133,7 @@ def test_a_torn_line_is_cut_off(source: Path, out: Path, kept: int) -> None:
         (b"some text\n", "out.jsonl:1 is not JSON"),
         (b"some text", "out.jsonl:1 is not an answer of a batch job"),
         (b'{"id": "batch_req_1", "custom_id": "id-1"}\n', "not written by this command"),
-        (answer_to('{"custom_id": "x"}'), "custom_id='x', which is not in .*another input"),
+        (answer_to('{"custom_id": "x"}'), "custom_id='x', which is not in .*another output file"),
         (answer_to('{"custom_id": "id-3"}'), "custom_id='id-3', but not the request in"),
         (2 * answer_to('{"custom_id": "x"}'), "out.jsonl:2 answers custom_id='x' a second time"),
     ],

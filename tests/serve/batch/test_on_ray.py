@@ -62,11 +62,11 @@ def test_replicas_that_have_no_room_are_told() -> None:
     config = EngineConfig("tiny-qwen3", tensor_parallel_size=2)
     there = {"CPU": 4.0, "GPU": 4.0}
     assert _resources(config, 1, 2, there) == {"num_cpus": 1, "num_gpus": 2}
-    with pytest.raises(ValueError, match="replicas=3 need 2 GPUs each, and Ray has 4"):
+    with pytest.raises(ValueError, match="replicas=3 need 2 GPUs each, but Ray has 4"):
         _resources(config, 1, 3, there)
-    with pytest.raises(ValueError, match="replicas=3 need 2 CPUs each, and Ray has 4"):
+    with pytest.raises(ValueError, match="replicas=3 need 2 CPUs each, but Ray has 4"):
         _resources(EngineConfig("tiny-qwen3", device="cpu"), 2, 3, there)
-    with pytest.raises(ValueError, match="need 1 GPUs each, and Ray has 0"):
+    with pytest.raises(ValueError, match="need 1 GPUs each, but Ray has 0"):
         _resources(EngineConfig("tiny-qwen3", device="cuda"), 1, 1, {"CPU": 4.0})
     assert _resources(EngineConfig("tiny-qwen3"), 2, 2, {"CPU": 4.0})["num_gpus"] == 0
 

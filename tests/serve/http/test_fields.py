@@ -342,7 +342,7 @@ def test_what_is_no_content_is_told_in_plain_words(content: Any, told: str) -> N
         ({"logprobs": True, "top_logprobs": -2}, "top_logprobs", "top_logprobs=-2"),
         ({"logprobs": True, "top_logprobs": -1}, "logprobs", "max_logprobs"),
         ({"stop": ""}, "stop", "omit it"),
-        ({"n": 2}, "n", "Give a temperature"),
+        ({"n": 2}, "n", "set a temperature"),
         ({"max_completion_tokens": 10**6}, "max_completion_tokens", "maximum context length"),
     ],
     ids=str,
