@@ -23,7 +23,7 @@ import interpreter
 import torch
 from triton.runtime.interpreter import GridExecutor
 
-import nanoserve.kernels
+import nanoserve.kernels.triton
 
 _MAP_NORESERVE = 0x4000  # Linux's; Python has no name for it
 NUM_HEADS, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM = 4, 2, 16, 64
@@ -32,11 +32,11 @@ NUM_BLOCKS = 2**31 // (NUM_KV_HEADS * BLOCK_SIZE * HEAD_DIM) + 500
 
 def plant(name: str, directory: Path) -> None:
     """The kernels of `name` without 64-bit offsets, from copies in `directory`."""
-    (package,) = nanoserve.kernels.__path__
+    (package,) = nanoserve.kernels.triton.__path__
     shutil.copytree(package, directory, dirs_exist_ok=True)
     for file in directory.glob(f"*{name}*.py"):
         file.write_text(file.read_text().replace(".to(tl.int64)", ""))
-    nanoserve.kernels.__path__ = [str(directory)]
+    nanoserve.kernels.triton.__path__ = [str(directory)]
 
 
 def make_pool() -> torch.Tensor:
