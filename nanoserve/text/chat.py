@@ -243,7 +243,9 @@ def _texts_in(value: Any, most: int | None) -> tuple[list[str], bool]:
         if isinstance(part, (str, Mapping, list, tuple)):
             size += len(part)
         elif not isinstance(part, (int, float, np.number, NoneType, *_FUNCTIONS)):
-            raise ValueError(f"{shown(part)} in messages is not a string, number, list or dictionary")
+            raise ValueError(
+                f"{shown(part)} in messages is not a string, number, list or dictionary"
+            )
         if most is not None and size > most:
             return texts, False
         if depth > _DEEPEST:

@@ -1,7 +1,7 @@
 """`AsyncLLM` and its HTTP server for a fleet of replicas instead of one engine."""
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -16,6 +16,7 @@ from nanoserve.serve.async_llm import AsyncLLM
 from nanoserve.serve.engine_thread import News
 from nanoserve.serve.http.app import ApiServer
 from nanoserve.serve.replicas.live_replicas import LiveReplicas
+from nanoserve.serve.replicas.merged_metrics import merged
 from nanoserve.serve.replicas.router_client import Fleet
 from nanoserve.serve.response_stream import EngineDeadError
 
@@ -90,37 +91,3 @@ class FleetServer(ApiServer):
 
     def _show_live(self) -> LiveReplicas:  # type: ignore[override]  # methods of `LiveView`
         return LiveReplicas(self.app, self.llm.call_in_replica, lambda: self.llm.owner.replicas)
-
-
-def merged(expositions: Mapping[int, bytes]) -> bytes:
-    """Merge the metrics of replicas, by replica number. Each sample gets a label `replica`.
-
-    Samples of one name are grouped under its HELP and TYPE lines, as Prometheus requires.
-    """
-    heads: dict[str, list[str]] = {}
-    samples: dict[str, list[str]] = {}
-    for number, text in sorted(expositions.items()):
-        name = ""
-        for line in text.decode().splitlines():
-            if line.startswith("# HELP "):
-                name = line.split(" ", 3)[2]
-                head = heads[name] = []
-                samples.setdefault(name, [])
-            if line.startswith("#"):
-                head.append(line)
-            else:
-                samples[name].append(_labelled(line, number))
-    lines = [line for name, head in heads.items() for line in (*head, *samples[name])]
-    return "".join(f"{line}\n" for line in lines).encode()
-
-
-def _labelled(sample: str, number: int) -> str:
-    """Add the label `replica` to a sample: `name{a="b"} 1` or `name 1`.
-
-    A name contains neither a brace nor a space.
-    """
-    name, brace, rest = sample.partition("{")
-    if not brace or " " in name:
-        name, _, value = sample.partition(" ")
-        return f'{name}{{replica="{number}"}} {value}'
-    return f'{name}{{replica="{number}",{rest}'

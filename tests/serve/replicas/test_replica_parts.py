@@ -11,7 +11,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import Sequence
 from nanoserve.outputs import RequestMetrics, RequestOutput
-from nanoserve.serve.replicas.fleet_llm import merged
+from nanoserve.serve.replicas.merged_metrics import merged
 from nanoserve.serve.replicas.messages import Call, Order
 from nanoserve.serve.replicas.output_queue import Outbox, news_of
 from nanoserve.serve.replicas.routing import Placement
