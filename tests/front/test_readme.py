@@ -1,6 +1,7 @@
 """The README is one page, and its example runs as it stands there."""
 
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,18 @@ def test_the_api_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
     (example,) = re.findall(r"```python\n(.*?)```", README.read_text("utf-8"), re.DOTALL)
     exec(compile(example, str(README), "exec"), {})
     assert "A block table" in capsys.readouterr().out
+
+
+def test_the_ci_finds_its_two_commands() -> None:
+    """CI takes the commands from the README, so the line that reads them is run here."""
+    lines = (README.parent / ".ci" / "run").read_text("utf-8").splitlines()
+    (reads,) = [line for line in lines if line.startswith("commands=")]
+    script = f'{reads}\nprintf "%s" "$commands"'
+    found = subprocess.run(
+        ["bash", "-c", script], cwd=README.parent, check=True, capture_output=True, text=True
+    ).stdout.splitlines()
+    assert len(found) == 2
+    assert "python example.py" in found[0] and "&& pytest" in found[1]
 
 
 def test_the_places_that_it_names_exist() -> None:
