@@ -1,4 +1,4 @@
-"""Run llama.cpp's logits of every prompt token and its quantiser, for `quality_real.py`.
+"""Run llama.cpp's logits of every prompt token and its quantizer, for `quality_real.py`.
 
     python benchmarks/quality.py --model smollm2 --llama-cpp PYTHON
 
@@ -6,7 +6,7 @@ That starts this file with PYTHON, which has llama-cpp-python and needs nothing 
 
     PYTHON benchmarks/logits_llama_cpp.py JOB.json
 
-A job has `file`, a GGUF file, and either `kind` and `target` (quantise it, as its `llama-quantize`
+A job has `file`, a GGUF file, and either `kind` and `target` (quantize it, as its `llama-quantize`
 does) or `prompts`, `target` (numpy's format), `threads` and `context` (fields of
 `llama_context_params`; the name of a type where one is wanted).
 """
@@ -29,7 +29,7 @@ def quantize(job: dict[str, Any]) -> None:
     params.nthread, params.allow_requantize = job["threads"], True
     files = (str(job[name]).encode() for name in ("file", "target"))
     if lib.llama_model_quantize(*files, ctypes.byref(params)) != 0:
-        raise ValueError(f"llama.cpp cannot quantise {job['file']} to {job['kind']}")
+        raise ValueError(f"llama.cpp cannot quantize {job['file']} to {job['kind']}")
 
 
 def logits(job: dict[str, Any]) -> None:

@@ -31,7 +31,7 @@ from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.sequence import Sequence
 from nanoserve.features.parallel.pipeline_schedule import PipelineSchedule
-from nanoserve.features.trace.phases import tell_stages
+from nanoserve.features.trace.phases import describe_stages
 from nanoserve.features.trace.reader import read_trace
 
 _MAX_MODEL_LEN = 1024
@@ -171,7 +171,7 @@ def real(shape: str) -> None:
             trace = Path(folder) / f"{num_stages}.jsonl"
             with LLM(folder, **common, pipeline_parallel_size=num_stages, trace=trace) as llm:
                 run(llm)
-            print(f"\n{num_stages} stages{tell_stages(read_trace(trace))}", flush=True)
+            print(f"\n{num_stages} stages{describe_stages(read_trace(trace))}", flush=True)
 
 
 def main() -> None:

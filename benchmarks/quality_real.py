@@ -7,9 +7,9 @@
 `benchmarks/texts`: explanation, story, a chat in the model's own template, Python, JavaScript,
 French, Chinese. Two tables:
 
-1. Every scheme against transformers in float32 on the model's own weights, dequantised if they are
+1. Every scheme against transformers in float32 on the model's own weights, dequantized if they are
    in a GGUF file: the loss for a user.
-2. Every GGUF file, including those written by llama.cpp's quantiser, against transformers in
+2. Every GGUF file, including those written by llama.cpp's quantizer, against transformers in
 float32
    on the same file: the rounding of the engine, for nanoserve and llama.cpp.
 
@@ -131,7 +131,7 @@ def token_ids(path: Path, num_positions: int) -> list[list[int]]:
 def transformers_logits(
     path: Path, prompts: list[list[int]], dtype: str, file: Path, plain: Path | None = None
 ) -> np.ndarray:
-    """Compute logits with transformers, and write dequantised weights to the folder `plain`."""
+    """Compute logits with transformers, and write dequantized weights to the folder `plain`."""
     from transformers import AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 

@@ -276,7 +276,10 @@ def sampling_fields() -> str:
 
 # /tokenize accepts all fields of a conversation, and reads those that determine the prompt.
 _UNREAD_BY_TOKENIZE = {
-    *("max_completion_tokens", "logprobs", "top_logprobs", "parallel_tool_calls"),
+    "max_completion_tokens",
+    "logprobs",
+    "top_logprobs",
+    "parallel_tool_calls",
 }
 
 
@@ -460,7 +463,7 @@ def other_models() -> str:
 
 
 def checkpoint_formats() -> str:
-    """Return a table of the supported formats of quantised checkpoints."""
+    """Return a table of the supported formats of quantized checkpoints."""
     from nanoserve.checkpoint.formats.registry import FORMATS
 
     same_names("formats of checkpoints", words.FORMATS, FORMATS.names())
@@ -482,7 +485,7 @@ def format_fields() -> str:
 
 
 def schemes() -> str:
-    """Return a table of the schemes for quantising plain weights."""
+    """Return a table of the schemes for quantizing plain weights."""
     from nanoserve.checkpoint.formats.registry import SCHEMES
 
     same_names("schemes", words.SCHEMES, SCHEMES.names())

@@ -1,4 +1,4 @@
-"""Exercise: quantise in groups, pack two codes per byte, and multiply integers.
+"""Exercise: quantize in groups, pack two codes per byte, and multiply integers.
 
 Complete the six functions, in numpy. All values are rounded to the nearest, ties to even
 (`np.rint`); floats are float32. The rules:
@@ -13,7 +13,7 @@ Complete the six functions, in numpy. All values are rounded to the nearest, tie
 4. `int8_rows`: a scale for each row, its largest magnitude / 127; codes from -127 to 127. A row of
    zeros has the scale 0 and codes of 0.
 5. `int8_product`: x W^T of activations in floats and weights in int8 with a scale per output. Each
-   row of x is quantised by `int8_rows`. Codes are multiplied and added in an integer type that is
+   row of x is quantized by `int8_rows`. Codes are multiplied and added in an integer type that is
    wide enough for the sum, which is multiplied by both scales at the end.
 
 Test it with `pytest -x docs/20-quantization/test_exercise.py`.

@@ -1,4 +1,4 @@
-"""Tests of the exercise of chapter 20, against the engine's own quantisation functions."""
+"""Tests of the exercise of chapter 20, against the engine's own quantization functions."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Numbers of chapter 20: formats and their cost, computed by the engine's own quantisation code.
+"""Numbers of chapter 20: formats and their cost, computed by the engine's own quantization code.
 
 Errors and divergences are those of the bundled model's weights. Times are lower bounds from data
 sheets: weights are read once per step; K and V, attention and launches are not counted.
@@ -317,7 +317,7 @@ def _model() -> nn.Module:
 
 @cache
 def _weights() -> dict[str, Tensor]:
-    """The matrices that the engine quantises: all linear layers and the LM head, no embedding."""
+    """The matrices that the engine quantizes: all linear layers and the LM head, no embedding."""
     linears = {
         f"{name}.weight": module.weight.detach().clone()
         for name, module in _model().named_modules()

@@ -51,7 +51,7 @@ def test_memory_arithmetic() -> None:
 
 def test_a_zero_point_is_a_code() -> None:
     """From -1 to 3 in 8 bits: 4 / 255 a step, and 0 is code 64."""
-    codes = [worked.quantise(x, 4 / 255, 64) for x in (-1.0, 0.0, 3.0)]
+    codes = [worked.quantize(x, 4 / 255, 64) for x in (-1.0, 0.0, 3.0)]
     assert codes == [0, 64, 255]
     assert worked.subtracted_first(3.0, 4 / 255, 64) == -3889
 

@@ -70,8 +70,8 @@ def pairs_seen(tokens: int) -> int:
     return tokens * (tokens + 1) // 2
 
 
-def quantise(x: float, scale: float, zero_point: int) -> int:
-    """Affine 8-bit quantisation: the zero point is an integer code, added after the division."""
+def quantize(x: float, scale: float, zero_point: int) -> int:
+    """Affine 8-bit quantization: the zero point is an integer code, added after the division."""
     return min(255, max(0, round(x / scale) + zero_point))
 
 

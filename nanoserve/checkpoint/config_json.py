@@ -106,8 +106,8 @@ class ConfigFile:
     def rope(self, head_dim: int, max_positions: int) -> RopeConfig:
         """Return the RoPE settings of all layers; theta defaults to the architecture's."""
         objects = (self.raw.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
-        is_said = any(isinstance(one, dict) and "rope_theta" in one for one in objects)
-        raw = {"rope_theta": None if is_said else self.implied["rope_theta"], **self.raw}
+        is_given = any(isinstance(one, dict) and "rope_theta" in one for one in objects)
+        raw = {"rope_theta": None if is_given else self.implied["rope_theta"], **self.raw}
         return RopeConfig.from_hf(raw, head_dim, max_positions)
 
 
@@ -130,7 +130,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error}") from error
     if content.startswith(b"version https://git-lfs"):
-        raise ValueError(tell_pointer(path))
+        raise ValueError(describe_lfs_pointer(path))
     return json_object(content, str(path))
 
 
@@ -139,7 +139,7 @@ def architecture_of(raw: Mapping[str, Any]) -> str:
     return str(names[0] if isinstance(names, list) else names)
 
 
-def tell_pointer(file: Path) -> str:
+def describe_lfs_pointer(file: Path) -> str:
     """Describe a git-lfs pointer found in place of a file."""
     return (
         f"{file} is a git-lfs pointer, not the file itself: git cloned the repository without its "
@@ -147,9 +147,9 @@ def tell_pointer(file: Path) -> str:
     )
 
 
-def tell_damage(file: Path, error: Exception) -> str:
+def describe_damage(file: Path, error: Exception) -> str:
     """Describe a file that could not be opened as safetensors, and the reason."""
     with suppress(OSError), file.open("rb") as content:  # an OSError may be the reason itself
         if content.read(23) == b"version https://git-lfs":
-            return tell_pointer(file)
+            return describe_lfs_pointer(file)
     return f"{file} is damaged or not a safetensors file: {error}"

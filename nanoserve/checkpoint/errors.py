@@ -73,7 +73,7 @@ def _before(name: str, stored: Collection[str]) -> str:
 def check_folder(path: Path) -> None:
     """Raise `ValueError` for a folder without a config; log a warning for one with an adapter."""
     if not (path / "config.json").is_file():
-        raise ValueError(_tell_no_config(path))
+        raise ValueError(_describe_missing_config(path))
     logger.warning(
         "%s has an adapter_config.json next to the model: the adapter is not applied; to apply it, "
         "merge it into the model with peft's merge_and_unload() and save the result",
@@ -81,10 +81,10 @@ def check_folder(path: Path) -> None:
     )
 
 
-def tell_no_weights(path: Path) -> str:
+def describe_missing_weights(path: Path) -> str:
     """Describe a folder with neither model.safetensors nor an index of several files."""
     if (path / "adapter_config.json").is_file():
-        return _tell_adapter(path)
+        return _describe_adapter(path)
     problem = f"{path} is not a checkpoint: it has neither model.safetensors nor an index of shards"
     pickled = sorted(file.name for file in path.glob("*.bin"))
     others = sorted(file.name for file in path.glob("*.safetensors"))
@@ -96,18 +96,18 @@ def tell_no_weights(path: Path) -> str:
     if pickled:
         return (
             f"{problem}; {some(pickled)} are pickles, which may execute code: convert them "
-            f"with transformers, {save_anew(str(path), str(path))}"
+            f"with transformers, {code_to_convert(str(path), str(path))}"
         )
     return problem
 
 
-def save_anew(source: str, folder: str) -> str:
+def code_to_convert(source: str, folder: str) -> str:
     """Return the line of code that converts a model to safetensors with transformers."""
     load = f"AutoModelForCausalLM.from_pretrained({source!r}, dtype='auto')"
     return f"`{load}.save_pretrained({folder!r})`"
 
 
-def _tell_adapter(path: Path) -> str:
+def _describe_adapter(path: Path) -> str:
     adapter = read_json(path / "adapter_config.json")
     base = shown(adapter.get("base_model_name_or_path"))
     kind = "LoRA" if adapter.get("peft_type", "LORA") == "LORA" else "peft"
@@ -117,10 +117,10 @@ def _tell_adapter(path: Path) -> str:
     )
 
 
-def _tell_no_config(path: Path) -> str:
+def _describe_missing_config(path: Path) -> str:
     """Describe a folder without config.json; one with GGUF files holds complete models."""
     if (path / "adapter_config.json").is_file():
-        return _tell_adapter(path)
+        return _describe_adapter(path)
     files = sorted(file.name for file in path.glob("*.gguf"))
     advice = f"pass one of its files ({some(files)})" if files else "add the file name"
     return (
@@ -164,12 +164,12 @@ _LLAMA_CPP = re.compile(r"(?P<name>[\w.-]+/[\w.-]+):(?P<kind>[\w.-]+)")
 _MAX_EXAMINED = 300  # characters of a name that are examined
 
 
-def tell_no_name(name: str | Path) -> str:
+def describe_unknown_name(name: str | Path) -> str:
     """Describe a name that is no folder, bundled checkpoint, GGUF file or model on the Hub."""
     text = str(name)
     problem = f"{shown(text)} {_NEITHER}"
     if os.path.isfile(os.path.expanduser(text)):
-        return _tell_file(text)
+        return _describe_file(text)
     if _ADDRESS.match(text):
         return f"{shown(text)} is an address, not a model: {_of_address(text[:_MAX_EXAMINED])}"
     if text == "":
@@ -216,7 +216,7 @@ def _of_address(text: str) -> str:
     return f"pass its Hub name, {name!r}"
 
 
-def _tell_file(text: str) -> str:
+def _describe_file(text: str) -> str:
     path = os.path.expanduser(text)
     with suppress(OSError), open(path, "rb") as content:
         if content.read(4) == b"GGUF":

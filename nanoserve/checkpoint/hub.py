@@ -5,7 +5,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanoserve.checkpoint.errors import save_anew, tell_no_name
+from nanoserve.checkpoint.errors import code_to_convert, describe_unknown_name
 from nanoserve.checkpoint.gguf.container import parts_of
 from nanoserve.checkpoint.weight_files import INDEX, SINGLE_FILE, shard_names
 from nanoserve.config import EngineConfig
@@ -26,7 +26,7 @@ def fetch_all_but_weights(name: str | Path, revision: str | None, config: Engine
     if isinstance(name, str) and name.endswith(".gguf"):
         repository, _, file = name.rpartition("/")
     if not isinstance(name, str) or not _is_hub_name(str(repository)):
-        raise ValueError(tell_no_name(name))
+        raise ValueError(describe_unknown_name(name))
     if file:
         return _fetch_gguf(str(repository), file, revision, config.download_dir)
     patterns = ["*.json", "*.jinja"] + ["*.py"] * config.trust_remote_code
@@ -51,7 +51,7 @@ def fetch_weights(name: str, folder: Path, cache: str | Path | None) -> None:
         not missing,
         f"{name} has no {', '.join(missing)} on the Hub or in the cache. Only safetensors is "
         f"supported (pickle files may execute code). Convert it with transformers: "
-        f"{save_anew(name, 'FOLDER')}. Then load model='FOLDER', tokenizer={name!r}.",
+        f"{code_to_convert(name, 'FOLDER')}. Then load model='FOLDER', tokenizer={name!r}.",
     )
 
 

@@ -18,7 +18,7 @@ from nanoserve.checkpoint.kv_formats import head_bytes, kv_format
 from nanoserve.checkpoint.layer_types import read_layer_types
 from nanoserve.checkpoint.moe_config import MoEConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
-from nanoserve.checkpoint.unsupported_architectures import tell_architecture
+from nanoserve.checkpoint.unsupported_architectures import describe_unsupported
 from nanoserve.config import DTYPES
 from nanoserve.utils.checks import attribute_error, check_choice, check_int, require, shown
 from nanoserve.utils.parameter_table import PARAMETERS
@@ -103,7 +103,7 @@ class ModelConfig:
         an error is better than silently wrong output.
         """
         if supported is not None and architecture_of(files.config) not in supported:
-            raise ValueError(tell_architecture(files.config, supported))
+            raise ValueError(describe_unsupported(files.config, supported))
         return cls.from_hf(files.config, files.generation, dtype)
 
     @classmethod

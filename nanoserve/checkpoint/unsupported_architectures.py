@@ -51,7 +51,7 @@ _NO_TEXT = {
 }
 
 
-def tell_architecture(raw: Mapping[str, Any], supported: Collection[str]) -> str:
+def describe_unsupported(raw: Mapping[str, Any], supported: Collection[str]) -> str:
     """Describe a model whose architecture in `config.json` is not supported."""
     name = architecture_of(raw)
     problem = f"architecture {shown(name)} is not supported"

@@ -6,8 +6,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from nanoserve.checkpoint.config_json import read_json, tell_damage
-from nanoserve.checkpoint.errors import some, tell_no_weights
+from nanoserve.checkpoint.config_json import describe_damage, read_json
+from nanoserve.checkpoint.errors import describe_missing_weights, some
 from nanoserve.utils.checks import require, shown
 
 SINGLE_FILE = "model.safetensors"  # the complete checkpoint, if it is not sharded
@@ -20,7 +20,7 @@ class open_weights:
         try:
             self._file = safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
-            raise ValueError(tell_damage(file, error)) from error
+            raise ValueError(describe_damage(file, error)) from error
 
     def __enter__(self) -> safe_open:
         return self._file.__enter__()
@@ -42,7 +42,7 @@ def shard_files(path: Path) -> list[Path]:
     """
     index = path / INDEX
     if not index.is_file():
-        raise ValueError(tell_no_weights(path))
+        raise ValueError(describe_missing_weights(path))
     files = [path / name for name in shard_names(index)]
     absent = [file.name for file in files if not file.is_file()]
     if absent:

@@ -40,27 +40,27 @@ class Parser(ArgumentParser):
         self, args: AbstractSequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         given = with_dashes(sys.argv[1:] if args is None else list(args))
-        given, strange = self._without_strange(self._with_entries(given))
+        given, unknown_flags = self._split_off_short_flags(self._with_entries(given))
         parsed, unknown = super().parse_known_args(given, namespace)
-        return parsed, [*strange, *unknown]
+        return parsed, [*unknown_flags, *unknown]
 
-    def _without_strange(self, arguments: list[str]) -> tuple[list[str], list[str]]:
+    def _split_off_short_flags(self, arguments: list[str]) -> tuple[list[str], list[str]]:
         """Split off unknown single-dash flags.
 
         argparse would take `-t`, a flag of llama.cpp, for the beginning of `-tp`.
         """
         known: list[str] = []
-        strange: list[str] = []
+        unknown_flags: list[str] = []
         ours = self._option_string_actions
         if self._subparsers is not None:  # subcommands have flags of their own
-            return arguments, strange
+            return arguments, unknown_flags
         for number, argument in enumerate(arguments):
             if argument == "--":
-                return known + arguments[number:], strange
+                return known + arguments[number:], unknown_flags
             name = argument.partition("=")[0]
             is_flag = name in ours or (name[:2] in ours and name not in ELSEWHERE)  # as -O3
-            (known if is_flag or not _SHORT.match(argument) else strange).append(argument)
-        return known, strange
+            (known if is_flag or not _SHORT.match(argument) else unknown_flags).append(argument)
+        return known, unknown_flags
 
     def _with_entries(self, arguments: list[str]) -> list[str]:
         """Return `--config.a.b 1 --config.c x` as `--config '{"a": {"b": 1}, "c": "x"}'`."""

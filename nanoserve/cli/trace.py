@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nanoserve.cli.parser import Parser
 from nanoserve.features.trace.page import make_page
-from nanoserve.features.trace.phases import chrome_trace, tell_stages
+from nanoserve.features.trace.phases import chrome_trace, describe_stages
 from nanoserve.features.trace.reader import Pool, Trace, read_trace
 
 
@@ -54,7 +54,7 @@ def summary(trace: Trace) -> str:
         f"{len(trace.steps)} steps, {trace.num_sequences} sequences, at most {most_used} of "
         f"{trace.header['num_kv_blocks']} KV blocks in use, "
         f"{preempted} preemptions, {evicted} cached blocks evicted"
-    ) + tell_stages(trace)
+    ) + describe_stages(trace)
 
 
 def _write(path: Path, text: str, source: Path) -> None:

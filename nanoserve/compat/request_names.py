@@ -24,7 +24,7 @@ class Foreign(NamedTuple):
     in_python: str | None = None
 
 
-def asks_nothing(value: Any, neutral: Iterable[Any]) -> bool:
+def has_no_effect(value: Any, neutral: Iterable[Any]) -> bool:
     """Return True if `value` is None or one of the `neutral` values.
 
     JSON's true is not a number: `{"best_of": true}` is an error, not 1.

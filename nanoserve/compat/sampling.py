@@ -39,7 +39,7 @@ def without_foreign(given: Mapping[str, Any], ours: Collection[str]) -> dict[str
             known[name] = value
         elif name == "best_of" and value == given.get("n", 1):
             continue
-        elif name not in FOREIGN or not request_names.asks_nothing(value, FOREIGN[name][1]):
+        elif name not in FOREIGN or not request_names.has_no_effect(value, FOREIGN[name][1]):
             messages.append(_rejection(name, ours))
     if messages:
         raise ValueError("; ".join(sorted(messages)))

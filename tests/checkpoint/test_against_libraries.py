@@ -1,4 +1,4 @@
-"""Readers against the libraries of their formats, which write the weights and dequantise them."""
+"""Readers against the libraries of their formats, which write the weights and dequantize them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -100,16 +100,16 @@ def scales_of(weight: Tensor, args) -> dict[str, Tensor]:
 def test_compressed_tensors(kind: str, weights: dict, tmp_path: Path) -> None:
     """Exact, or, where there are zero points and float32 scales, to float32 rounding."""
     write, config = compress(kind, weights)
-    expected = make_quantized(tmp_path / "quantised", write, config)
-    found = read_all(open_checkpoint(tmp_path / "quantised"))
+    expected = make_quantized(tmp_path / "quantized", write, config)
+    found = read_all(open_checkpoint(tmp_path / "quantized"))
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         if weights.get("symmetric", True):
             assert torch.equal(found[name], weight), name
         else:
             torch.testing.assert_close(found[name], weight, rtol=1e-6, atol=1e-6)
-    theirs = reference_logits(tmp_path / "quantised", expected, tmp_path / "reference")
-    ours = our_logits(tmp_path / "quantised", tmp_path / "plain")
+    theirs = reference_logits(tmp_path / "quantized", expected, tmp_path / "reference")
+    ours = our_logits(tmp_path / "quantized", tmp_path / "plain")
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
@@ -207,13 +207,13 @@ def test_bitsandbytes_8_bits(tmp_path: Path) -> None:
 def compare(write: Callable, config: dict, folder: Path, rtol: float) -> None:
     # bitsandbytes' CPU kernel (0.50) misreads blocks that go over the end of a row: 64 and 128
     # inputs are whole ones. Others are in test_readers.py, against the formula.
-    expected = make_quantized(folder / "quantised", write, config, intermediate_size=128)
-    found = read_all(open_checkpoint(folder / "quantised"))
+    expected = make_quantized(folder / "quantized", write, config, intermediate_size=128)
+    found = read_all(open_checkpoint(folder / "quantized"))
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         torch.testing.assert_close(found[name], weight, rtol=rtol, atol=rtol * 0.1)
-    theirs = reference_logits(folder / "quantised", expected, folder / "reference")
-    ours = our_logits(folder / "quantised", folder / "plain")
+    theirs = reference_logits(folder / "quantized", expected, folder / "reference")
+    ours = our_logits(folder / "quantized", folder / "plain")
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
 
 

@@ -1,4 +1,4 @@
-"""Every block type of GGUF against `gguf.quants.dequantize`, on quantised and on random blocks."""
+"""Every block type of GGUF against `gguf.quants.dequantize`, on quantized and on random blocks."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Models from GGUF files against transformers' with the same dequantised weights, in float32."""
+"""Models from GGUF files against transformers' with the same dequantized weights, in float32."""
 
 import math
 from pathlib import Path

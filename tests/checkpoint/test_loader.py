@@ -245,7 +245,7 @@ def test_all_problems_are_told_at_once(single: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
-def test_a_quantised_tensor_is_named(single: Path, dtype: torch.dtype) -> None:
+def test_a_quantized_tensor_is_named(single: Path, dtype: torch.dtype) -> None:
     """Its values mean nothing without their scales, but they would convert without a word."""
     edit_weights(single, **{K_PROJ: torch.zeros(32, 48).to(dtype)})
     assert K_PROJ in refusal(single)

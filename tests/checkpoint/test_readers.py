@@ -43,12 +43,12 @@ def test_weights_are_those_of_the_format(write: Writer, config: dict, tmp_path: 
     ]
 )
 @cases
-def test_logits_are_those_of_the_dequantised_model(
+def test_logits_are_those_of_the_dequantized_model(
     write: Writer, config: dict, tmp_path: Path
 ) -> None:
-    weights = make_quantized(tmp_path / "quantised", write, config)
-    expected = reference_logits(tmp_path / "quantised", weights, tmp_path / "reference")
-    found = our_logits(tmp_path / "quantised", tmp_path / "plain")
+    weights = make_quantized(tmp_path / "quantized", write, config)
+    expected = reference_logits(tmp_path / "quantized", weights, tmp_path / "reference")
+    found = our_logits(tmp_path / "quantized", tmp_path / "plain")
     assert expected.std() > 0.1
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -78,7 +78,7 @@ def test_symmetric_weights_have_no_offset_and_runs_no_list_of_groups(tmp_path: P
     assert (matrix.bits, matrix.group_size, matrix.shape) == (4, 16, (96, 64))
 
 
-def test_what_is_not_quantised_keeps_its_dtype(tmp_path: Path) -> None:
+def test_what_is_not_quantized_keeps_its_dtype(tmp_path: Path) -> None:
     make_quantized(tmp_path, *CASES["awq"])
     source = open_checkpoint(tmp_path)
     assert source.read("lm_head.weight").dtype == torch.float32

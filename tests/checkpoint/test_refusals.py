@@ -83,10 +83,10 @@ CONFIGS: dict[str, tuple[Any, list[str]]] = {
     "e5m2": (FP8 | {"fmt": "e5m2"}, ["'fmt'='e5m2'"]),
     "blocks of 0": (FP8 | {"weight_block_size": [0, 128]}, ["weight_block_size=[0, 128]"]),
     "fp4 experts": (FP8 | {"expert_dtype": "fp4"}, ["'expert_dtype'='fp4'"]),
-    "quantised embedding": (FP8 | {"modules_to_convert": ["embed_tokens"]}, ["modules_to_convert"]),
+    "quantized embedding": (FP8 | {"modules_to_convert": ["embed_tokens"]}, ["modules_to_convert"]),
     "16-bit weights": (BNB | {"llm_int8_has_fp16_weight": True}, ["llm_int8_has_fp16_weight"]),
     "both bits": (BNB | {"load_in_8bit": True}, ["load_in_4bit", "load_in_8bit"]),
-    "quantised K and V": (PACKED | {"kv_cache_scheme": STATIC}, ["'kv_cache_scheme'", "delete it"]),
+    "quantized K and V": (PACKED | {"kv_cache_scheme": STATIC}, ["'kv_cache_scheme'", "delete it"]),
     "sparse": (PACKED | {"sparsity_config": {"format": "sparse-24-bitmask"}}, ["sparsity_config"]),
     "transforms": (
         PACKED | {"transform_config": {"config_groups": {"u": 1}}},
@@ -175,7 +175,7 @@ def test_a_missing_part_is_named(part: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError) as caught:
         open_checkpoint(tmp_path)
     told = f"{MODULE}.{part} is missing"
-    if part == "qweight":  # then nothing says that it is quantised
+    if part == "qweight":  # then nothing says that it is quantized
         told = f"lacks other parts: {MODULE}.qzeros (I32), {MODULE}.scales (F16)"
     assert told in str(caught.value)
 
@@ -336,7 +336,7 @@ def test_patterns_end_soon(tmp_path: Path) -> None:
         scheme_of("a" * 251, config, schemes)
 
 
-def test_ignored_modules_must_not_be_quantised(tmp_path: Path) -> None:
+def test_ignored_modules_must_not_be_quantized(tmp_path: Path) -> None:
     from nanoserve.checkpoint.formats.schemes import read_schemes, scheme_of
 
     config = PACKED | {"ignore": ["re:.*q_proj"]}

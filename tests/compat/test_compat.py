@@ -668,8 +668,8 @@ def test_entries_of_a_prompt_that_are_none_are_not_there(llm: LLM) -> None:
 
 @pytest.mark.parametrize("name", sorted(FOREIGN_PARAMETERS))
 def test_every_parameter_of_vllms_is_known(name: str) -> None:
-    told, asks_nothing = FOREIGN_PARAMETERS[name]
-    for value in (None, *asks_nothing):
+    told, has_no_effect = FOREIGN_PARAMETERS[name]
+    for value in (None, *has_no_effect):
         assert SamplingParams(**{name: value}) == SamplingParams()
     with pytest.raises(ValueError, match=f"{name} is not supported: ") as caught:
         SamplingParams(**{name: object()})

@@ -449,7 +449,7 @@ UNIMPLEMENTED = {
     ),
     "partial RoPE": ({"rope_parameters": LOCAL | {"partial_rotary_factor": 0.5}}, "0.5"),
     "another type of layer": ({"layer_types": ["full_attention", "conv"]}, "conv"),
-    "quantised": ({"quantization_config": {"quant_method": "hqq"}}, "hqq"),
+    "quantized": ({"quantization_config": {"quant_method": "hqq"}}, "hqq"),
 }
 
 

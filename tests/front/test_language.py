@@ -16,8 +16,8 @@ FILES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*
 BAD_START = re.compile(r"(Of|Who|Whether|Those|And|As|What|Which|Where|How|If|But|Also)\b")
 # Words for which the field has a term: executor, draft token, request, validate, ...
 BAD_WORDS = re.compile(
-    r"\b(muscle|brain|whoever|somebody|nobody|anybody|told|asked|tells|asks"
-    r"|guess(?:es|ed|ing)?|wishes|misfits?)\b",
+    r"(?<![a-z])(muscle|brain|whoever|somebody|nobody|anybody|told|asked|tells?|asks"
+    r"|guess(?:es|ed|ing)?|wishes|misfits?)(?![a-z])",
     re.IGNORECASE,
 )
 # A file format: traces that were recorded have this key.
@@ -46,6 +46,6 @@ def test_a_file_is_in_plain_english(file: str) -> None:
 
 
 def test_fragments_and_words_are_found() -> None:
-    source = '"""Module: fine."""\n\n\ndef f(told):\n    """Of whoever calls."""  # no brain\n'
+    source = '"""Module: fine."""\n\n\ndef _tell(told):\n    """Of whoever calls."""  # no brain\n'
     assert bad_starts(source) == ["Of whoever calls."]
-    assert bad_words(source) == {"told", "whoever", "brain"}
+    assert bad_words(source) == {"tell", "told", "whoever", "brain"}

@@ -181,7 +181,7 @@ FLOOR = {room: floor for floor, rooms in enumerate(LINES) for room in rooms}
 UPWARD = {
     ("checkpoint", "compat"): "what there is in the place of what vLLM's ModelConfig has",
     ("config", "attention"): "backends may have been registered",
-    ("config", "checkpoint"): "ways to quantise may have been registered",
+    ("config", "checkpoint"): "ways to quantize may have been registered",
     ("config", "features"): "a feature checks its own options",
     ("config", "text"): "a chat template is read when an engine is configured",
     ("sampling_params", "compat"): "vLLM's parameters are translated when one is not known",

@@ -1,4 +1,4 @@
-"""Quantised weights on an NVIDIA GPU: products against float64, answers against a CPU's.
+"""Quantized weights on an NVIDIA GPU: products against float64, answers against a CPU's.
 
 pytest -m gpu tests/gpu/test_quantized_weights_gpu.py
 """

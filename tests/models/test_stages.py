@@ -116,7 +116,7 @@ def test_stages_together_are_the_model(case: str, num_stages: int, tmp_path: Pat
 
 
 @pytest.mark.parametrize("case", ["gptq", "awq"])
-def test_stages_of_a_quantised_checkpoint(case: str, tmp_path: Path) -> None:
+def test_stages_of_a_quantized_checkpoint(case: str, tmp_path: Path) -> None:
     make_quantized(tmp_path, *QUANTIZED[case])
     stages = load_stages(tmp_path, 2, load_deferred)
     expected = prompt_logits(whole(tmp_path, load_deferred), TOKEN_IDS)

@@ -1,4 +1,4 @@
-"""Quantised checkpoints as plain models, to compare what they compute."""
+"""Quantized checkpoints as plain models, to compare what they compute."""
 
 from pathlib import Path
 
@@ -24,7 +24,7 @@ def open_checkpoint(path: Path) -> WeightSource:
 
 
 def read_all(source: WeightSource) -> dict[str, Tensor]:
-    """Every tensor, dequantised; each has the shape that was told."""
+    """Every tensor, dequantized; each has the shape that was told."""
     tensors = {}
     for name, shape in source.shapes().items():
         read = source.read(name)

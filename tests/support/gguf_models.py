@@ -39,7 +39,7 @@ def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarr
 
 
 def encode(weight: np.ndarray, kind: str, seed: int = 0) -> np.ndarray:
-    """float32 [rows, columns] as `kind`. `gguf` cannot quantise to K types: those are random."""
+    """float32 [rows, columns] as `kind`. `gguf` cannot quantize to K types: those are random."""
     if kind in _SCALES:
         return random_blocks(kind, *weight.shape, seed)
     return gguf.quants.quantize(weight, Kind[kind])
@@ -135,7 +135,7 @@ class ModelWriter:
             writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", stored, raw_dtype=Kind[kind])
 
     def stored(self, weight: torch.Tensor) -> tuple[np.ndarray, str]:
-        """A matrix is quantised, and the model gets what it has become; all else stays float32."""
+        """A matrix is quantized, and the model gets what it has become; all else stays float32."""
         if weight.ndim == 1:
             return weight.numpy(), "F32"
         self.seed += 1

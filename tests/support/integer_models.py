@@ -1,6 +1,6 @@
 """What an engine with integer weights computes, in transformers: the same rounding, in its floats.
 
-Weights are the dequantised integers; of the inputs of each linear, 32 at a time are rounded to 255
+Weights are the dequantized integers; of the inputs of each linear, 32 at a time are rounded to 255
 values. What remains is the order of float32's sums, and where that changes how an input is rounded,
 a 254th of the largest of the 32.
 """

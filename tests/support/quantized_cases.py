@@ -1,4 +1,4 @@
-"""The cases of quantised linears for `compile_kernels.py`."""
+"""The cases of quantized linears for `compile_kernels.py`."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""Quantised checkpoints of a tiny Qwen3, written from the published layouts of their formats.
+"""Quantized checkpoints of a tiny Qwen3, written from the published layouts of their formats.
 
 Each writer takes a float32 weight [out, in] and returns what the format stores for it, by its name
 in the module, and the float32 weight that this means: by the definition of the format, not by any

@@ -78,7 +78,7 @@ def theirs_tokenizer() -> Any:
 
 @dataclass
 class Reference:
-    """What transformers computes in float32 of the same weights, dequantised."""
+    """What transformers computes in float32 of the same weights, dequantized."""
 
     texts: dict[str, list[int]]  # token ids
     logprobs: dict[str, list[float]]  # of each token but the first

@@ -1,4 +1,4 @@
-"""Engines with a GPU's quantised linears, their kernels interpreted: what they compute, and when.
+"""Engines with a GPU's quantized linears, their kernels interpreted: what they compute, and when.
 
 What they must compute is known without them: the plain model's answers, with the values that the
 codes stand for as its weights.

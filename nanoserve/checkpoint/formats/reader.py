@@ -104,7 +104,7 @@ class Reader:
 
     def _plain_tensors(self, modules: Mapping[str, None]) -> dict[str, Stored]:
         """Return the headers of unquantized tensors. Raises `ValueError` for unknown tensors."""
-        plain, strange = {}, []
+        plain, unexpected = {}, []
         for name, header in self._tensors.headers.items():
             owner = next(
                 (name.removesuffix(f".{p}") for p in self.parts if name.endswith(f".{p}")), None
@@ -115,11 +115,11 @@ class Reader:
             is_extra = parent in modules and own_name != "bias"
             is_stray = owner is not None and own_name != "weight"
             if is_extra or is_stray or header.dtype not in _PLAIN_DTYPES:
-                strange.append(f"{name:.199} ({header.dtype})")
+                unexpected.append(f"{name:.199} ({header.dtype})")
             plain[name] = header
-        if strange:
+        if unexpected:
             raise ValueError(
                 f"tensors unknown to quant_method={shown(self.config.get('quant_method'))}, "
-                f"or whose module lacks other parts: {some(sorted(strange))}"
+                f"or whose module lacks other parts: {some(sorted(unexpected))}"
             )
         return plain

@@ -11,7 +11,7 @@ better to wait for its pending token and to draft after it.
 """
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.draft_room import max_draft_tokens, may_draft, reserve_draft_tokens
@@ -234,9 +234,8 @@ class AddSpeculation:
 
     def memory(self) -> MemoryBeside:
         """Return the GPU memory that a draft model needs. Other proposers need none."""
-        has_model = hasattr(self.make_proposer, "memory")
-        maker: Any = self.make_proposer
-        return maker.memory() if has_model else NOTHING_BESIDE
+        memory = getattr(self.make_proposer, "memory", None)
+        return NOTHING_BESIDE if memory is None else memory()
 
 
 def prepare_speculation(config: "EngineConfig", model_config: "ModelConfig") -> AddSpeculation:

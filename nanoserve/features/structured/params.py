@@ -100,8 +100,8 @@ class StructuredOutputsParams:
             _check_encodes("choice", "".join(choice))
         elif kind in ("regex", "grammar"):
             text = getattr(self, kind)
-            is_made = is_text(text) and text.startswith("%llguidance")
-            _check_text("%llguidance" if is_made else kind, text)
+            is_llguidance = is_text(text) and text.startswith("%llguidance")
+            _check_text("%llguidance" if is_llguidance else kind, text)
 
     def source(self, config: StructuredOutputsConfig) -> Source:
         """Return the grammar as text, with the defaults of the engine's `config`."""

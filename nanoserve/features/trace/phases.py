@@ -185,7 +185,7 @@ def stage_uses(trace: Trace) -> list[StageUse]:
     return [StageUse(used, 1 - used / whole, 1 - used / least) for used in busy]
 
 
-def tell_stages(trace: Trace) -> str:
+def describe_stages(trace: Trace) -> str:
     """Return a line of text for each stage."""
     return "".join(
         f"\nstage {index}: busy for {use.busy:.3f} s, bubble {use.bubble:.1%}; "

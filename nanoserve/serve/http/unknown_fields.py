@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from nanoserve.compat.request_names import FOREIGN, HARMLESS, PLACES, Foreign, asks_nothing
+from nanoserve.compat.request_names import FOREIGN, HARMLESS, PLACES, Foreign, has_no_effect
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.protocol import (
     Body,
@@ -115,7 +115,7 @@ def _check(
         if template and looks_into(template, name):
             continue
         if name in foreign:
-            if not asks_nothing(value, foreign[name].neutral):
+            if not has_no_effect(value, foreign[name].neutral):
                 full = f"{path}.{name}" if path else name
                 message = f"{full} is not supported: {foreign[name].instead}"
                 raise ApiError(400, message, full, "unsupported")

@@ -31,7 +31,7 @@ class FleetRouter(RequestRouter):
         call = pending_request.args[0]
         if isinstance(call, FirstCall):
             self._note_replicas = call.note_replicas
-            self._tell()
+            self._report_replicas()
         pending_request.routing_context.should_backoff = True  # before the next attempt
         replicas = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         name = call.choose(replicas)
@@ -43,12 +43,12 @@ class FleetRouter(RequestRouter):
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
         super().update_replicas(replicas)
-        self._tell()
+        self._report_replicas()
 
     def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
         super().on_replica_actor_died(replica_id)
-        self._tell()
+        self._report_replicas()
 
-    def _tell(self) -> None:
+    def _report_replicas(self) -> None:
         if self._note_replicas is not None:
             self._note_replicas({replica.unique_id for replica in self.curr_replicas})

@@ -162,7 +162,7 @@ def test_beside_other_options(path: Path, options: dict[str, Any]) -> None:
 
 @pytest.mark.size("full")
 @pytest.mark.parametrize("case", ["gptq, 8 bits", "awq"])
-def test_quantised_checkpoints(tmp_path: Path, case: str) -> None:
+def test_quantized_checkpoints(tmp_path: Path, case: str) -> None:
     pytest.importorskip("numba", reason="pip install 'nanoserve[cpu]'")
     make_quantized(tmp_path, *CASES[case], seed=1)
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)

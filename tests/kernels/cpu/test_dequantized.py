@@ -64,7 +64,7 @@ def assert_right(y: Tensor, x: Tensor, matrix: QuantizedMatrix) -> None:
 @pytest.mark.small(has_offset=[True])
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.parametrize("has_offset", [False, True])
-def test_products_are_those_of_the_dequantised_weight(
+def test_products_are_those_of_the_dequantized_weight(
     make: Make, bits: int, has_offset: bool, full_size: bool
 ) -> None:
     for group_size in (256, *GROUP_SIZES):
@@ -90,7 +90,7 @@ def test_results_have_the_dtype_of_the_inputs(make: Make, bits: int, dtype: torc
 
 
 def test_weights_may_fill_several_tiles_and_odd_groups(make: Make) -> None:
-    """More values than are dequantised at a time; and inputs of which no two share a byte."""
+    """More values than are dequantized at a time; and inputs of which no two share a byte."""
     for matrix in (
         random_matrix(4, 2100, 256, 32, has_offset=True),
         random_matrix(4, 65, 9, 3, has_offset=False),

@@ -291,7 +291,7 @@ def test_norm_gate_and_sampler_load_16_bytes_at_a_time(disassembled: Records, ca
         ("grouped_product int4 bfloat16 group=32 offset=True rows=1 inputs=4096", "[HW]G?MMA"),
     ],
 )
-def test_quantised_products_go_to_the_tensor_cores(
+def test_quantized_products_go_to_the_tensor_cores(
     disassembled: Records, case: str, instruction: str
 ) -> None:
     loop = next(

@@ -1,4 +1,4 @@
-"""Products of quantised weights in Triton against float64; without a GPU in the interpreter."""
+"""Products of quantized weights in Triton against float64; without a GPU in the interpreter."""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""`quantization_activations="none"`: an engine answers as one with the dequantised weights does.
+"""`quantization_activations="none"`: an engine answers as one with the dequantized weights does.
 
 With numba, and with torch alone: its form of integers is chosen as if numba were not there.
 """
@@ -65,7 +65,7 @@ def int4(weight: Tensor) -> Tensor:
         (MixtralForCausalLM, {"num_local_experts": 5}),
     ],
 )
-def test_logits_are_those_of_the_dequantised_model(
+def test_logits_are_those_of_the_dequantized_model(
     architecture: Any, settings: dict[str, Any], form: str, tmp_path: Path
 ) -> None:
     make_checkpoint(architecture, tmp_path, **WIDE, **settings)
@@ -80,7 +80,7 @@ def test_logits_are_those_of_the_dequantised_model(
 @pytest.mark.parametrize(
     "case", ["gptq, act order", "gptq, uneven groups", "gptq, 8 bits", "awq", "fp8, blocks"]
 )
-def test_a_quantised_checkpoint_answers_as_its_floats(case: str, tmp_path: Path) -> None:
+def test_a_quantized_checkpoint_answers_as_its_floats(case: str, tmp_path: Path) -> None:
     """Of FP8, whose values are no integers, those of 8 bits in groups of 32."""
     weights = make_quantized(tmp_path, *CASES[case])
     rounded = {"fp8, blocks": partial(int8, group_size=32), "gptq, uneven groups": int8}

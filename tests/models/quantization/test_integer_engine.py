@@ -65,7 +65,7 @@ FORMATS: dict[str, tuple[dict[str, Any], Callable[[Tensor], Tensor]]] = {
 @pytest.mark.small(name=["qwen3, tied", "gemma2", "phi3", "mixtral"])
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("form", FORMATS)
-def test_logits_are_those_of_the_dequantised_model(name: str, form: str, tmp_path: Path) -> None:
+def test_logits_are_those_of_the_dequantized_model(name: str, form: str, tmp_path: Path) -> None:
     architecture, settings = ARCHITECTURES[name]
     make_checkpoint(architecture, tmp_path, **WIDE, **settings)
     options, to_floats = FORMATS[form]
@@ -188,7 +188,7 @@ def test_k_and_v_may_be_integers_too(integer) -> None:
     case=["gptq, act order", "awq", "fp8, blocks", "bitsandbytes NF4", "gptq, uneven groups"]
 )
 @pytest.mark.parametrize("case", CASES)
-def test_a_quantised_checkpoint_runs_as_integers(case: str, tmp_path: Path) -> None:
+def test_a_quantized_checkpoint_runs_as_integers(case: str, tmp_path: Path) -> None:
     """FP8 and NF4, whose values are no integers, are rounded to 8 bits in groups of 32."""
     weights = make_quantized(tmp_path, *CASES[case])
     if "fp8" in case or "NF4" in case:

@@ -186,7 +186,7 @@ def test_weights_that_are_no_numbers_fail_their_requests(tmp_path: Path) -> None
 # ---------------------------------------------------------------- where it cannot be
 
 
-def test_a_gpu_makes_floats_of_a_quantised_checkpoint_unless_asked(
+def test_a_gpu_makes_floats_of_a_quantized_checkpoint_unless_asked(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     make_qwen3(tmp_path / "plain")

@@ -142,7 +142,7 @@ def test_ranks_whose_activations_are_floats_answer_as_one_does(
 
 @pytest.mark.full(case=["awq", "bitsandbytes NF4"])
 @pytest.mark.parametrize("case", ["awq", "gptq, 8 bits", "fp8, blocks", "bitsandbytes NF4"])
-def test_a_quantised_checkpoint_is_shared(case: str, tmp_path: Path) -> None:
+def test_a_quantized_checkpoint_is_shared(case: str, tmp_path: Path) -> None:
     # A rank's 48 inputs cut a group of 32, where weights have groups of 32.
     cuts = "fp8" in case or "NF4" in case
     options = {"quantization_activations": "none"} if cuts else {}

@@ -1,4 +1,4 @@
-"""What it takes to add a format of checkpoints, or a way to quantise, from outside."""
+"""What it takes to add a format of checkpoints, or a way to quantize, from outside."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

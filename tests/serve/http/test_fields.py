@@ -11,7 +11,7 @@ from serving import JSON, ask
 pytest.importorskip("fastapi", reason="a server needs pip install 'nanoserve[serve]'")
 
 from nanoserve import SamplingParams
-from nanoserve.compat.request_names import FOREIGN, HARMLESS, PLACES, asks_nothing
+from nanoserve.compat.request_names import FOREIGN, HARMLESS, PLACES, has_no_effect
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.protocol import ChatBody, CompletionBody
 from nanoserve.serve.http.unknown_fields import UnknownNames, check_fields
@@ -56,8 +56,8 @@ def test_the_table_has_each_name_once_and_means_parameters_that_there_are() -> N
 
 
 def test_a_flag_is_no_number() -> None:
-    assert asks_nothing(None, ()) and asks_nothing(1.0, (1,)) and asks_nothing(0, (False,))
-    assert not asks_nothing(True, (1,)) and not asks_nothing(1, (True,))
+    assert has_no_effect(None, ()) and has_no_effect(1.0, (1,)) and has_no_effect(0, (False,))
+    assert not has_no_effect(True, (1,)) and not has_no_effect(1, (True,))
     assert str(refused(CHAT | {"best_of": True}))
     checked(CHAT | {"best_of": 3, "n": 3})
     refused(CHAT | {"best_of": 3, "n": 2})
