@@ -40,6 +40,7 @@ from nanoserve.features.parallel.heartbeat import BEAT, WORK_LIMIT, Pulse, beat_
 from nanoserve.llm import LLM
 from nanoserve.outputs import RequestOutput
 from nanoserve.serve.engine_thread import Done, EngineThread, News
+from nanoserve.serve.response_stream import EngineDeadError
 from nanoserve.serve.token_stream import NewTokens
 from nanoserve.text.tokenizer import Tokenizer
 
@@ -171,12 +172,15 @@ class EngineProcess:
             (self.stall,) = content
 
     def _receive_front(self) -> Any:
-        """Return the arguments of `EngineFront`, or raise the error of loading the engine."""
+        """Return the arguments of `EngineFront`, or raise the error of loading the engine.
+
+        Raises `EngineDeadError` if the process ends without one, for example because it is killed.
+        """
         try:
             kind, content = self._receive()
         except EOFError:
             status = self._process.wait()
-            died = RuntimeError(f"the engine's process has ended with status {status}")
+            died = EngineDeadError(f"the engine's process has ended with status {status}")
             raise self.error or died from None
         if kind == "failed":
             raise content

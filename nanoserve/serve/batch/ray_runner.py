@@ -24,7 +24,6 @@ from nanoserve.config import EngineConfig
 from nanoserve.serve.batch.request_executor import Answered, Answerer
 from nanoserve.serve.batch.requests import Todo
 from nanoserve.serve.batch.restarts import RestartingAnswerer
-from nanoserve.serve.response_stream import EngineDeadError
 from nanoserve.utils.checks import require
 
 _LEAST_LINES, _MOST_LINES = 8, 1024  # per chunk: a Ray task costs about 10 ms
@@ -47,14 +46,14 @@ class Replica:
             is_there = path.is_file() and path.stat().st_size == num_bytes
             require(is_there, f"{path} must exist on every machine, with the same content")
             self._answerer = RestartingAnswerer(partial(Answerer, **answerer))
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RuntimeError) as error:
             self._failure = str(error)
 
     async def __call__(self, batch: dict[str, Any]) -> AsyncIterator[dict[str, Any]]:
         (places,) = batch["places"]
         try:
             done = await self._answers(json.loads(places))
-        except (ValueError, OSError, EngineDeadError) as error:
+        except (ValueError, OSError, RuntimeError) as error:
             done = [Answered(0, b"", str(error))]
         # Strings, because numpy strips zeros at the end of bytes as padding.
         contents = [answered.content.decode() for answered in done]

@@ -36,12 +36,13 @@ _SMALLEST = BatchLine(
 class RestartingAnswerer:
     """An answerer that starts a new engine when the current engine has ended.
 
-    All methods must be called in the same event loop. Raises what `make_answerer` raises.
+    All methods must be called in the same event loop. Raises what `make_answerer` raises, but
+    calls it again, once, if the engine's process is killed while it starts.
     """
 
     def __init__(self, make_answerer: Callable[[], Answerer]) -> None:
-        self._make = make_answerer
-        self._answerer = make_answerer()
+        self._make_answerer = make_answerer
+        self._answerer = self._make()
         self._changed = asyncio.Condition()
         self._running: set[int] = set()  # lines that are being answered
         self._suspects: set[int] = set()  # lines in flight when the engine ended
@@ -91,6 +92,13 @@ class RestartingAnswerer:
         if self._failure is None:
             self._failure = EngineDeadError()
         self._answerer.close()
+
+    def _make(self) -> Answerer:
+        try:
+            return self._make_answerer()
+        except EngineDeadError as error:
+            logger.warning("the engine has ended while it started (%s); starting another", error)
+            return self._make_answerer()
 
     def _may_run(self, number: int) -> bool:
         if self._failure is not None:

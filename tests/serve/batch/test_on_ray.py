@@ -25,6 +25,7 @@ pytest.importorskip("fastapi", reason="a batch needs pip install 'nanoserve[serv
 from nanoserve.config import EngineConfig
 from nanoserve.serve.batch.ray_runner import Replica, _chunks, _resources
 from nanoserve.serve.batch.requests import Todo, read_lines
+from nanoserve.serve.response_stream import EngineDeadError
 
 ENGINE = {"dtype": "float32", "max_num_seqs": 8, "num_kv_blocks": 500, "max_model_len": 512}
 ANSWERER: dict[str, Any] = {"model": "tiny-qwen3", "options": ENGINE, "settings": {}}
@@ -134,6 +135,21 @@ def test_a_replica_that_cannot_start_says_why(wrong: str, tmp_path: Path) -> Non
     found = outcomes(Replica(source, size, "", asked), places_of(source))
     told = "must exist on every machine" if wrong == "size" else "no-such-model"
     assert [*found["number"]] == [0] and told in found["error"][0]
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, EngineDeadError, OSError])
+def test_any_error_of_starting_an_engine_is_the_result(
+    kind: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray would print a hundred lines for an error of its actor."""
+
+    def fail(**options: Any) -> None:
+        raise kind("out of memory")
+
+    monkeypatch.setattr("nanoserve.serve.batch.ray_runner.Answerer", fail)
+    source = write(tmp_path / "in", [line("a", prompt="A KV cache")])
+    found = outcomes(Replica(source, source.stat().st_size, "", ANSWERER), places_of(source))
+    assert [*found["number"]] == [0] and found["error"] == ["out of memory"]
 
 
 # ---------------------------------------------------------------- with Ray

@@ -105,6 +105,30 @@ def test_an_engine_that_cannot_be_started_again_ends_the_job() -> None:
     assert len(taken) < 50 and engines.num_closed >= 1
 
 
+@pytest.mark.parametrize("num_killed", [0, 1, 2])
+def test_an_engine_that_is_killed_while_it_starts_is_started_once_more(num_killed: int) -> None:
+    """Both the first engine and the one after line 5 has ended it."""
+    engines, taken, starts = Engines({5}), [], 0
+
+    def make() -> Any:
+        nonlocal starts
+        starts += 1
+        if starts % (num_killed + 1):
+            raise EngineDeadError("the engine's process has ended with status -9")
+        return engines.make()
+
+    if num_killed == 2:
+        with pytest.raises(EngineDeadError, match="status -9"):
+            RestartingAnswerer(make)
+        assert starts == 2
+        return
+    one = RestartingAnswerer(make)
+    assert asyncio.run(answer_here(one, lines(20), taken.append, 5)) == 0
+    one.close()
+    assert sorted(answered.number for answered in taken) == list(range(1, 21))
+    assert starts == (num_killed + 1) * engines.num_made > num_killed + 1
+
+
 @pytest.mark.size("full")
 def test_an_engine_process_that_is_killed(tmp_path: Path) -> None:
     """The answers of all other lines are as if that line was not there."""

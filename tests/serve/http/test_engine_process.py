@@ -174,6 +174,20 @@ def test_when_it_dies_every_stream_ends_with_an_error(started, how) -> None:
     assert llm.owner._process.poll() is not None
 
 
+def test_one_that_is_killed_while_it_starts_ends_with_its_status(monkeypatch) -> None:
+    """A batch tells that from an engine which cannot start: it starts another one."""
+    start = subprocess.Popen
+
+    def start_and_kill(*arguments, **options) -> subprocess.Popen:
+        process = start(*arguments, **options)
+        process.kill()
+        return process
+
+    monkeypatch.setattr(subprocess, "Popen", start_and_kill)
+    with pytest.raises(EngineDeadError, match="ended with status -9"):
+        AsyncLLM("tiny-qwen3", engine_process=True, **OPTIONS)
+
+
 @pytest.mark.size("full")  # a further process
 def test_one_that_is_stopped_for_a_moment_or_with_this_process_lives_on(llm) -> None:
     """What was stopped itself does not count the time in which it could hear nothing."""
