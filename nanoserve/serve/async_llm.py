@@ -22,8 +22,8 @@ from nanoserve.llm import LLM
 from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.serve.engine_process import EngineProcess
-from nanoserve.serve.engine_thread import Done, EngineThread, News
-from nanoserve.serve.response_stream import EngineDeadError, EngineOwner, OutputReader
+from nanoserve.serve.engine_thread import Done, EngineDeadError, EngineThread, News
+from nanoserve.serve.response_stream import EngineOwner, OutputReader
 from nanoserve.text.chat import prompts_of
 from nanoserve.text.detokenizer import Detokenizer
 from nanoserve.utils.checks import check_choice, check_int, require

@@ -39,8 +39,7 @@ from nanoserve.engine.request import Request
 from nanoserve.features.parallel.heartbeat import BEAT, WORK_LIMIT, Pulse, beat_for_ever
 from nanoserve.llm import LLM
 from nanoserve.outputs import RequestOutput
-from nanoserve.serve.engine_thread import Done, EngineThread, News
-from nanoserve.serve.response_stream import EngineDeadError
+from nanoserve.serve.engine_thread import Done, EngineDeadError, EngineThread, News
 from nanoserve.serve.token_stream import NewTokens
 from nanoserve.text.tokenizer import Tokenizer
 

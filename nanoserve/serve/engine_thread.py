@@ -32,6 +32,13 @@ _MOST_CALLS = 1
 Done = Callable[[Any, Exception | None], None]  # receives the result of a call, or its error
 
 
+class EngineDeadError(RuntimeError):
+    """Raised if the engine has failed or was shut down. Its error, if any, is the cause."""
+
+    def __init__(self, message: str = "the engine is not running") -> None:
+        super().__init__(message)
+
+
 class News(NamedTuple):
     """The updates of a step: new tokens of followed requests (see `TokenFeed`), and outputs."""
 

@@ -7,7 +7,7 @@ from nanoserve.engine.request import Request
 from nanoserve.features.streams import merged_deltas
 from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import RequestOutputKind
-from nanoserve.serve.engine_thread import EngineThread
+from nanoserve.serve.engine_thread import EngineDeadError, EngineThread
 from nanoserve.serve.token_stream import FollowedRequest, NewTokens, can_follow
 from nanoserve.text.detokenizer import Detokenizer
 
@@ -15,13 +15,6 @@ if TYPE_CHECKING:
     from nanoserve.serve.engine_process import EngineProcess
 
 EngineOwner = Union[EngineThread, "EngineProcess"]
-
-
-class EngineDeadError(RuntimeError):
-    """Raised if the engine has failed or was shut down. Its error, if any, is the cause."""
-
-    def __init__(self, message: str = "the engine is not running") -> None:
-        super().__init__(message)
 
 
 class OutputReader:

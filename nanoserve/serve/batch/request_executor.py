@@ -8,10 +8,10 @@ from uuid import uuid4
 from nanoserve.serve.async_llm import AsyncLLM
 from nanoserve.serve.batch.asgi_client import post
 from nanoserve.serve.batch.requests import BatchLine
+from nanoserve.serve.engine_thread import EngineDeadError
 from nanoserve.serve.http.app import ApiServer
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.settings import ServerSettings
-from nanoserve.serve.response_stream import EngineDeadError
 from nanoserve.utils.checks import shown
 
 _URLS = ("/v1/chat/completions", "/v1/completions")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from nanoserve.serve.batch.request_executor import Answered, Answerer, error_answer
 from nanoserve.serve.batch.requests import BatchLine
-from nanoserve.serve.response_stream import EngineDeadError
+from nanoserve.serve.engine_thread import EngineDeadError
 
 if TYPE_CHECKING:
     from nanoserve.serve.async_llm import AsyncLLM

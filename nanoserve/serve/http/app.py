@@ -17,6 +17,7 @@ from nanoserve import __version__
 from nanoserve.engine.text_limit import ContextLengthError
 from nanoserve.features.metrics import exposition, start_metrics
 from nanoserve.serve.async_llm import AsyncLLM
+from nanoserve.serve.engine_thread import EngineDeadError
 from nanoserve.serve.http.chat_completions import ChatAnswer, chat_prompt, chat_requests
 from nanoserve.serve.http.completions import (
     CompletionAnswer,
@@ -46,7 +47,6 @@ from nanoserve.serve.http.tools.tool_choice import tool_use_of
 from nanoserve.serve.http.tools.tool_output import ToolAnswer
 from nanoserve.serve.http.unknown_fields import UnknownNames, check_fields
 from nanoserve.serve.http.unsupported_endpoints import missing_endpoint
-from nanoserve.serve.response_stream import EngineDeadError
 
 BodyType = TypeVar("BodyType", bound=Body)
 

@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 from nanoserve.engine.text_limit import ContextLengthError
-from nanoserve.serve.response_stream import EngineDeadError
+from nanoserve.serve.engine_thread import EngineDeadError
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 

@@ -7,9 +7,9 @@ from uuid import uuid4
 
 from nanoserve.engine.request import Request
 from nanoserve.outputs import CompletionOutput, RequestOutput
+from nanoserve.serve.engine_thread import EngineDeadError
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.protocol import GenerationBody
-from nanoserve.serve.response_stream import EngineDeadError
 from nanoserve.text.token_bytes import TextPositions
 from nanoserve.text.tokenizer import Tokenizer
 

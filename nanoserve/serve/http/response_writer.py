@@ -12,9 +12,10 @@ from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from nanoserve.outputs import RequestOutput
+from nanoserve.serve.engine_thread import EngineDeadError
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.response_builder import Answer
-from nanoserve.serve.response_stream import EngineDeadError, OutputReader
+from nanoserve.serve.response_stream import OutputReader
 
 _HEARTBEAT = b": heartbeat\n\n"  # a comment, which clients of event streams skip
 _MOST_ENTRIES = 128  # tokens with log-probabilities that are encoded on the event loop itself

@@ -13,10 +13,10 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException, RequestCancelledError
 from ray.serve.handle import DeploymentHandle
 
+from nanoserve.serve.engine_thread import EngineDeadError
 from nanoserve.serve.replicas.messages import Call, FirstCall, NotThereError
 from nanoserve.serve.replicas.replica import HEARD_EVERY
 from nanoserve.serve.replicas.routing import Placement
-from nanoserve.serve.response_stream import EngineDeadError
 
 logger = logging.getLogger(__name__)
 

@@ -13,12 +13,11 @@ from ray.serve.handle import DeploymentHandle
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.features.metrics import exposition
 from nanoserve.serve.async_llm import AsyncLLM
-from nanoserve.serve.engine_thread import News
+from nanoserve.serve.engine_thread import EngineDeadError, News
 from nanoserve.serve.http.app import ApiServer
 from nanoserve.serve.replicas.live_replicas import LiveReplicas
 from nanoserve.serve.replicas.merged_metrics import merged
 from nanoserve.serve.replicas.router_client import Fleet
-from nanoserve.serve.response_stream import EngineDeadError
 
 T = TypeVar("T")
 

@@ -22,11 +22,10 @@ from nanoserve.engine.request import Request
 from nanoserve.llm import LLM
 from nanoserve.outputs import RequestOutput
 from nanoserve.serve.engine_process import LOG_FORMAT, pickled
-from nanoserve.serve.engine_thread import EngineThread, News
+from nanoserve.serve.engine_thread import EngineDeadError, EngineThread, News
 from nanoserve.serve.replicas.block_events import BlockEvents
 from nanoserve.serve.replicas.messages import expected_output
 from nanoserve.serve.replicas.output_queue import Outbox
-from nanoserve.serve.response_stream import EngineDeadError
 
 logger = logging.getLogger(__name__)
 

@@ -26,12 +26,11 @@ from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.request import Request
 from nanoserve.outputs import CompletionOutput, RequestOutput
 from nanoserve.serve.engine_process import EngineFront
-from nanoserve.serve.engine_thread import Done, News
+from nanoserve.serve.engine_thread import Done, EngineDeadError, News
 from nanoserve.serve.replicas.discovery import A_MOMENT, CALL_ERRORS, Following, cancel
 from nanoserve.serve.replicas.messages import Order
 from nanoserve.serve.replicas.output_queue import news_of
 from nanoserve.serve.replicas.routing import Placement
-from nanoserve.serve.response_stream import EngineDeadError
 from nanoserve.serve.token_stream import NewTokens
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,7 @@ pytest.importorskip("fastapi", reason="a batch needs pip install 'nanoserve[serv
 from nanoserve.config import EngineConfig
 from nanoserve.serve.batch.ray_runner import Replica, _chunks, _resources
 from nanoserve.serve.batch.requests import Todo, read_lines
-from nanoserve.serve.response_stream import EngineDeadError
+from nanoserve.serve.engine_thread import EngineDeadError
 
 ENGINE = {"dtype": "float32", "max_num_seqs": 8, "num_kv_blocks": 500, "max_model_len": 512}
 ANSWERER: dict[str, Any] = {"model": "tiny-qwen3", "options": ENGINE, "settings": {}}

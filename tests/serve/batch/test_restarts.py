@@ -20,7 +20,7 @@ from nanoserve.serve.batch.local_runner import answer_here
 from nanoserve.serve.batch.request_executor import Answered, Answerer
 from nanoserve.serve.batch.requests import BatchLine
 from nanoserve.serve.batch.restarts import RestartingAnswerer
-from nanoserve.serve.response_stream import EngineDeadError
+from nanoserve.serve.engine_thread import EngineDeadError
 
 GREEDY = {"temperature": 0, "max_tokens": 4}
 

@@ -16,7 +16,7 @@ from serving import is_idle, wait_until
 from nanoserve import LLM, AsyncLLM, RequestOutput, RequestOutputKind, SamplingParams
 from nanoserve.engine.executor import ExecutorDeadError
 from nanoserve.features.parallel import heartbeat
-from nanoserve.serve.response_stream import EngineDeadError
+from nanoserve.serve.engine_thread import EngineDeadError
 
 DELTA, FINAL = RequestOutputKind.DELTA, RequestOutputKind.FINAL_ONLY
 OPTIONS = {"dtype": "float32", "max_num_seqs": 16, "num_kv_blocks": 200, "max_model_len": 512}

@@ -16,7 +16,7 @@ from in_engine import fail, fail_for_good, hang, num_free_blocks, process_id, sl
 from serving import wait_until
 
 from nanoserve import LLM, AsyncLLM, RequestOutputKind, SamplingParams
-from nanoserve.serve.response_stream import EngineDeadError
+from nanoserve.serve.engine_thread import EngineDeadError
 
 OPTIONS = {"dtype": "float32", "max_num_seqs": 16, "num_kv_blocks": 200, "max_model_len": 512}
 KINDS = [*RequestOutputKind]

@@ -15,8 +15,8 @@ from serving import wait_until
 
 from nanoserve import SamplingParams
 from nanoserve.serve.async_llm import AsyncLLM
+from nanoserve.serve.engine_thread import EngineDeadError
 from nanoserve.serve.replicas.fleet_llm import FleetLLM
-from nanoserve.serve.response_stream import EngineDeadError
 
 LONG = SamplingParams(temperature=0, max_tokens=900, ignore_eos=True)
 SHORT = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)

@@ -19,10 +19,10 @@ from ray_server import read_stream
 from serving import Served, behind_http, wait_until
 
 from nanoserve.features.parallel import heartbeat
+from nanoserve.serve.engine_thread import EngineDeadError
 from nanoserve.serve.http.settings import ServerSettings
 from nanoserve.serve.replicas import fleet_llm
 from nanoserve.serve.replicas.fleet_llm import FleetLLM, FleetServer
-from nanoserve.serve.response_stream import EngineDeadError
 
 
 class FleetServed(Served):
