@@ -2,12 +2,17 @@
 
     python benchmarks/gpu_day.py --out FOLDER --budget 570
     python benchmarks/gpu_day.py --out FOLDER --stages facts,bench
+    python benchmarks/gpu_day.py --out FOLDER --plan first          then --plan second
     python benchmarks/gpu_day.py --out FOLDER --device cpu          tiny, as a check
 
 A stage is a separate process with a time limit, reduced to the rest of the budget. If one fails or
 reaches its limit, that is reported, and the next one begins. FOLDER/gpu_day.json has the results so
 far, also while stages are running, and FOLDER/log.txt their output. A table of all results comes
 last.
+
+The two plans are for a GPU that is rented for fifteen minutes, with a start of a minute and a spare
+one: the first is what has never run and what decides defaults, the second what takes longer. They
+have limits and a budget of their own.
 
 `sanitize` (NVIDIA's compute-sanitizer and ncu, where they are installed) runs only if it is
 requested, `fa3` only with a folder that has the library of FlashAttention 3.
@@ -46,6 +51,11 @@ LIMITS = {
     "sweep": 150,
     "sanitize": 400,
 }
+PLANS = {
+    "first": {"facts": 15, "tests": 145, "bench": 130, "profile": 70},
+    "second": {"peers": 200, "fewer_bits": 90, "drafts": 60, "smoke": 40},
+}
+_BUDGET = 570  # seconds
 _LEAST = 5.0  # seconds: less does not suffice for importing torch
 TIMED_OUT = 124  # exit status of a stage that reached its limit, as of `timeout`
 
@@ -55,8 +65,15 @@ Record = dict[str, Any]
 class Day:
     """Run stages and write their results to files."""
 
-    def __init__(self, folder: Path, budget: float, device: str, fa3: Path | None = None) -> None:
-        self.folder, self.device, self.fa3 = folder, device, fa3
+    def __init__(
+        self,
+        folder: Path,
+        budget: float,
+        device: str,
+        fa3: Path | None = None,
+        peers: Path | None = None,
+    ) -> None:
+        self.folder, self.device, self.fa3, self.peers = folder, device, fa3, peers
         self.records: list[Record] = []
         self._end = time.monotonic() + budget
         folder.mkdir(parents=True, exist_ok=True)
@@ -83,6 +100,7 @@ class Day:
             command = [sys.executable, str(_HERE / "gpu_stage.py"), stage, "--device", self.device]
             command += ["--deadline", str(start + limit), "--result", str(file)]
             command += ["--fa3", str(self.fa3)] if self.fa3 else []
+            command += ["--peers", str(self.peers)] if self.peers else []
             rc = _run_in_group(command, limit, self._environment(), log)
             result = json.loads(file.read_text()) if file.is_file() else {}
         seconds = time.monotonic() - start
@@ -119,10 +137,10 @@ def parse_args() -> Namespace:
     add(
         "--budget",
         type=float,
-        default=570,
         metavar="SECONDS",
-        help="total time (default %(default)s)",
+        help=f"total time (default {_BUDGET}, or what the plan's stages may take)",
     )
+    add("--plan", choices=PLANS, help="the stages of one of two calls, with their own limits")
     add("--stages", help=f"some of {','.join(LIMITS)}; default: all except sanitize")
     add("--sanitize", action="store_true", help="also run the stage sanitize, last")
     add(
@@ -131,10 +149,21 @@ def parse_args() -> Namespace:
         metavar="FOLDER",
         help="folder with _vllm_fa3_C.abi3.so, or with its .so.xz",
     )
+    add("--peers", type=Path, metavar="FOLDER", help="vLLM and nano-vllm, from pack_peers.py")
     add("--device", choices=("cuda", "cpu"), default="cuda", help="%(default)s")
     args = parser.parse_args()
-    if args.fa3 and not args.fa3.is_dir():
-        parser.error(f"--fa3 {args.fa3} is not a folder")
+    for name in ("fa3", "peers"):
+        folder = getattr(args, name)
+        if folder and not folder.is_dir():
+            parser.error(f"--{name} {folder} is not a folder")
+    if args.plan and (args.stages or args.sanitize):
+        parser.error("--plan has stages of its own: remove --stages and --sanitize")
+    args.limits = PLANS[args.plan] if args.plan else LIMITS
+    if args.budget is None:
+        args.budget = sum(args.limits.values()) if args.plan else _BUDGET
+    if args.plan:
+        args.stages = [*args.limits]
+        return args
     if args.stages:
         named = args.stages.split(",")
         if unknown := [name for name in named if name not in LIMITS]:
@@ -155,10 +184,10 @@ def _end_by_signal(number: int, frame: Any) -> None:
 def main() -> int:
     args = parse_args()
     signal.signal(signal.SIGTERM, _end_by_signal)  # also ends the running stage
-    day = Day(args.out, args.budget, args.device, args.fa3)
+    day = Day(args.out, args.budget, args.device, args.fa3, args.peers)
     try:
         for stage in args.stages:
-            record = day.run(stage, LIMITS[stage])
+            record = day.run(stage, args.limits[stage])
             print(
                 f"{stage}: {record.get('skipped', record['rc'])}, {record['seconds']} s", flush=True
             )

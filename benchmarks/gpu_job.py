@@ -20,6 +20,7 @@ class Job(NamedTuple):
     deadline: float  # of time.monotonic
     scratch: Path  # a temporary folder
     fa3: Path | None  # the folder with FlashAttention 3
+    peers: Path | None = None  # the folder with vLLM and nano-vllm, from pack_peers.py
 
     @property
     def is_tiny(self) -> bool:

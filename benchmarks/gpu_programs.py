@@ -1,5 +1,6 @@
 """Stages of gpu_day.py that run other programs: `tests`, `drafts`, `peers` and `sanitize`."""
 
+import json
 import os
 import re
 import shutil
@@ -18,6 +19,8 @@ _COMPILERS = 12
 # Plugins of other packages that fail in several processes.
 _NO_PLUGINS = ("-p", "no:cacheprovider", "-p", "no:hypothesispytest", "-p", "no:benchmark")
 _PEER = ("nanoserve", "transformers-cb")
+# Engines of gpu_peers.py, in the order in which they run, and their shares of the time left.
+_PEERS = {"nanoserve": 0.2, "nano-vllm": 0.4, "vllm": 0.75, "nanoserve again": 1.0}
 _SANITIZED = (
     "ragged and bfloat16-128 or decode_rows and all-3-exact or store_kv and bfloat16 and -65-"
 )
@@ -109,15 +112,37 @@ def _gains(job: Job, name: str, *more: str) -> dict[str, Any]:
 
 
 def peers(job: Job) -> Measurements:
-    """Run bench.py, whose engines take turns, on the same random weights.
+    """Run the engines of gpu_peers.py one after the other, each in a process of its own.
 
-    transformers' continuous batching is measured, or its static batches if that does not run.
+    Without a folder that has them, run bench.py, whose engines take turns, on the same random
+    weights: transformers' continuous batching, or its static batches if that does not run.
     """
+    if job.peers is not None:
+        for name, share in _PEERS.items():
+            yield name, partial(_peer, job, name, share)
+        return
     runs: dict[str, Any] = {}
     yield "in turns", lambda: runs.update(_compare(job, _PEER, "2")) or runs
     if not runs.get(_PEER[1]):
         static = ("transformers",)
         yield "static", lambda: _compare(job, static, "1", "--hf-batch-size", "64")
+
+
+def _peer(job: Job, name: str, share: float) -> dict[str, Any]:
+    """Return the seconds of the workload, and milliseconds of a step with few rows."""
+    lines = job.scratch / f"{name}.jsonl"
+    command = python("benchmarks/gpu_peers.py", "--engine", name.removesuffix(" again"))
+    command += ["--peers", str(job.peers), "--out", str(lines)]
+    command += ["--limit", str(max(1.0, share * job.left - 5))]
+    command += ["--tiny"] if job.is_tiny else []
+    rc, said = Program(command, job, name).wait()
+    text = lines.read_text() if lines.is_file() else ""
+    records = [json.loads(line) for line in text.splitlines()]
+    seconds = [each["seconds"] for each in records if each["what"] == "workload"]
+    if not seconds:
+        raise RuntimeError(f"no run was finished: exit status {rc}, {said[-200:]!r}")
+    few = {f"{r['rows']} rows ms": r["step ms"] for r in records if r["what"] == "few rows"}
+    return {"seconds": seconds, **few, "rc": rc, "bad": rc != 0}
 
 
 def _compare(job: Job, engines: tuple[str, ...], repeat: str, *more: str) -> dict[str, Any]:

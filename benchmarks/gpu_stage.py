@@ -72,10 +72,11 @@ def main() -> int:
     add("--deadline", type=float, required=True, help="seconds of time.monotonic()")
     add("--result", type=Path, required=True)
     add("--fa3", type=Path)
+    add("--peers", type=Path)
     args = parser.parse_args()
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as scratch:
-        job = Job(args.device, args.deadline, Path(scratch), args.fa3)
+        job = Job(args.device, args.deadline, Path(scratch), args.fa3, args.peers)
         return 0 if run(args.stage, job, args.result) else 1
 
 

@@ -187,7 +187,12 @@ def _drafts(result: Result) -> Iterator[str]:
 
 
 def _peers(result: Result) -> Iterator[str]:
-    for found in result.values():
+    for engine, found in result.items():
+        if "seconds" in found:
+            times = [f"{name} {found[name]:.2f}" for name in found if name.endswith(" ms")]
+            seconds = ", ".join(f"{one:.2f}" for one in found["seconds"])
+            yield from _wrapped(f"{engine}, s of the workload", [seconds, *times])
+            continue
         cells = [
             f"{name} {', '.join(f'{rate:.0f}' for rate in rates)} tok/s"
             for name, rates in found.items()

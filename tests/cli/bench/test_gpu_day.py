@@ -143,7 +143,9 @@ def test_what_a_stage_has_started_ends_with_it() -> None:
     [
         (("--stages", "facts,nothing"), "no nothing; known are facts"),
         (("--stages", "fa3"), "needs --fa3"),
-        (("--fa3", "no/such/folder"), "is not a folder"),
+        (("--fa3", "no/such/folder"), "--fa3 no/such/folder is not a folder"),
+        (("--peers", "no/such/folder"), "--peers no/such/folder is not a folder"),
+        (("--plan", "first", "--stages", "facts"), "--plan has stages of its own"),
     ],
 )
 def test_what_cannot_be_done_is_refused(
@@ -151,6 +153,34 @@ def test_what_cannot_be_done_is_refused(
 ) -> None:
     refused = run("--out", str(tmp_path), *options)
     assert refused.returncode == 2 and told in refused.stderr
+
+
+def test_two_plans_fit_into_fifteen_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a minute to start, and one to spare; nothing is measured twice."""
+    budgets, stages = [], []
+    for plan in gpu_day.PLANS:
+        monkeypatch.setattr(sys, "argv", ["gpu_day.py", "--out", "day", "--plan", plan])
+        args = gpu_day.parse_args()
+        budgets.append(args.budget)
+        stages += args.stages
+        assert args.limits == gpu_day.PLANS[plan]
+    assert 600 < sum(budgets) <= 900 - 120
+    assert len(stages) == len({*stages}) and {*stages} < {*gpu_day.LIMITS}
+    assert stages[:2] == ["facts", "tests"]  # what has never run comes first
+
+
+@pytest.mark.size("full")  # an engine
+def test_peers_run_one_after_the_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a folder that has them; here only the one that runs on a CPU, and one that is absent."""
+    monkeypatch.setattr(gpu_programs, "_PEERS", {"vllm": 0.5, "nanoserve": 1.0})
+    job, file = Job("cpu", time.monotonic() + 200, tmp_path, None, tmp_path), tmp_path / "r.json"
+    assert not gpu_stage.run("peers", job, file)
+    result = json.loads(file.read_text())
+    assert "no run was finished" in result["vllm"]["error"]
+    assert result["nanoserve"].keys() == {"seconds", "1 rows ms", "8 rows ms", "rc", "bad"}
+    assert len(result["nanoserve"]["seconds"]) == 2 and not result["nanoserve"]["bad"]
+    shown = "\n".join(table([{"stage": "peers", "rc": 1, "seconds": 1.0, "result": result}]))
+    assert "nanoserve, s of the workload" in shown and "FAILED: peers, vllm" in shown
 
 
 def results() -> dict[str, dict[str, Any]]:
