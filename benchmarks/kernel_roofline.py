@@ -2,12 +2,13 @@
 
     python benchmarks/kernel_roofline.py
     python benchmarks/kernel_roofline.py --gpu h200 --launch-us 1.5
+    python benchmarks/kernel_roofline.py --kernel-config '{"split_products": true}'
 
 `roofline.py` counts what a model needs; this counts nanoserve's launches: each reads its inputs
 from memory, writes its outputs there, and is a node of the graph. A step is run on torch's "meta"
 device, where tensors have shapes and no memory, and each launch is recorded with its arguments. Its
 time is the longest of its bytes, its matrix products and its instructions at the GPU's best rates,
-plus `--launch-us`.
+plus `--launch-us`, or `--dependent-us` if it starts before the kernel before it has finished.
 
 So this is a limit, too, and the difference to `roofline.py` is lost even if every kernel is
 perfect. Not included are block tables, the host's work between two steps, and how evenly programs
@@ -15,9 +16,10 @@ share their work (`load_balance.py`). Steps with prompts count as if they were g
 """
 
 import functools
+import json
 from argparse import ArgumentParser
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -34,9 +36,9 @@ from nanoserve.attention.triton import TritonAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.cli.bench.roofline import Need, Step, pairs_seen
 from nanoserve.cli.bench.shapes import SHAPES
-from nanoserve.config import EngineConfig
+from nanoserve.config import EngineConfig, KernelConfig
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
-from nanoserve.kernels.triton import dependent_launch, paged_attention
+from nanoserve.kernels.triton import dependent_launch, paged_attention, split_linear, store_kv
 from nanoserve.kernels.triton.choose_tokens import SETTINGS_WORDS, choose_tokens
 from nanoserve.models.layers.context import LayerContext
 from nanoserve.models.layers.triton_ops import TritonOps
@@ -75,6 +77,7 @@ class Launch(NamedTuple):
     num_operations: int = 0
     num_instructions: int = 0
     layer: int | None = None
+    is_dependent: bool = False
 
 
 class _Recorder(TorchDispatchMode):
@@ -104,7 +107,7 @@ class _Recorder(TorchDispatchMode):
         self.launches.append(Launch(name.removeprefix("aten::"), num_bytes, operations))
         return out
 
-    def add_kernel(self, name: str, arguments: Iterable[Any]) -> None:
+    def add_kernel(self, name: str, arguments: Iterable[Any], is_dependent: bool) -> None:
         tensors = [t for t in _tensors(list(arguments)) if _storage(t) not in self._left_out]
         in_pool = [t for t in tensors if _storage(t) == _storage(self._kv_cache)]
         num_bytes = sum(t.nbytes for t in tensors if _storage(t) != _storage(self._kv_cache))
@@ -117,7 +120,11 @@ class _Recorder(TorchDispatchMode):
             layer = None if index in self._layers_read else index
             self._layers_read.add(index)
         instructions = _INSTRUCTIONS.get(name, 0) * tensors[0].numel()
-        self.launches.append(Launch(name, num_bytes, 0, instructions, layer))
+        operations = 0
+        if name == "_split_linear":
+            x, weight = tensors[-2:]
+            operations = 2 * x.numel() * len(weight)
+        self.launches.append(Launch(name, num_bytes, operations, instructions, layer, is_dependent))
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -134,7 +141,8 @@ def _recorded(recorder: _Recorder, num_sms: int) -> Iterator[None]:
 
     def run(self: Any, *args: Any, **kwargs: Any) -> None:
         name = self.__name__ if isinstance(self, JITFunction) else self.fn.__name__
-        recorder.add_kernel(name, [*args, *kwargs.values()])
+        is_dependent = kwargs.get("launch_pdl", False)
+        recorder.add_kernel(name, [*args, *kwargs.values()], is_dependent)
 
     # How decode attention is cut depends on the GPU; the meta device cannot say which it is.
     with (
@@ -142,21 +150,37 @@ def _recorded(recorder: _Recorder, num_sms: int) -> Iterator[None]:
         patch.object(JITFunction, "run", run),
         patch.object(GridExecutor, "__call__", run),
         patch.object(paged_attention, "_num_multiprocessors", lambda device: num_sms),
-        patch.object(dependent_launch, "current_capability", lambda: 90),
+        patch.object(split_linear, "num_multiprocessors", lambda device: num_sms),
+        ExitStack() as stack,
     ):
+        for module in (dependent_launch, paged_attention, store_kv):
+            stack.enter_context(patch.object(module, "has_dependent_launch", lambda: True))
         yield
 
 
 class Predictor:
-    """Launches of a model's steps, and their seconds on `gpu`."""
+    """Launches of a model's steps, and their seconds on `gpu`.
+
+    launch_seconds, dependent_seconds: overhead of a launch, and of one with dependent launch.
+    kernels: the option `kernel_config`.
+    """
 
     def __init__(
-        self, config: ModelConfig, gpu: GPU, launch_seconds: float, max_num_tokens: int = 8192
+        self,
+        config: ModelConfig,
+        gpu: GPU,
+        launch_seconds: float,
+        max_num_tokens: int = 8192,
+        dependent_seconds: float | None = None,
+        kernels: KernelConfig | None = None,
     ) -> None:
         self.config, self.gpu, self.launch_seconds = config, gpu, launch_seconds
-        context = LayerContext(
-            getattr(torch, config.dtype), _META, attention=TritonAttention(), ops=TritonOps()
-        )
+        self.dependent_seconds = launch_seconds if dependent_seconds is None else dependent_seconds
+        kernels = kernels or KernelConfig()
+        self._is_dependent = kernels.dependent_launch
+        attention = TritonAttention(merges_in_kernel=kernels.merge_in_attention)
+        ops = TritonOps(kernels.dependent_launch, splits_products=kernels.split_products)
+        context = LayerContext(getattr(torch, config.dtype), _META, attention=attention, ops=ops)
         self._model = model_class(config.architecture)(config, context)
         blocks = -(-config.max_position_embeddings // _BLOCK_SIZE)
         layout = BatchLayout(max(max_num_tokens, _MAX_ROWS), _MAX_ROWS, blocks)
@@ -193,7 +217,9 @@ class Predictor:
                 rows = tensors.output_rows[:num_logits]
                 logits = self._model.compute_logits(hidden[rows])
                 positions = tensors.positions[rows] + 1
-                choose_tokens(logits, tensors.output_slots[:num_logits], positions, settings)
+                slots = tensors.output_slots[:num_logits]
+                is_dependent = self._is_dependent
+                choose_tokens(logits, slots, positions, settings, is_dependent=is_dependent)
         return recorder.launches
 
     def step(self, step: Step) -> list[tuple[Launch, float]]:
@@ -228,7 +254,8 @@ class Predictor:
         return timed
 
     def _seconds(self, launch: Launch) -> float:
-        return self.launch_seconds + max(
+        overhead = self.dependent_seconds if launch.is_dependent else self.launch_seconds
+        return overhead + max(
             launch.num_bytes / self.gpu.bandwidth,
             launch.num_operations / self.gpu.matmul_rate,
             launch.num_instructions / self.gpu.issue_rate,
@@ -263,13 +290,25 @@ def print_step(predictor: Predictor, num_rows: int, context: int) -> None:
     print(f"\nThe model's roofline: {limit:.0f} us, {limit / us:.0%} of the sum.")
 
 
-def share_of_roofline(predictor: Predictor, steps: Iterable[Step]) -> tuple[float, float]:
-    """Return (seconds by the roofline, predicted seconds) of all steps."""
-    limit = predicted = 0.0
+# Kernels of a decode step, by the part of the workload's time in which they are counted.
+_PARTS = {
+    "decode_attention_kernel": "decode: attention",
+    "merge_parts_kernel": "decode: attention",
+    "linear": "decode: products",
+    "_split_linear": "decode: products",
+}
+
+
+def seconds_by_part(predictor: Predictor, steps: Iterable[Step]) -> tuple[float, dict[str, float]]:
+    """Return the seconds of all steps by the roofline, and those predicted for each part."""
+    limit, parts = 0.0, dict.fromkeys([*_PARTS.values(), "decode: all else", "mixed steps"], 0.0)
     for step in steps:
         limit += predictor.limit(step)
-        predicted += sum(seconds for _, seconds in predictor.step(step))
-    return limit, predicted
+        is_decode = step.query_lens.max() == 1
+        for launch, seconds in predictor.step(step):
+            part = _PARTS.get(launch.name, "decode: all else") if is_decode else "mixed steps"
+            parts[part] += seconds
+    return limit, parts
 
 
 def main() -> None:
@@ -280,6 +319,8 @@ def main() -> None:
     add("--rows", default="1,8,64,256", help="rows of a decode step (default 1,8,64,256)")
     add("--context", type=int, default=820, help="tokens of each row (default 820)")
     add("--launch-us", type=float, default=1.0, help="overhead of a graph node (default 1.0)")
+    add("--dependent-us", type=float, help="the same with dependent launch (default --launch-us)")
+    add("--kernel-config", type=json.loads, default={}, metavar="JSON", help="an engine option")
     add(
         "--max-num-batched-tokens",
         type=int,
@@ -290,7 +331,10 @@ def main() -> None:
     args = parser.parse_args()
     config = ModelConfig.from_hf(SHAPES[args.shape], {}, "bfloat16")
     gpu, budget = GPUS[args.gpu], args.max_num_batched_tokens
-    predictor = Predictor(config, gpu, args.launch_us / 1e6, budget)
+    dependent_us = args.launch_us if args.dependent_us is None else args.dependent_us
+    kernels = KernelConfig.of(args.kernel_config)
+    overheads = args.launch_us / 1e6, budget, dependent_us / 1e6
+    predictor = Predictor(config, gpu, *overheads, kernels)
     print(f"{args.shape} on {args.gpu}: {gpu.bandwidth / 1e12:.1f} TB/s, ", end="")
     print(f"{gpu.matmul_rate / 1e12:.0f} TFLOP/s, {args.launch_us} us a launch")
     for num_rows in map(int, args.rows.split(",")):
@@ -299,7 +343,11 @@ def main() -> None:
         return
     engine_config = EngineConfig("none", max_num_batched_tokens=budget)
     steps, num_tokens = nano_vllm_steps(engine_config, config.vocab_size)
-    limit, predicted = share_of_roofline(predictor, steps)
+    limit, parts = seconds_by_part(predictor, steps)
+    predicted = sum(parts.values())
+    print("\n| part of nano-vllm's workload | s |\n|---|---|")
+    for name, seconds in parts.items():
+        print(f"| {name} | {seconds:.2f} |")
     print(
         f"\nnano-vllm's workload: {predicted:.2f} s, {num_tokens / predicted:.0f} tokens/s; ",
         end="",

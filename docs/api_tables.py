@@ -22,7 +22,10 @@ _OWN_OPTIONS = {
     *("distributed_timeout_seconds", "worker_timeout_seconds", "quantization_activations"),
 }
 # Options that take a dictionary, whatever their annotation says.
-DICTIONARIES = ("speculative_config", "structured_outputs_config", "kv_events_config")
+DICTIONARIES = (
+    *("speculative_config", "structured_outputs_config", "kv_events_config"),
+    "kernel_config",
+)
 # Values that may have no effect.
 _TEXTS = (
     *("auto", "generate", "none", "hf", "mp", "uni", "lazy", "cpu", "vllm", "linear", "native"),

@@ -107,6 +107,7 @@ def config_fields(name: str) -> str:
 
 
 def _config_class(name: str) -> type:
+    from nanoserve.config import KernelConfig
     from nanoserve.features.kv_events.config import KVEventsConfig
     from nanoserve.features.speculative.config import SpeculativeConfig
     from nanoserve.features.structured.config import StructuredOutputsConfig
@@ -115,6 +116,7 @@ def _config_class(name: str) -> type:
         "speculative_config": SpeculativeConfig,
         "structured_outputs_config": StructuredOutputsConfig,
         "kv_events_config": KVEventsConfig,
+        "kernel_config": KernelConfig,
     }
     return kinds[name]
 

@@ -272,6 +272,7 @@ NO_BOUNDS = """
     nanoserve.kernels.triton.paged_attention
     nanoserve.kernels.triton.quantized_kv
     nanoserve.kernels.triton.quantized_rows
+    nanoserve.kernels.triton.split_linear
     nanoserve.kernels.cpu.attention
     nanoserve.kernels.cpu.fixed_point
     nanoserve.kernels.cpu.integer_inputs

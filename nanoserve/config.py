@@ -11,6 +11,7 @@ from nanoserve.utils.checks import (
     check_choice,
     check_int,
     check_list,
+    check_names,
     check_number,
     is_text,
     require,
@@ -52,6 +53,42 @@ _CHOICES = {
 # Default token budget of a step. nano-vllm's workload takes an H100 8.9 s with 2048 and 7.2 s with
 # 8192. A CPU needs seconds for 2048 tokens, during which all decoding sequences wait.
 _BUDGETS = {"cpu": 2048, "cuda": 8192}
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """Variants of the GPU kernels of an engine (`kernel_config={...}`), for Triton's kernels.
+
+    They have not run on a GPU. In Triton's interpreter they give the same results, and the tests
+    compile them for all GPUs.
+
+    dependent_launch: if True, norms, activations, cache writes and sampling start before the
+        previous kernel has finished (programmatic dependent launch), as attention does. On GPUs
+        older than Hopper this has no effect.
+    merge_in_attention: if True, the decode attention kernel merges the partial results of a row
+        itself, instead of a second kernel.
+    split_products: if True, products of up to 256 rows with unquantized weights are computed by
+        nanoserve's kernel, which splits their inputs over programs and applies SwiGLU or GEGLU to
+        the product of the gate and up projections, instead of cuBLAS and a second kernel.
+
+    Raises `ValueError` for unknown names and values.
+    """
+
+    dependent_launch: bool = False
+    merge_in_attention: bool = False
+    split_products: bool = False
+
+    @classmethod
+    def of(cls, options: Any) -> "KernelConfig":
+        """Return the value passed to `EngineConfig` as a `KernelConfig`."""
+        if isinstance(options, KernelConfig):
+            return options
+        check_names("kernel_config", options, cls, "{'dependent_launch': True}")
+        return cls(**options)
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            check_bool(field.name, getattr(self, field.name))
 
 
 @dataclass
@@ -185,6 +222,9 @@ class EngineConfig:
     # where this has been tested (one GPU, attention in Triton, neither draft tokens nor quantized
     # weights), else False.
     capture_mixed_steps: bool | None = None
+    # Variants of GPU kernels that have not run on a GPU yet: an object; see `KernelConfig`.
+    # Default: none.
+    kernel_config: Any = None
     # Fraction of the GPU's memory for weights, activations and KV cache.
     gpu_memory_utilization: float = 0.9
     # Number of ranks that share each layer: GPUs, or processes on a CPU.
@@ -229,6 +269,8 @@ class EngineConfig:
             from nanoserve.features.kv_events.config import KVEventsConfig
 
             self.kv_events_config = KVEventsConfig.of(self.kv_events_config)
+        if self.kernel_config is not None:
+            self.kernel_config = KernelConfig.of(self.kernel_config)
         self._check_names()
         self._check_pairs()
 

@@ -1,10 +1,11 @@
 """Attention with nanoserve's own Triton kernels: the default on a GPU."""
 
+import torch
 from torch import Tensor
 
 from nanoserve.attention.interface import AttentionBackend, AttentionLayer, AttentionMetadata
 from nanoserve.attention.kv_cache import KVCache
-from nanoserve.kernels.triton.paged_attention import paged_attention
+from nanoserve.kernels.triton.paged_attention import most_arrivals, paged_attention
 
 
 class TritonAttention(AttentionBackend):
@@ -12,12 +13,15 @@ class TritonAttention(AttentionBackend):
 
     longest_cut: if no row of a step has more tokens, the keys of its rows are split into shares, as
     in decode rows.
+    merges_in_kernel: merge the partial results of split rows in the kernel that computes them. All
+    steps must then be launched on one stream.
     """
 
     capturable = captures_mixed_steps = True
 
-    def __init__(self, longest_cut: int = 1) -> None:
-        self.longest_cut = longest_cut
+    def __init__(self, longest_cut: int = 1, merges_in_kernel: bool = False) -> None:
+        self.longest_cut, self.merges_in_kernel = longest_cut, merges_in_kernel
+        self._arrivals: Tensor | None = None
 
     def attend(
         self, layer: AttentionLayer, q: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
@@ -37,4 +41,14 @@ class TritonAttention(AttentionBackend):
             sliding_window=layer.sliding_window,
             soft_cap=layer.soft_cap,
             kv_scales=kv_cache.scales,
+            arrivals=self._zeros(q.device) if self.merges_in_kernel else None,
         )
+
+    def _zeros(self, device: torch.device) -> Tensor:
+        """Return the counters of arrivals, which every launch leaves at zero.
+
+        They are allocated by the first launch, which runs before any graph is captured.
+        """
+        if self._arrivals is None:
+            self._arrivals = torch.zeros(most_arrivals(device), dtype=torch.int32, device=device)
+        return self._arrivals

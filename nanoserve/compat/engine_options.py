@@ -11,6 +11,7 @@ from typing import Any, Literal, TypedDict
 
 import torch
 
+from nanoserve.config import KernelConfig
 from nanoserve.features.kv_events.config import KVEventsConfig
 from nanoserve.features.speculative.config import SpeculativeConfig
 from nanoserve.features.structured.config import StructuredOutputsConfig
@@ -138,7 +139,6 @@ class VllmOptions(TypedDict, total=False):
     jit_monitor_verbose: Any
     kda_decode_backend: Any
     kda_prefill_backend: Any
-    kernel_config: Any
     kv_cache_dtype_skip_layers: Any
     kv_cache_metrics: Any
     kv_cache_metrics_sample: Any
@@ -326,6 +326,7 @@ class EngineOptions(VllmOptions, total=False):
     enforce_eager: bool
     capture_sampling: bool
     capture_mixed_steps: bool | None
+    kernel_config: Mapping[str, Any] | KernelConfig | None
     gpu_memory_utilization: float
     tensor_parallel_size: int
     pipeline_parallel_size: int

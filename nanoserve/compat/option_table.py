@@ -172,7 +172,7 @@ FOREIGN: dict[str, Foreign] = {
     **_known("compilation_config optimization_level", _COMPILED,
              lambda value: value in ({}, 0) and value is not False),
     **_known("cuda_graph_sizes cudagraph_capture_sizes max_cudagraph_capture_size", _GRAPHS),
-    **_known("attention_config kernel_config ir_op_priority", _KERNELS),
+    **_known("attention_config ir_op_priority", _KERNELS),
     **_known("moe_backend linear_backend sparse_indexer_topk_backend", _KERNELS, _one_of("auto")),
     **_known("enable_flashinfer_autotune", _KERNELS, _anything),
     **_known("performance_mode", "max_num_seqs and max_num_batched_tokens trade latency for "

@@ -91,8 +91,8 @@ class Qwen3MLP(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         # [num_tokens, hidden_size] -> [..., 2 x intermediate_size] -> half of that -> hidden_size.
-        gate_up = self.gate_up_proj(hidden)
-        return self.down_proj(self.ops.act_and_mul(gate_up, self.config.hidden_act))
+        activation = self.config.hidden_act
+        return self.down_proj(self.ops.gated_product(self.gate_up_proj, hidden, activation))
 
 
 class Qwen3DecoderLayer(nn.Module):

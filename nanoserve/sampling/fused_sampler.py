@@ -23,6 +23,8 @@ class FusedSampler(Sampler):
     """A sampler with settings (temperatures, seeds, filters) on the device, copied after a change.
 
     The kernel reads the slots and positions of a step's rows from the batch itself.
+
+    is_dependent: use programmatic dependent launch.
     """
 
     direct = Program.FILTERED
@@ -34,8 +36,11 @@ class FusedSampler(Sampler):
         vocab_size: int,
         device: torch.device,
         processors: "Sequence[BatchProcessor]" = (),
+        *,
+        is_dependent: bool = False,
     ) -> None:
         super().__init__(num_slots, vocab_size, device, processors)
+        self._is_dependent = is_dependent
         self._host = torch.zeros(num_slots, SETTINGS_WORDS.value, dtype=torch.int32)
         self._on_device = torch.zeros_like(self._host, device=device)
         self._is_stale = False
@@ -68,8 +73,10 @@ class FusedSampler(Sampler):
         mask_rows: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Run `choose_tokens` with the settings on the device: see `update_settings`."""
-        settings = self._on_device
-        return choose_tokens(logits, row_slots, row_positions, settings, borders, masks, mask_rows)
+        return choose_tokens(
+            *(logits, row_slots, row_positions, self._on_device, borders, masks, mask_rows),
+            is_dependent=self._is_dependent,
+        )
 
     def update_settings(self) -> None:
         """Copy the settings to the device if any has changed since the last copy.
@@ -92,7 +99,8 @@ class FusedSampler(Sampler):
             row_positions = tensors.positions[tensors.output_rows[: len(logits)]] + 1
         borders = None
         if last == Program.FILTERED:
-            borders = filter_borders(logits, row_slots, self._on_device)
+            is_dependent = self._is_dependent
+            borders = filter_borders(logits, row_slots, self._on_device, is_dependent=is_dependent)
         return self.choose(logits, row_slots, row_positions, borders, *self._fill_masks(rows))
 
     def _fill_masks(self, rows: Rows) -> tuple[torch.Tensor | None, torch.Tensor | None]:

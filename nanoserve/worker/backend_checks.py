@@ -6,8 +6,11 @@ from importlib.util import find_spec
 import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.config import EngineConfig
+from nanoserve.config import EngineConfig, KernelConfig
 from nanoserve.utils.checks import require
+
+# Attention backends whose other operations are Triton kernels.
+TRITON_OPERATIONS = ("triton", "flash_attn", "flash_attn3")
 
 # Ampere: the first with bfloat16 tensor cores and asynchronous copies to shared memory.
 _FIRST_CAPABILITY = (8, 0)
@@ -54,6 +57,26 @@ def _check_capability(name: str, device: torch.device) -> None:
             f"attention_backend={name!r} needs a GPU of compute capability {first} (Ampere) or "
             f"newer; {torch.cuda.get_device_name(device)} has {found}. It can run "
             f"attention_backend='torch', which is slower"
+        )
+
+
+def check_kernels(kernels: KernelConfig | None, name: str, device: torch.device) -> None:
+    """Raise `ValueError` for variants of kernels that backend `name` does not launch on a GPU.
+
+    On a CPU they are ignored, like other GPU options.
+    """
+    if kernels is None or device.type == "cpu":
+        return
+    require(
+        name == "triton" or not kernels.merge_in_attention,
+        f"kernel_config with merge_in_attention=True is a variant of attention_backend='triton', "
+        f"not of {name!r}: remove one of them",
+    )
+    for option in ("dependent_launch", "split_products"):
+        require(
+            name in TRITON_OPERATIONS or not getattr(kernels, option),
+            f"kernel_config with {option}=True is a variant of Triton kernels, which "
+            f"attention_backend={name!r} does not launch: remove one of them",
         )
 
 

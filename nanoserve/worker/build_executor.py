@@ -20,7 +20,11 @@ from nanoserve.models.quantization.linear_methods import choose_linear_method
 from nanoserve.models.quantization.schemes import check_activations
 from nanoserve.models.registry import weight_bytes
 from nanoserve.utils.registry import Registry
-from nanoserve.worker.backend_checks import check_attention_backend
+from nanoserve.worker.backend_checks import (
+    TRITON_OPERATIONS,
+    check_attention_backend,
+    check_kernels,
+)
 from nanoserve.worker.cpu_device import CpuDevice
 from nanoserve.worker.load_model import MemoryBeside
 from nanoserve.worker.model_runner import ModelRunner
@@ -96,7 +100,8 @@ def make_context(
     dtype = getattr(torch, model_config.dtype)
     name = choose_attention_backend(config, model_config, device)
     logger.info("device %s, attention backend %s", device, name)
-    attention, ops = _backend(name, **attention_options(name, config))
+    check_kernels(config.kernel_config, name, device)
+    attention, ops = _backend(name, config)
     num_bytes = weight_bytes(model_config)
     num_threads = choose_num_threads(config.num_threads, num_bytes)
     method = None
@@ -165,11 +170,23 @@ def choose_attention_backend(
 
 def attention_options(name: str, config: EngineConfig) -> dict[str, Any]:
     """Return the keyword arguments for the constructor of an attention backend."""
-    drafts = config.speculative_config
-    if name != "triton" or drafts is None or drafts.enforce_eager:
-        return {}
-    return {"longest_cut": drafts.num_speculative_tokens + 1}
+    options: dict[str, Any] = {}
+    drafts, kernels = config.speculative_config, config.kernel_config
+    if name == "triton" and drafts is not None and not drafts.enforce_eager:
+        options["longest_cut"] = drafts.num_speculative_tokens + 1
+    if name == "triton" and kernels is not None and kernels.merge_in_attention:
+        options["merges_in_kernel"] = True
+    return options
 
 
-def _backend(name: str, **options: Any) -> tuple[AttentionBackend, TorchOps]:
-    return ATTENTION_BACKENDS.get(name)(**options), OPERATIONS.get(name)()
+def _backend(name: str, config: EngineConfig | None = None) -> tuple[AttentionBackend, TorchOps]:
+    """Return an attention backend and its operations; without `config`, with their defaults."""
+    make_attention, make_operations = ATTENTION_BACKENDS.get(name), OPERATIONS.get(name)
+    if config is None:
+        return make_attention(), make_operations()
+    attention = make_attention(**attention_options(name, config))
+    kernels = config.kernel_config
+    if kernels is None or name not in TRITON_OPERATIONS:
+        return attention, make_operations()
+    splits = kernels.split_products
+    return attention, make_operations(kernels.dependent_launch, splits_products=splits)

@@ -4,7 +4,7 @@ Triton compiles a kernel again for each combination of its constants, which take
 in which all requests would wait. Compiled kernels are cached on disk, so this time is spent once on
 a machine, and later starts only run a few small steps. The variants depend on
 
-    tokens of a step    tile sizes of quantized matmuls, and whether they split their inputs
+    tokens of a step    tile sizes of nanoserve's own products, and whether they split their inputs
     tokens of a row     attention over chunks; with graphs of draft tokens, over few tokens too
     sampling of a row   from logits in the model's dtype, or in float32 once stages have changed
                         them; with or without a filter; with or without a grammar's mask
@@ -33,8 +33,8 @@ from nanoserve.worker.gpu_memory import most_outputs
 logger = logging.getLogger(__name__)
 
 # Numbers of tokens. Together with 1 and the worst case, these reach each tile size of quantized
-# matmuls, with the most and the fewest programs that split the inputs.
-_QUANTIZED_SIZES = (17, 128, 129)
+# products and of those that split their inputs, with the most and the fewest programs.
+_TILED_SIZES = (17, 128, 129, 256)
 _GRAMMAR_PACKAGES = ("llguidance", "xgrammar")
 _PLAIN, _FILTERED = SamplingParams(temperature=0), SamplingParams(top_p=0.9)
 _KINDS = (
@@ -82,7 +82,9 @@ def dummy_steps(config: EngineConfig, max_model_len: int) -> Iterator[np.ndarray
     for length in (most_few + 1, *few):
         yield np.array([min(length, budget, max_model_len)], dtype=np.int32)
     # 2) Steps of a given number of tokens, in rows of one token where max_num_seqs allows it.
-    sizes = {1, rows, *(_QUANTIZED_SIZES if config.quantization is not None else ())}
+    kernels = config.kernel_config
+    has_tiles = config.quantization is not None or (kernels is not None and kernels.split_products)
+    sizes = {1, rows, *(_TILED_SIZES if has_tiles else ())}
     for size in sorted(min(size, budget, rows * max_model_len) for size in sizes):
         used = min(size, rows)
         lengths = np.full(used, size // used, dtype=np.int32)
@@ -101,7 +103,9 @@ def _run_sampler(logits: torch.Tensor, tensors: BatchTensors, config: EngineConf
     """Sample two rows of a step in every way; more rows use the same kernel variants."""
     logits = logits[:2]
     slots = np.arange(len(logits))
-    sampler = FusedSampler(len(slots), logits.shape[1], logits.device)
+    kernels = config.kernel_config
+    is_dependent = kernels is not None and kernels.dependent_launch
+    sampler = FusedSampler(len(slots), logits.shape[1], logits.device, is_dependent=is_dependent)
 
     def sample(first: SamplingParams, last: SamplingParams, masks: dict[int, TokenMask]) -> None:
         for slot, params in ((0, first), (len(slots) - 1, last)):

@@ -82,7 +82,7 @@ class StepOutput(NamedTuple):
 class Device(Protocol):
     """The interface of a runner's device; `CpuDevice` and `CudaDevice` implement it."""
 
-    sampler_class: type[Sampler]
+    sampler_class: Callable[..., Sampler]
 
     def guard(self) -> AbstractContextManager[Any]:
         """Return a context in which work is launched on this device, whatever device is current."""
@@ -169,7 +169,7 @@ class CpuDevice:
         sampler_class: type[Sampler] = Sampler,
         is_compiled: bool = False,
     ) -> None:
-        self.sampler_class = sampler_class
+        self.sampler_class: Callable[..., Sampler] = sampler_class
         self._num_threads, self._is_compiled = num_threads, is_compiled
         self._tensors: dict[Batch, BatchTensors] = {}
         self._prepared: tuple[BatchLayout, Computation] | None = None

@@ -65,8 +65,6 @@ class CudaDevice:
     `ValueError` for graphs that are configured and cannot be captured.
     """
 
-    sampler_class: type[Sampler] = FusedSampler
-
     def __init__(
         self,
         config: EngineConfig,
@@ -77,6 +75,11 @@ class CudaDevice:
     ) -> None:
         check_graphs(config, is_capturable, captures_mixed_steps)
         self.config, self.cuda, self._beside = config, cuda, beside
+        kernels = config.kernel_config
+        is_dependent = kernels is not None and kernels.dependent_launch
+        self.sampler_class: Callable[..., Sampler] = partial(
+            FusedSampler, is_dependent=is_dependent
+        )
         # Sending and receiving between pipeline stages has not been part of a graph yet.
         is_whole = config.pipeline_parallel_size == 1
         has_graphs = is_capturable and is_whole and not config.enforce_eager

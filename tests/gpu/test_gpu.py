@@ -39,7 +39,7 @@ from nanoserve.kernels.triton.act_and_mul import ACTIVATIONS, act_and_mul
 from nanoserve.kernels.triton.add_rms_norm import add_rms_norm, rms_norm
 from nanoserve.kernels.triton.choose_tokens import choose_tokens, pack_settings
 from nanoserve.kernels.triton.experts import fused_experts
-from nanoserve.kernels.triton.paged_attention import paged_attention
+from nanoserve.kernels.triton.paged_attention import most_arrivals, paged_attention
 from nanoserve.kernels.triton.store_kv import store_kv
 from nanoserve.models.layers.ops import TorchOps
 from nanoserve.sampling.gumbel_noise import row_keys
@@ -96,7 +96,7 @@ class AttentionBatch:
     sliding_window: int | None = None
     soft_cap: float | None = None
 
-    def attend(self) -> torch.Tensor:
+    def attend(self, arrivals: torch.Tensor | None = None) -> torch.Tensor:
         with poisoned_memory():
             return paged_attention(
                 self.q,
@@ -109,6 +109,7 @@ class AttentionBatch:
                 max_context_len=self.metadata.max_context_len,
                 sliding_window=self.sliding_window,
                 soft_cap=self.soft_cap,
+                arrivals=arrivals,
             )
 
     def assert_right(self, out: torch.Tensor, seed: int) -> None:
@@ -260,6 +261,37 @@ def test_attention_of_decode_rows(
     batch = make_batch(rows, 16, 8, 128, 16, torch.bfloat16, sliding_window=sliding_window)
     batch.metadata.max_context_len = max_context_len
     batch.assert_right(batch.attend(), seed)
+
+
+@pytest.mark.parametrize("num_rows", [1, 3, 64, 300])
+def test_the_share_that_arrives_last_merges(num_rows: int, seed: int) -> None:
+    """Whichever that is: many launches give the same bits, and leave the counters at zero."""
+    rows = [(1, LONGEST)] + [(1, randint(1, LONGEST)) for _ in range(num_rows - 1)]
+    batch = make_batch(rows, 16, 8, 128, 16, torch.bfloat16)
+    arrivals = torch.zeros(most_arrivals(batch.q.device), dtype=torch.int32, device=DEVICE)
+    out = batch.attend(arrivals)
+    batch.assert_right(out, seed)
+    for _ in range(100):
+        assert torch.equal(batch.attend(arrivals), out)
+    assert not arrivals.any()
+
+
+@pytest.mark.parametrize("num_tokens", [1, 257])
+def test_small_kernels_wait_for_the_kernel_before_them(num_tokens: int, seed: int) -> None:
+    """A chain in which each needs what the one before has written; 100 times, with new values."""
+    options = {"is_dependent": True}
+    weight = randn(1024, dtype=torch.bfloat16)
+
+    def chain(x: torch.Tensor, **options: bool) -> torch.Tensor:
+        for _ in range(8):
+            normed, total = add_rms_norm(x, x, weight, 1e-3, **options)
+            gated = act_and_mul(torch.cat([normed, total], dim=1), "silu", **options)
+            x = rms_norm(gated, weight, 1e-3, **options)
+        return x
+
+    for _ in range(100):
+        x = randn(num_tokens, 1024, dtype=torch.bfloat16)
+        assert torch.equal(chain(x, **options), chain(x))
 
 
 def test_attention_of_a_long_prompt(seed: int) -> None:
@@ -582,6 +614,7 @@ def cpu_tokens(model: tuple[str | Path, Prompts]) -> Prompts:
         return tokens(llm, prompts)
 
 
+OTHER_KERNELS = dict.fromkeys(("dependent_launch", "merge_in_attention", "split_products"), True)
 OPTIONS: dict[str, dict[str, Any]] = {
     "graphs": {},
     "eager": {"enforce_eager": True},
@@ -592,6 +625,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no prefix cache": {"enable_prefix_caching": False},
     "a pool for few": {"num_kv_blocks": 40, "max_model_len": 400},
     "in turn": {"async_scheduling": False},
+    "other kernels": {"kernel_config": OTHER_KERNELS},
+    "other kernels, eager, in turn": {
+        "kernel_config": OTHER_KERNELS,
+        "enforce_eager": True,
+        "async_scheduling": False,
+    },
+    "other kernels, sampling in graphs, in a pool for few": {
+        "kernel_config": OTHER_KERNELS,
+        "capture_sampling": True,
+        "num_kv_blocks": 40,
+        "max_model_len": 400,
+    },
     "sampling in graphs": {"capture_sampling": True},
     "sampling in graphs, in turn": {"capture_sampling": True, "async_scheduling": False},
     "sampling in graphs in a pool for few": {

@@ -35,6 +35,7 @@ from nanoserve.kernels.triton.choose_tokens import choose_tokens, pack_settings
 from nanoserve.kernels.triton.experts import fused_experts
 from nanoserve.kernels.triton.filter_logits import filter_borders
 from nanoserve.kernels.triton.paged_attention import paged_attention
+from nanoserve.kernels.triton.split_linear import most_arrivals, split_linear
 from nanoserve.kernels.triton.store_kv import store_kv
 
 # Compute capability -> KiB of shared memory that one program may have. A100 (80), RTX 30 and A10
@@ -50,9 +51,11 @@ def _attention(
     query_len: int,
     kv_cache_dtype: str | None = None,
     is_mixed: bool = False,
+    merges: bool = False,
     **sees: float,
 ) -> None:
     num_rows, context_len = 2, 64
+    arrivals = torch.zeros(1000, dtype=torch.int32) if merges else None
     # Where a graph's launch finds them, 8 bytes behind an aligned address.
     row_counts = torch.zeros(10, dtype=torch.int32)[2:4] if is_mixed else None
     kv_cache, kv_scales = _cache((2, 4, num_kv_heads, 16, head_dim), dtype, kv_cache_dtype)
@@ -68,6 +71,7 @@ def _attention(
         max_context_len=context_len,
         max_query_len=query_len,
         kv_scales=kv_scales,
+        arrivals=arrivals,
         **sees,
     )
 
@@ -104,6 +108,10 @@ def _attention_cases() -> list[tuple[str, Callable[[], None]]]:
         if head_dim in (64, 128, 256):  # rows of 8 tokens or fewer; with 8 heads, a tile of 64 rows
             cases.append((f"{label} few", partial(call, query_len=8)))
             cases.append((f"{label} mixed", partial(call, query_len=8, is_mixed=True)))
+        if head_dim == 128:
+            for name, query_len in (("decode", 1), ("few", 8)):
+                case = partial(call, query_len=query_len, merges=True)
+                cases.append((f"{label} {name} merging", case))
     return cases
 
 
@@ -117,34 +125,40 @@ def _store_kv(
     dtype: torch.dtype,
     has_norm: bool,
     kv_cache_dtype: str | None = None,
+    is_dependent: bool = False,
 ) -> None:
     table = torch.zeros(64, head_dim // 2, dtype=dtype)
     weight = torch.zeros(head_dim, dtype=dtype) if has_norm else None
     integers = torch.zeros(num_tokens, dtype=torch.int32)
     heads = torch.zeros(num_tokens, 8, head_dim, dtype=dtype)
     cache, scales = _cache((2, 4, 2, 16, head_dim), dtype, kv_cache_dtype)
-    store_kv(heads, integers, table, table, weight, weight, 1e-6, cache, integers, scales)
+    tables = (table, table, weight, weight, 1e-6, cache, integers, scales)
+    store_kv(heads, integers, *tables, is_dependent=is_dependent)
 
 
 def _choose_tokens(
-    vocab_size: int, dtype: torch.dtype, is_filtered: bool, is_masked: bool = False
+    vocab_size: int,
+    dtype: torch.dtype,
+    is_filtered: bool,
+    is_masked: bool = False,
+    **options: bool,
 ) -> None:
     integers = torch.zeros(4, dtype=torch.int32)
     settings = torch.from_numpy(np.stack([pack_settings(1.0, 0, 0)] * 4))
     logits = torch.zeros(4, vocab_size, dtype=dtype)
-    borders = filter_borders(logits, integers, settings) if is_filtered else None
+    borders = filter_borders(logits, integers, settings, **options) if is_filtered else None
     masks = torch.zeros(4, -(-vocab_size // 32), dtype=torch.int32) if is_masked else None
     mask_rows = integers if is_masked else None
-    choose_tokens(logits, integers, integers, settings, borders, masks, mask_rows)
+    choose_tokens(logits, integers, integers, settings, borders, masks, mask_rows, **options)
 
 
-def _add_rms_norm(hidden: int, dtype: torch.dtype) -> None:
+def _add_rms_norm(hidden: int, dtype: torch.dtype, **options: bool) -> None:
     x = torch.zeros(4, hidden, dtype=dtype)
-    add_rms_norm(x, x, x[0], 1e-6)
+    add_rms_norm(x, x, x[0], 1e-6, **options)
 
 
-def _rms_norm(hidden: int, dtype: torch.dtype) -> None:
-    rms_norm(torch.zeros(4, hidden, dtype=dtype), torch.zeros(hidden), 1e-6)
+def _rms_norm(hidden: int, dtype: torch.dtype, **options: bool) -> None:
+    rms_norm(torch.zeros(4, hidden, dtype=dtype), torch.zeros(hidden), 1e-6, **options)
 
 
 def _small_cases() -> list[tuple[str, Callable[[], None]]]:
@@ -170,7 +184,50 @@ def _small_cases() -> list[tuple[str, Callable[[], None]]]:
             cases.append((label, partial(_choose_tokens, vocab_size, dtype, is_filtered)))
     masked = partial(_choose_tokens, 151_936, torch.bfloat16, False, True)
     cases.append(("choose_tokens bfloat16 vocab=151936 masked", masked))
+    cases += _dependent_cases()
     return [(label.replace("torch.", ""), call) for label, call in cases]
+
+
+def _dependent_cases() -> list[tuple[str, Callable[[], None]]]:
+    """Each small kernel as one that starts before the kernel before it has finished."""
+    dtype, option = torch.bfloat16, {"is_dependent": True}
+    gate_up = torch.zeros(4, 2 * 3072, dtype=dtype)
+    return [
+        ("dependent add_rms_norm", partial(_add_rms_norm, 1024, dtype, **option)),
+        ("dependent rms_norm", partial(_rms_norm, 4096, dtype, **option)),
+        ("dependent act_and_mul", partial(act_and_mul, gate_up, "silu", **option)),
+        ("dependent store_kv", partial(_store_kv, 4, 128, dtype, True, **option)),
+        (
+            "dependent choose_tokens",
+            partial(_choose_tokens, 151_936, dtype, True, True, **option),
+        ),
+    ]
+
+
+def _split_linear(
+    rows: int,
+    inputs: int,
+    outputs: int,
+    dtype: torch.dtype,
+    activation: str | None,
+    **options: bool,
+) -> None:
+    x, weight = torch.zeros(rows, inputs, dtype=dtype), torch.zeros(outputs, inputs, dtype=dtype)
+    arrivals = torch.zeros(most_arrivals(x.device), dtype=torch.int32)
+    split_linear(x, weight, arrivals, activation, **options)
+
+
+def _split_linear_cases() -> list[tuple[str, Callable[[], None]]]:
+    """One for each size of tiles; inputs that are split, and others that are not."""
+    cases = []
+    shapes = [(2048, 1024, None), (1024, 6144, "silu"), (3072, 1024, None), (200, 144, "silu")]
+    for rows, (inputs, outputs, activation) in product((1, 64, 256), shapes):
+        for dtype in (torch.bfloat16, torch.float32):
+            label = f"split_linear {dtype} rows={rows} inputs={inputs} {activation}"
+            case = partial(_split_linear, rows, inputs, outputs, dtype, activation)
+            cases.append((label.replace("torch.", ""), case))
+    case = partial(_split_linear, 16, 2048, 1024, torch.bfloat16, None, is_dependent=True)
+    return [*cases, ("dependent split_linear", case)]
 
 
 def _experts(
@@ -206,6 +263,7 @@ CASES: list[tuple[str, Callable[[], None]]] = [
     *_attention_cases(),
     *_experts_cases(),
     *_small_cases(),
+    *_split_linear_cases(),
     *quantized_cases(),
 ]
 
@@ -293,6 +351,7 @@ def _resources(kernel: Any, log: str) -> dict[str, str | int]:
         "shared_bytes": kernel.metadata.shared,
         "is_dependent": kernel.metadata.launch_pdl,
         "before_wait": _before_wait(kernel.asm["ptx"]),
+        "arrival": _arrival(kernel.asm["ptx"]),
     }
 
 
@@ -305,6 +364,19 @@ def _before_wait(ptx: str) -> list[str]:
     labels = set(re.findall(r"^(\$\w+):", behind, re.M))
     found += ["bra" for label in re.findall(r"\bbra[\w.]*\s+(\$\w+)", before) if label in labels]
     return sorted(set(found))
+
+
+def _arrival(ptx: str) -> dict[str, Any]:
+    """How a program says that its part is stored, and how it reads those of others."""
+    found = re.search(r"\batom[\w.]*", ptx)
+    if found is None:
+        return {}
+    before, behind = ptx[: found.start()], ptx[found.end() :]
+    return {
+        "atomic": found[0],
+        "has_barrier": before.rindex("bar.sync") > before.rindex("st.global"),
+        "loads": sorted(set(re.findall(r"ld\.global\.cg[\w.]*", behind))),
+    }
 
 
 if __name__ == "__main__":

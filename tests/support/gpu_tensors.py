@@ -197,17 +197,17 @@ class GpuCuda(LateCuda):
     # ------------------------------------------------------------------ kernels and graphs
 
     def interpreted(self, call: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        return lambda *args: call(*tree_map_only(GpuTensor, _value, args))
+        return lambda *args, **options: call(*tree_map_only(GpuTensor, _value, args), **options)
 
     def kernel(
         self, call: Callable[..., torch.Tensor], result: Callable[..., torch.Tensor]
     ) -> Callable[..., torch.Tensor]:
-        def launched(*args: Any) -> torch.Tensor:
+        def launched(*args: Any, **options: Any) -> torch.Tensor:
             if not self.is_late:
-                return self.wrap(_value(call(*args)))
+                return self.wrap(_value(call(*args, **options)))
             with self.at_once():
                 out = poisoned(_value(result(*args)))
-            self.launch(lambda: out.copy_(_value(call(*args))))
+            self.launch(lambda: out.copy_(_value(call(*args, **options))))
             return self.wrap(out)
 
         return launched

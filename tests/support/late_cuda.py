@@ -60,12 +60,12 @@ class LateCuda(FakeCuda):
     ) -> Callable[..., torch.Tensor]:
         """`call`, one launch; what it returns is like `result`, of the same arguments."""
 
-        def launched(*args: Any) -> torch.Tensor:
+        def launched(*args: Any, **options: Any) -> torch.Tensor:
             if not self.is_late:
-                return call(*args)
+                return call(*args, **options)
             with self.at_once():
                 out = poisoned(result(*args))
-            self.launch(lambda: out.copy_(call(*args)))
+            self.launch(lambda: out.copy_(call(*args, **options)))
             return out
 
         return launched

@@ -20,17 +20,16 @@ from proposers import Mixed, Wrong
 from whole_life import live
 
 import nanoserve.worker.compile_kernels as compile_kernels
-from nanoserve.attention.triton import TritonAttention
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.features.speculative.extension import Speculation, prepare_speculation
+from nanoserve.kernels.triton import dependent_launch, paged_attention, store_kv
 from nanoserve.models.layers.context import LayerContext
-from nanoserve.models.layers.triton_ops import TritonOps
 from nanoserve.models.quantization.linear_methods import choose_linear_method
 from nanoserve.text.tokenizer import Tokenizer
-from nanoserve.worker.build_executor import attention_options
+from nanoserve.worker.build_executor import _backend
 from nanoserve.worker.cuda_device import CudaDevice
 from nanoserve.worker.model_runner import ModelRunner
 
@@ -40,6 +39,7 @@ POOL = {"max_num_seqs": MOST_ROWS, "num_kv_blocks": 4000, "max_model_len": 400}
 POOL |= {"max_num_batched_tokens": 700, "attention_backend": "triton", "dtype": "bfloat16"}
 NGRAM = {"method": "ngram", "num_speculative_tokens": 7, "adaptive": False}
 NGRAM_EAGER = NGRAM | {"enforce_eager": True}
+OTHER_KERNELS = dict.fromkeys(("dependent_launch", "merge_in_attention", "split_products"), True)
 HEAD = NGRAM | {"method": "hidden_head", "model": "tiny-qwen3"}
 
 
@@ -50,9 +50,9 @@ def make_engine(tokenizer: Tokenizer | None, **options: Any) -> GuardedEngine:
     method = None
     if config.quantization is not None:
         method = choose_linear_method(config, model_config, torch.device("cpu"), 0)
-    attention = TritonAttention(**attention_options("triton", config))
+    attention, ops = _backend("triton", config)
     dtype = getattr(torch, config.dtype)
-    context = LayerContext(dtype, attention=attention, ops=TritonOps(), linear_method=method)
+    context = LayerContext(dtype, attention=attention, ops=ops, linear_method=method)
     device = CudaDevice(config, FakeCuda(), True, attention.captures_mixed_steps)
     runner = ModelRunner.load(config, model_config, path, context, device)
     engine = GuardedEngine(config, model_config, runner, tokenizer)
@@ -94,12 +94,19 @@ DRAFTS_IN_GRAPHS = {"speculative_config": NGRAM | {"enforce_eager": False}}
         DRAFTS_IN_GRAPHS | MIXED,
         {"speculative_config": NGRAM, "quantization": "int8"},
         {"speculative_config": HEAD},
+        {"kernel_config": OTHER_KERNELS, "enforce_eager": True},
     ],
     ids=str,
 )
 def test_a_whole_life_launches_nothing_that_was_not_compiled(
-    options: dict[str, Any], tokenizer: Tokenizer, launched: LaunchedKernels
+    options: dict[str, Any],
+    tokenizer: Tokenizer,
+    launched: LaunchedKernels,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if "kernel_config" in options:
+        for module in (dependent_launch, paged_attention, store_kv):
+            monkeypatch.setattr(module, "has_dependent_launch", lambda: True)
     with launched.noted() as compiled:
         engine = make_engine(tokenizer, **options)
     has_few = DRAFTS_IN_GRAPHS.items() <= options.items()
@@ -119,6 +126,9 @@ def test_a_whole_life_launches_nothing_that_was_not_compiled(
     if "quantization" in options:  # of five sizes, three tiles each
         products = of_kernel(life, "_grouped_product") | of_kernel(life, "_scaled_product")
         assert len(products) >= 15
+    if "kernel_config" in options:
+        assert len(of_kernel(life, "_split_linear")) >= 6 and of_kernel(life, "_act_and_mul")
+        assert all("IS_DEPENDENT=True" in variant for variant in life if "chunk" not in variant[0])
     if "speculative_config" in options:
         assert engine.stats.num_draft_tokens > 100
     # Every step with a prompt was replayed, or none was.
@@ -192,7 +202,7 @@ def test_masks_are_compiled_where_there_may_be_grammars(
         (
             {"max_num_seqs": 2, "max_num_batched_tokens": 128, "quantization": "int8"},
             400,
-            [[2], [1], [1, 1], [8, 9], [64, 64], [64, 64]],
+            [[2], [1], [1, 1], [8, 9], [64, 64], [64, 64], [64, 64]],
         ),
         (
             {"max_num_seqs": 2, "speculative_config": NGRAM | {"enforce_eager": False}},

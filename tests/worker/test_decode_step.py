@@ -25,15 +25,15 @@ pytest.importorskip("triton")
 from triton.runtime.interpreter import GridExecutor
 
 import nanoserve.checkpoint.loader
-from nanoserve.attention.triton import TritonAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import ForwardInputs, SampleInputs, SlotUpdate
 from nanoserve.engine.plan import Plan, Row
+from nanoserve.kernels.triton import dependent_launch, paged_attention, store_kv
 from nanoserve.models.layers.context import LayerContext
-from nanoserve.models.layers.triton_ops import TritonOps
 from nanoserve.sampling_params import SamplingParams
+from nanoserve.worker.build_executor import _backend
 from nanoserve.worker.cuda_device import CudaDevice
 from nanoserve.worker.graph_programs import DecodeProgram
 from nanoserve.worker.model_runner import ModelRunner
@@ -150,7 +150,8 @@ def make_runner(path: Path, **options: Any) -> ModelRunner:
         **options,
     )
     model_config = ModelConfig.from_checkpoint(path, "bfloat16")
-    context = LayerContext(torch.bfloat16, META, attention=TritonAttention(), ops=TritonOps())
+    attention, ops = _backend("triton", config)
+    context = LayerContext(torch.bfloat16, META, attention=attention, ops=ops)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(nanoserve.checkpoint.loader, "fill_randomly", lambda model: None)
         device = CudaDevice(config, RecordingCuda(), True, captures_mixed_steps=True)
@@ -274,6 +275,34 @@ def test_what_its_graphs_record(
         sampling.launch(num_rows)
     assert watch.launches + launched == Counter(CHOICES)
     assert not watch.copied_in and not watch.copied_out
+
+
+def test_one_kernel_a_layer_if_it_merges_and_all_start_early_if_asked(
+    launched: Counter[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """56 launches fewer, and no kernel of a step waits until the one before has drained."""
+    kernel_config = dict.fromkeys(
+        ("merge_in_attention", "dependent_launch", "split_products"), True
+    )
+    variant = make_runner(tmp_path, enforce_eager=True, kernel_config=kernel_config)
+    for module in (dependent_launch, paged_attention, store_kv):
+        monkeypatch.setattr(module, "has_dependent_launch", lambda: True)
+    count, starts_early = GridExecutor.__call__, Counter[str]()
+
+    def look(self: GridExecutor, *args: Any, **kwargs: Any) -> None:
+        starts_early[self.fn.__name__] += kwargs.get("launch_pdl", False)
+        count(self, *args, **kwargs)
+
+    monkeypatch.setattr(GridExecutor, "__call__", look)
+    step(variant, 16, changes(16))
+    launched.clear()
+    starts_early.clear()
+    watch = step(variant, 16, [])
+    launches, attention = split_attention(watch.launches + launched)
+    split, other = 4 * NUM_LAYERS, {"_act_and_mul": NUM_LAYERS, "aten::linear": 4 * NUM_LAYERS}
+    assert launches == of_the_model() + Counter(BESIDE) - Counter(other)
+    assert launched["_split_linear"] == split and attention == NUM_LAYERS + split
+    assert starts_early == launched and len(launched) == 6
 
 
 def test_settings_travel_when_a_slot_changes(runner: ModelRunner) -> None:

@@ -11,7 +11,8 @@ import torch
 
 from nanoserve import LLM
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.config import EngineConfig
+from nanoserve.config import EngineConfig, KernelConfig
+from nanoserve.worker.backend_checks import check_kernels
 from nanoserve.worker.build_executor import choose_attention_backend, choose_device, device_kind
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -183,6 +184,42 @@ def test_each_device_has_its_default(
     config = EngineConfig("m", attention_backend=asked)
     model_config = ModelConfig.from_checkpoint(checkpoint)
     assert choose_attention_backend(config, model_config, device) == chosen
+
+
+@pytest.mark.parametrize(
+    ("option", "launches"),
+    [
+        ("merge_in_attention", {"triton"}),
+        ("dependent_launch", {"triton", "flash_attn", "flash_attn3"}),
+        ("split_products", {"triton", "flash_attn", "flash_attn3"}),
+    ],
+)
+def test_variants_of_kernels_that_a_backend_does_not_launch_are_refused(
+    option: str, launches: set[str]
+) -> None:
+    config = EngineConfig("m", kernel_config={option: True})
+    for name in ("torch", "triton", "flash_attn", "flash_attn3"):
+        check_kernels(config.kernel_config, name, CPU)
+        check_kernels(None, name, CUDA)
+        if name in launches:
+            check_kernels(config.kernel_config, name, CUDA)
+        else:
+            with pytest.raises(ValueError, match=f"{option}=True .*{name}.*: remove one of them"):
+                check_kernels(config.kernel_config, name, CUDA)
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({"merge": True}, r"unknown option\(s\) \['merge'\] in kernel_config"),
+        ({"dependent_launch": 1}, "dependent_launch=1 must be"),
+        ("all", "kernel_config"),
+    ],
+)
+def test_kernel_config_has_names_and_truth_values(given: Any, told: str) -> None:
+    with pytest.raises(ValueError, match=told):
+        EngineConfig("m", kernel_config=given)
+    assert EngineConfig("m", kernel_config={}).kernel_config == KernelConfig()
 
 
 @pytest.mark.parametrize("asked", ["auto", "triton", "flash_attn"])

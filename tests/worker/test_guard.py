@@ -72,9 +72,9 @@ class TwoGPUs(FakeCuda):
     def watched(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call`, which takes note of it."""
 
-        def watched(*args: Any) -> Any:
+        def watched(*args: Any, **options: Any) -> Any:
             self.note(call.__name__)
-            return call(*args)
+            return call(*args, **options)
 
         return watched
 

@@ -7,15 +7,21 @@ Both activations are x sigmoid(v): v = x for SiLU. For GELU's approximation (Hen
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
+
+from nanoserve.kernels.triton.dependent_launch import launch_options
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 _BLOCK = 1024  # 8 values, a 16-byte load if 16-bit, for each of the 128 threads of 4 warps
 
 
-def act_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
+def act_and_mul(
+    gate_up: torch.Tensor, activation: str, *, is_dependent: bool = False
+) -> torch.Tensor:
     """Return activation(gate) * up, [num_tokens, 2 x size] -> [num_tokens, size], rounded once.
 
     gate_up is contiguous; the result has its dtype. activation: one of `ACTIVATIONS`.
+    is_dependent: use programmatic dependent launch.
     """
     shape = gate_up.shape
     if len(shape) != 2 or shape[1] % 2 or not gate_up.is_contiguous():
@@ -28,21 +34,40 @@ def act_and_mul(gate_up: torch.Tensor, activation: str) -> torch.Tensor:
     num_tokens, size = shape[0], shape[1] // 2
     out = gate_up.new_empty(num_tokens, size)
     num_blocks = -(-size // _BLOCK)  # Triton's `cdiv` takes microseconds
-    _act_and_mul[(num_tokens, num_blocks)](gate_up, out, size, activation, _BLOCK, num_warps=4)
+    _act_and_mul[(num_tokens, num_blocks)](
+        gate_up, out, size, activation, _BLOCK, num_warps=4, **launch_options(is_dependent)
+    )
     return out
 
 
 @triton.jit
-def _act_and_mul(gate_up, out, SIZE: tl.constexpr, ACTIVATION: tl.constexpr, BLOCK: tl.constexpr):
+def _act_and_mul(
+    gate_up,
+    out,
+    SIZE: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
+    if IS_DEPENDENT:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < SIZE
     address = gate_up + token * (2 * SIZE) + column
     gate = tl.load(address, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(address + SIZE, mask=mask, other=0.0).to(tl.float32)
+    result = gated(gate, up, ACTIVATION)
+    tl.store(out + token * SIZE + column, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gated(gate, up, ACTIVATION: tl.constexpr):
+    """Return activation(gate) * up, all float32."""
     v = gate
     if ACTIVATION == "gelu_pytorch_tanh":
         v = 1.5957691216057308 * gate * (1.0 + 0.044715 * gate * gate)
     small = tl.exp(-tl.abs(v))  # in (0, 1], where exp(-v) could overflow
     sigmoid = tl.where(v < 0, small, 1.0) / (1.0 + small)
-    tl.store(out + token * SIZE + column, (gate * sigmoid * up).to(out.dtype.element_ty), mask=mask)
+    return gate * sigmoid * up

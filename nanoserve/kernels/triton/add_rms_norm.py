@@ -7,17 +7,27 @@ little arithmetic that their time is all memory traffic. Here each token's row s
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
+
+from nanoserve.kernels.triton.dependent_launch import launch_options
 
 _MAX_HIDDEN = 16384  # a longer row does not fit into the registers of one program
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    is_dependent: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (normalised, sum): sum = residual + x, and sum / sqrt(mean(sum^2) + eps) * weight.
 
     x and residual: [num_tokens, hidden], contiguous, of one dtype, which both results share.
     weight: [hidden], of any dtype. The sum is rounded to the dtype before it is normalised.
+    is_dependent: use programmatic dependent launch; the weight must be older than the kernels with
+    it that are launched before.
     """
     if x.shape != residual.shape or x.dtype != residual.dtype or not residual.is_contiguous():
         raise ValueError(
@@ -25,15 +35,18 @@ def add_rms_norm(
             f"{residual.dtype} must have the same shape and dtype, and be contiguous"
         )
     total = torch.empty_like(x)
-    return _launch(x, residual, weight, total, eps), total
+    return _launch(x, residual, weight, total, eps, is_dependent), total
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, is_dependent: bool = False
+) -> torch.Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight, of the shape and dtype of x.
 
     x: [num_tokens, hidden], contiguous. weight: [hidden], of any dtype.
+    is_dependent: see `add_rms_norm`.
     """
-    return _launch(x, None, weight, None, eps)
+    return _launch(x, None, weight, None, eps, is_dependent)
 
 
 def _launch(
@@ -42,6 +55,7 @@ def _launch(
     weight: torch.Tensor,
     total: torch.Tensor | None,
     eps: float,
+    is_dependent: bool,
 ) -> torch.Tensor:
     shape = x.shape
     if len(shape) != 2 or weight.shape != shape[1:]:
@@ -61,18 +75,40 @@ def _launch(
     # 8 values per thread are one 16-byte load of 16-bit values; 512 threads leave registers for 32.
     num_warps = min(max(block // 256, 1), 16)
     _add_rms_norm[(num_tokens,)](
-        x, residual, weight, normed, total, eps, hidden, block, num_warps=num_warps
+        x,
+        residual,
+        weight,
+        normed,
+        total,
+        eps,
+        hidden,
+        block,
+        num_warps=num_warps,
+        **launch_options(is_dependent),
     )
     return normed
 
 
 @triton.jit
 def _add_rms_norm(
-    x, residual, weight, normed, total, eps, HIDDEN: tl.constexpr, BLOCK: tl.constexpr
+    x,
+    residual,
+    weight,
+    normed,
+    total,
+    eps,
+    HIDDEN: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     row_start = tl.program_id(0).to(tl.int64) * HIDDEN
     column = tl.arange(0, BLOCK)
     mask = column < HIDDEN
+    if IS_DEPENDENT:
+        cuda.gdc_launch_dependents()
+    gain = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
+    if IS_DEPENDENT:
+        cuda.gdc_wait()
     address = row_start + column
     row = tl.load(x + address, mask=mask, other=0.0).to(tl.float32)
     if residual is not None:
@@ -81,5 +117,4 @@ def _add_rms_norm(
         tl.store(total + address, rounded, mask=mask)
         row = rounded.to(tl.float32)  # normalise the rounded sum, which the next layer will read
     scale = tl.rsqrt(tl.sum(row * row, axis=0) / HIDDEN + eps)
-    gain = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
     tl.store(normed + address, (row * scale * gain).to(normed.dtype.element_ty), mask=mask)

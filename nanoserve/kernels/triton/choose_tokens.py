@@ -14,7 +14,9 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import libdevice
+from triton.language.extra import cuda, libdevice
+
+from nanoserve.kernels.triton.dependent_launch import launch_options
 
 SETTINGS_WORDS = tl.constexpr(8)  # per slot: 32 bytes
 _PART = 4096  # tokens of a program: 16 for each of its 256 threads, with their hashes in registers
@@ -55,6 +57,8 @@ def choose_tokens(
     borders: torch.Tensor | None = None,
     masks: torch.Tensor | None = None,
     mask_rows: torch.Tensor | None = None,
+    *,
+    is_dependent: bool = False,
 ) -> torch.Tensor:
     """Sample a token for each row; return token ids, int64 [num_rows].
 
@@ -67,6 +71,7 @@ def choose_tokens(
     masks, mask_rows: int32 [num_masks, ceil(vocab_size / 32)], bit t % 32 of word t // 32 set for
         each allowed token t; and int32 [num_rows], the mask of each row, -1 for none. A logit that
         is not finite is an error even if its token is forbidden.
+    is_dependent: use programmatic dependent launch.
     Of equal scores the lowest id wins. A row whose best score is not finite gets -1: it has NaN or
     infinity somewhere, or all its logits are -inf.
     """
@@ -86,6 +91,7 @@ def choose_tokens(
     best_scores = logits.new_empty(num_rows, num_parts, dtype=torch.float32)
     best_ids = logits.new_empty(num_rows, num_parts, dtype=torch.int32)
     token_ids = logits.new_empty(num_rows, dtype=torch.int64)
+    launch = launch_options(is_dependent)
     _best_of_parts[(num_rows, num_parts)](
         logits,
         slots,
@@ -101,9 +107,11 @@ def choose_tokens(
         part,
         triton.knobs.runtime.interpret,
         num_warps=8,
+        **launch,
     )
+    block = 1 << (num_parts - 1).bit_length()
     _best_part[(num_rows,)](
-        best_scores, best_ids, token_ids, num_parts, 1 << (num_parts - 1).bit_length(), num_warps=1
+        best_scores, best_ids, token_ids, num_parts, block, num_warps=1, **launch
     )
     return token_ids
 
@@ -143,8 +151,12 @@ def _best_of_parts(
     VOCAB_SIZE: tl.constexpr,
     PART: tl.constexpr,
     IS_INTERPRETED: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Find the best score of one part of one row's vocabulary, and its token id."""
+    if IS_DEPENDENT:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     row, part = tl.program_id(0), tl.program_id(1)
     token_ids = part * PART + tl.arange(0, PART)
     address = logits + row.to(tl.int64) * row_stride + token_ids
@@ -173,11 +185,21 @@ def _best_of_parts(
 
 
 @triton.jit
-def _best_part(best_scores, best_ids, token_ids, NUM_PARTS: tl.constexpr, BLOCK: tl.constexpr):
+def _best_part(
+    best_scores,
+    best_ids,
+    token_ids,
+    NUM_PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
+):
     """Select the best part of a row.
 
     Parts are in the order of their ids, so the first of equal parts has the lowest id.
     """
+    if IS_DEPENDENT:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     row = tl.program_id(0)
     parts = tl.arange(0, BLOCK)
     address = best_scores + row * NUM_PARTS + parts

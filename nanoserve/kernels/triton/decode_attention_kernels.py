@@ -18,7 +18,9 @@ A share may end in the middle of a row. The partial result of a row that a progr
 completely is stored in one of the share's two partial-result entries: one for a row that it did not
 begin, which can only be its first, and one for a row that it does not end, which is its last.
 `merge_parts_kernel` combines partial results by their sums of exponentials (Dao et al. 2023,
-"Flash-Decoding").
+"Flash-Decoding"). Given counters of arrivals, no second kernel is needed: of the programs of a row,
+the one that stores its part last merges all of them, and resets the row's counter. No program waits
+for another.
 
 The programs compute their shares from the context lengths on the GPU: captured in a CUDA graph, a
 launch stays balanced as contexts grow.
@@ -49,6 +51,7 @@ def decode_attention_kernel(
     out_ptr,  # [num_tokens, num_heads, head_dim]
     parts_ptr,  # float32 [num_shares, 2, QUERIES, num_heads, head_dim]
     lse_ptr,  # float32 [num_shares, 2, QUERIES, num_heads], to base 2
+    arrivals_ptr,  # None (compiled away), or int32 [num_shares, num_kv_heads]: see above
     q_ptr,
     k_ptr,
     v_ptr,
@@ -170,20 +173,82 @@ def decode_attention_kernel(
             )
 
         # 3) Store the complete or partial result, and go on to the next row.
+        out_offsets = ((first_token + token) * num_heads + head)[:, None] * HEAD_DIM + d[None, :]
         result = acc / row_sum[:, None]
         if QUERIES > 1:  # 0 / 0 for queries without keys here; log2(row_sum) is -inf
             result = tl.where(row_sum[:, None] > 0, result, 0.0)
         if (first == 0) & (last == num_tiles):
-            out_offsets = ((first_token + token) * num_heads + head)[:, None] * HEAD_DIM
-            out_offsets += d[None, :]
             tl.store(out_ptr + out_offsets, result.to(out_ptr.dtype.element_ty), mask=mask)
         else:
             part = (_part(share, first == 0) * QUERIES + token) * num_heads + head
             tl.store(lse_ptr + part, row_max + tl.log2(row_sum), mask=exists)
             tl.store(parts_ptr + part[:, None] * HEAD_DIM + d[None, :], result, mask=mask)
+            if arrivals_ptr is not None:
+                # Of a share's rows only the last continues in the next share, so that the share in
+                # which a row begins identifies it.
+                begin, last_share = before // size, (before + num_tiles - 1) // size
+                arrivals = arrivals_ptr + begin * tl.num_programs(0) + kv_head
+                tl.debug_barrier()  # all threads have stored their values
+                num_before = tl.atomic_add(arrivals, 1, sem="acq_rel")
+                if num_before == last_share - begin:
+                    merged = _merge_all(
+                        parts_ptr,
+                        lse_ptr,
+                        begin,
+                        last_share,
+                        token,
+                        head,
+                        num_heads,
+                        exists,
+                        d,
+                        HEAD_DIM,
+                        QUERIES,
+                    )
+                    tl.store(out_ptr + out_offsets, merged.to(out_ptr.dtype.element_ty), mask=mask)
+                    tl.store(arrivals, 0)
         at = before + last
         before += num_tiles
         row += 1
+
+
+@triton.jit
+def _merge_all(
+    parts_ptr,
+    lse_ptr,
+    begin,
+    last_share,
+    token,
+    head,
+    num_heads,
+    exists,
+    d,
+    HEAD_DIM: tl.constexpr,
+    QUERIES: tl.constexpr,
+):
+    """Return the mean of a row's partial results, weighted by their sums of exponentials.
+
+    Parts are added in the order of their shares, whichever program arrives last.
+    """
+    mask = exists[:, None] & (d < HEAD_DIM)[None, :]
+    acc = tl.zeros([token.shape[0], d.shape[0]], dtype=tl.float32)
+    largest = tl.full([token.shape[0]], -3e38, dtype=tl.float32)
+    total = tl.zeros([token.shape[0]], dtype=tl.float32)
+    for owner in range(begin, last_share + 1):
+        part = (_part(owner, owner == begin) * QUERIES + token) * num_heads + head
+        # From the L2 cache: other programs have written them while this one ran.
+        lse = tl.load(lse_ptr + part, mask=exists, other=float("-inf"), cache_modifier=".cg")
+        values = tl.load(
+            parts_ptr + part[:, None] * HEAD_DIM + d[None, :],
+            mask=mask,
+            other=0.0,
+            cache_modifier=".cg",
+        )
+        new_largest = tl.maximum(largest, lse)
+        weight, rescale = tl.exp2(lse - new_largest), tl.exp2(largest - new_largest)
+        acc = acc * rescale[:, None] + weight[:, None] * values
+        total = total * rescale + weight
+        largest = new_largest
+    return acc / tl.where(exists, total, 1.0)[:, None]
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_shares"])

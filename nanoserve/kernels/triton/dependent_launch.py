@@ -3,14 +3,33 @@
 Between two kernels of a stream a GPU is idle for about a microsecond: one drains, the next is
 launched. A kernel with `launch_pdl=True` may start as soon as every program of the kernel before it
 has called `gdc_launch_dependents` or has ended. It prepares what does not depend on that kernel,
-and `gdc_wait` waits until all its writes are visible. Data that a kernel reads before it waits must
-be older than the kernel before it. Every program must wait, even if it has no work: the next kernel
-waits only for this one.
+and `gdc_wait` waits until all its writes are visible. Every program must wait, even if it has no
+work: the next kernel waits only for this one.
+
+Of several such kernels in a row, one may start before the last but one has finished, since a kernel
+lets the next one start before it waits itself. So data that a kernel reads before it waits must be
+older than all of them. In a step they are: the embedding is launched without this option, after the
+step's integers were copied.
+
+Attention always does this. The small kernels around matrix products do with
+`kernel_config={"dependent_launch": True}`; before they wait they read weights, which no step
+writes.
 """
 
 import functools
+from typing import Any
 
 import triton
+
+
+def launch_options(is_dependent: bool) -> dict[str, Any]:
+    """Return the kernel's constant IS_DEPENDENT and, where the GPU supports it, the launch option.
+
+    is_dependent: whether dependent launch is wanted.
+    """
+    if is_dependent and has_dependent_launch():
+        return {"IS_DEPENDENT": True, "launch_pdl": True}
+    return {"IS_DEPENDENT": False}
 
 
 def has_dependent_launch() -> bool:

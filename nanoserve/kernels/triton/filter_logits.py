@@ -12,8 +12,10 @@ from the L2 cache, and only borders are written.
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda
 
 from nanoserve.kernels.triton.choose_tokens import SETTINGS_WORDS, check_logits, check_tensor
+from nanoserve.kernels.triton.dependent_launch import launch_options
 
 _WARPS = 16
 _BLOCK_BYTES = 16 * 32 * _WARPS  # bytes of logits at a time: each thread loads 16
@@ -24,13 +26,18 @@ _UNUSED_BITS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
 def filter_borders(
-    logits: torch.Tensor, slots: torch.Tensor, settings: torch.Tensor
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    settings: torch.Tensor,
+    *,
+    is_dependent: bool = False,
 ) -> torch.Tensor:
     """Return each row's border, float32 [num_rows]: the least logit / temperature that is kept.
 
     logits: [num_rows, vocab_size < 2^24], float32, float16 or bfloat16, any row stride.
     slots: int32 [num_rows], the row of `settings` for each row of logits.
     settings: int32 [num_slots, 8], rows from `pack_settings`.
+    is_dependent: use programmatic dependent launch.
     The filters apply in the order min_p, top_k, top_p, each to the tokens that the previous
     filter has kept. The border is -inf for rows that are greedy or have no filter. NaN counts
     as -inf here; for a row that has NaN, `choose_tokens` returns no token.
@@ -55,6 +62,7 @@ def filter_borders(
         _BLOCK_BYTES // logits.element_size(),
         _UNUSED_BITS[logits.dtype],
         num_warps=_WARPS,
+        **launch_options(is_dependent),
     )
     return borders
 
@@ -70,8 +78,12 @@ def _filter_borders(
     VOCAB_SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
     UNUSED_BITS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Compute the border of one row; nearly all the time is spent in the passes of the searches."""
+    if IS_DEPENDENT:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
     row = tl.program_id(0)
     row_logits = logits + row.to(tl.int64) * row_stride
     slot_settings = settings + tl.load(slots + row) * SETTINGS_WORDS

@@ -6,7 +6,6 @@ of 16-bit traffic (or half), which determines the time while a step has few rows
 part of the inputs, so that there are programs for the whole GPU, and the partial sums are added.
 """
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -14,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanoserve.kernels.triton.multiprocessors import num_multiprocessors
 from nanoserve.kernels.triton.quantized_kv import unscaled
 
 _TRITON_DTYPES = {
@@ -21,7 +21,6 @@ _TRITON_DTYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
-_MULTIPROCESSORS_WITHOUT_GPU = 132  # of an H100
 _SUM_BLOCK = 1024  # values per program
 _FEWEST_STEPS = 4  # per part of the inputs: with fewer, loads cannot overlap
 _MOST_PARTS = 8
@@ -151,16 +150,9 @@ def grouped_product(x: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
 
 def _num_parts(num_tiles: int, num_steps: int, device: torch.device) -> int:
     """Return the number of parts of the inputs, for two programs per multiprocessor."""
-    wanted = 2 * _num_multiprocessors(device) // num_tiles
+    wanted = 2 * num_multiprocessors(device) // num_tiles
     num_parts = max(1, min(wanted, num_steps // _FEWEST_STEPS, _MOST_PARTS))
     return 1 << (num_parts.bit_length() - 1)  # a power of two usually gives parts of equal size
-
-
-@functools.cache
-def _num_multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _MULTIPROCESSORS_WITHOUT_GPU
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 # Rows and parts change from step to step, and must not recompile the kernel.

@@ -18,6 +18,7 @@ from nanoserve.kernels.triton.decode_attention_kernels import (
     merge_parts_kernel,
 )
 from nanoserve.kernels.triton.dependent_launch import has_dependent_launch
+from nanoserve.kernels.triton.multiprocessors import num_multiprocessors
 from nanoserve.kernels.triton.paged_attention_kernels import chunk_attention_kernel
 from nanoserve.kernels.triton.quantized_kv import check_cache, has_e4m3, has_warp_products
 from nanoserve.kernels.triton.tile_config import (
@@ -34,6 +35,7 @@ _TRITON_DTYPES = {
 }
 _LOG2_E = math.log2(math.e)
 _MULTIPROCESSORS_WITHOUT_GPU = 8  # under the interpreter: enough for tests to have partial results
+_MOST_PROGRAMS = 2  # of decode attention per multiprocessor: see tile_config
 _MOST_SHARED = 64  # rows of a tile (tokens x heads) if keys are split into shares
 
 
@@ -53,6 +55,7 @@ def paged_attention(
     soft_cap: float | None = None,
     kv_scales: torch.Tensor | None = None,
     row_counts: torch.Tensor | None = None,
+    arrivals: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Compute attention of every query token over the keys of its sequence up to itself.
 
@@ -73,8 +76,12 @@ def paged_attention(
     its scaled scores to c tanh(score / c). Returns [num_tokens, num_heads, head_dim], contiguous,
     in q's dtype.
 
-    `context_lens`, `cu_seqlens_q` and `row_counts` must have been written before the kernel
-    launched before this one: from Hopper on they are read while that kernel still runs.
+    `context_lens`, `cu_seqlens_q` and `row_counts` must be older than the kernel launched before
+    this one, and than all kernels with dependent launch before it: from Hopper on they are read
+    while these still run.
+
+    `arrivals`: int32 zeros [`most_arrivals`] on the device, which no other stream uses: partial
+    results are merged in the same launch, which leaves zeros. Without it, by a second launch.
 
     The host reads no tensor's values, and every program finds its share of the work on the GPU:
     captured in a CUDA graph, a launch stays valid as contexts grow. With `row_counts`, int32 [2] on
@@ -86,8 +93,11 @@ def paged_attention(
     batch = _Batch(
         *(q, kv_cache, cu_seqlens_q, context_lens, block_tables),
         *(scale, sliding_window, soft_cap, (None, None) if kv_scales is None else tuple(kv_scales)),
+        arrivals,
     )
     _check(batch)
+    if arrivals is not None:
+        _check_arrivals(batch, arrivals, num_shares)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if row_counts is not None:
         _attend_mixed(batch, out, max_context_len, num_shares, row_counts)
@@ -136,6 +146,7 @@ class _Batch(NamedTuple):
     sliding_window: int | None
     soft_cap: float | None
     scales: tuple[torch.Tensor | None, ...]  # scales of codes: K's and V's
+    arrivals: torch.Tensor | None
 
     @property
     def group(self) -> int:
@@ -184,11 +195,22 @@ def _check(batch: _Batch) -> None:
             )
 
 
-@functools.cache
+def most_arrivals(device: torch.device) -> int:
+    """Return the size of `arrivals`, which suffices for all launches on a device."""
+    return _MOST_PROGRAMS * _num_multiprocessors(device)
+
+
+def _check_arrivals(batch: _Batch, arrivals: torch.Tensor, num_shares: int | None) -> None:
+    least = max(most_arrivals(batch.q.device), (num_shares or 0) * batch.kv_cache.shape[2])
+    if arrivals.dtype != torch.int32 or arrivals.ndim != 1 or len(arrivals) < least:
+        raise ValueError(
+            f"arrivals must be int32 [{least}] or longer, not {arrivals.dtype} "
+            f"{list(arrivals.shape)}"
+        )
+
+
 def _num_multiprocessors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _MULTIPROCESSORS_WITHOUT_GPU
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return num_multiprocessors(device, _MULTIPROCESSORS_WITHOUT_GPU)
 
 
 @functools.cache
@@ -233,7 +255,7 @@ def _decode(
     `row_counts`: limits the rows to those that it counts.
     """
     q, kv_cache, cu_seqlens_q, context_lens, block_tables = batch[:5]
-    scale, sliding_window, soft_cap, scales = batch[5:]
+    scale, sliding_window, soft_cap, scales, arrivals = batch[5:]
     (_, num_heads, head_dim), num_rows = q.shape, len(context_lens)
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     if num_shares is None:
@@ -255,6 +277,7 @@ def _decode(
         out,
         parts,
         lse,
+        arrivals,
         q,
         *kv_cache,
         *scales,
@@ -277,7 +300,7 @@ def _decode(
         num_stages=config.num_stages,
         **launch,
     )
-    if num_shares > 1:
+    if num_shares > 1 and arrivals is None:
         merge_parts_kernel[(num_queries * num_heads, num_shares - 1)](
             out,
             parts,
@@ -306,7 +329,7 @@ def _attend_chunks(
     `row_counts`: replaces these numbers on the device, where there may be fewer rows.
     """
     q, kv_cache, cu_seqlens_q, context_lens, block_tables = batch[:5]
-    scale, sliding_window, soft_cap, scales = batch[5:]
+    scale, sliding_window, soft_cap, scales, _ = batch[5:]
     num_tokens, _, head_dim = q.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     group_padded = _group_padded(batch)

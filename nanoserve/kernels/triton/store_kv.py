@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from nanoserve.kernels.triton.dependent_launch import has_dependent_launch
+from nanoserve.kernels.triton.dependent_launch import has_dependent_launch, launch_options
 from nanoserve.kernels.triton.quantized_kv import check_cache, quantized
 
 # Up to this many tokens, one program per token and head: otherwise there are too few programs to
@@ -31,6 +31,8 @@ def store_kv(
     kv_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
     kv_scales: torch.Tensor | None = None,
+    *,
+    is_dependent: bool = False,
 ) -> torch.Tensor:
     """Store K and V in `kv_cache`; return q [num_tokens, num_heads, head_dim], contiguous.
 
@@ -43,6 +45,7 @@ def store_kv(
     codes, int8 or uint8 for e4m3, quantized from float32.
     kv_scales: of codes, float32 [2, num_blocks, num_kv_heads, block_size]; then both are
     contiguous.
+    is_dependent: use programmatic dependent launch.
     The last dimension of every tensor is contiguous; heads and kv_cache may have any other strides.
     """
     check_cache(kv_cache, kv_scales, heads.dtype)
@@ -77,6 +80,7 @@ def store_kv(
         block_pairs,
         has_dependent_launch(),
         num_warps=min(max(block_tokens * block_pairs // 128, 1), 8),
+        **launch_options(is_dependent),
     )
     return q
 
@@ -156,9 +160,12 @@ def _store_kv(
     BLOCK_TOKENS: tl.constexpr,
     BLOCK_PAIRS: tl.constexpr,
     HAS_DEPENDENT: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     if HAS_DEPENDENT:
         cuda.gdc_launch_dependents()  # attention may start, and wait for this kernel's stores
+    if IS_DEPENDENT:
+        cuda.gdc_wait()
     HALF: tl.constexpr = HEAD_DIM // 2
     # int64 throughout: a large cache exceeds 2^31 elements, and its strides may be in any order.
     head = tl.program_id(1).to(tl.int64)

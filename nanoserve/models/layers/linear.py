@@ -5,7 +5,7 @@ communication; a *row-parallel* one gives each rank a part of the inputs, so the
 summed. A column-parallel linear followed by a row-parallel one needs a single all-reduce.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -15,16 +15,19 @@ from nanoserve.models.layers.context import LayerContext, LinearMethod
 
 
 class UnquantizedLinearMethod:
+    linear: Callable[[Tensor, Tensor], Tensor] = staticmethod(F.linear)
+
     def create_weights(
         self, layer: nn.Module, in_features: int, out_features: int, context: LayerContext
     ) -> None:
         layer.weight = context.empty(out_features, in_features)
+        self.linear = context.ops.linear
 
     def process_after_loading(self, layer: nn.Module) -> None:
         pass
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
-        return F.linear(x, layer.weight)
+        return self.linear(x, layer.weight)
 
 
 class _Linear(nn.Module):

@@ -23,6 +23,14 @@ class TorchOps:
     norm_rotate_store: Callable[..., Tensor] | None = None
     sum_of_experts: Callable[..., Tensor] | None = None
 
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Return x W^T, [..., inputs] x [outputs, inputs] -> [..., outputs]."""
+        return F.linear(x, weight)
+
+    def gated_product(self, gate_up: Any, x: Tensor, activation: str) -> Tensor:
+        """Return `act_and_mul` of the product of x and `gate_up`, a linear layer."""
+        return self.act_and_mul(gate_up(x), activation)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return RMSNorm (Zhang and Sennrich 2019) over the last dimension: no mean, no bias."""
         # Gemma's norm weights are float32, also if activations have 16 bits.

@@ -1,24 +1,68 @@
 """`TorchOps` implemented with a Triton kernel for each operation, for tensors on a GPU."""
 
+from functools import partial
 from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch import Tensor
 
 from nanoserve.kernels.triton.act_and_mul import act_and_mul
 from nanoserve.kernels.triton.add_rms_norm import add_rms_norm, rms_norm
 from nanoserve.kernels.triton.experts import fused_experts
+from nanoserve.kernels.triton.split_linear import (
+    MOST_ROWS,
+    most_arrivals,
+    num_parts,
+    split_linear,
+)
 from nanoserve.kernels.triton.store_kv import store_kv
+from nanoserve.models.layers.linear import ColumnParallelLinear, UnquantizedLinearMethod
 from nanoserve.models.layers.ops import FusedOps
 
 
 class TritonOps(FusedOps):
-    """Triton kernels of all operations that occur in a decode step of a supported model."""
+    """Triton kernels of all operations that occur in a decode step of a supported model.
+
+    is_dependent: use programmatic dependent launch. splits_products: use `split_linear` for
+    products of few rows where it splits or fuses. All steps must then be launched on one stream.
+    """
 
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)
     act_and_mul = staticmethod(act_and_mul)
     store_kv = staticmethod(store_kv)
 
-    def sum_of_experts(self, *args: Any) -> torch.Tensor:
+    def __init__(self, is_dependent: bool = False, splits_products: bool = False) -> None:
+        self._is_dependent, self._splits_products = is_dependent, splits_products
+        self._arrivals: Tensor | None = None
+        if is_dependent:
+            for function in (rms_norm, add_rms_norm, act_and_mul, store_kv):
+                setattr(self, function.__name__, partial(function, is_dependent=True))
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self._is_for_few_rows(x) and num_parts(len(x), weight) > 1:
+            return self._product(x, weight)
+        return F.linear(x, weight)
+
+    def gated_product(self, gate_up: Any, x: Tensor, activation: str) -> Tensor:
+        is_plain = isinstance(gate_up, ColumnParallelLinear) and gate_up.bias is None
+        is_plain = is_plain and type(gate_up.method) is UnquantizedLinearMethod
+        if is_plain and self._is_for_few_rows(x):
+            return self._product(x, gate_up.weight, activation)
+        return super().gated_product(gate_up, x, activation)
+
+    def sum_of_experts(self, *args: Any) -> Tensor:
         """Return what `models.layers.experts.sum_of_experts` returns, for the same arguments."""
         return fused_experts(*args)
+
+    def _is_for_few_rows(self, x: Tensor) -> bool:
+        return self._splits_products and len(x) <= MOST_ROWS and x.is_contiguous()
+
+    def _product(self, x: Tensor, weight: Tensor, activation: str | None = None) -> Tensor:
+        # The counters are allocated by the first launch, which runs before any graph is captured.
+        if self._arrivals is None:
+            size = most_arrivals(x.device)
+            self._arrivals = torch.zeros(size, dtype=torch.int32, device=x.device)
+        options = {"is_dependent": self._is_dependent}
+        return split_linear(x, weight, self._arrivals, activation, **options)

@@ -13,13 +13,13 @@ pytest.importorskip("triton")
 
 import kernel_roofline
 import load_balance
-from kernel_roofline import GPUS, Predictor, decode_step, share_of_roofline
+from kernel_roofline import GPUS, Predictor, decode_step, seconds_by_part
 from load_balance import Launch, equal_shares, loss, losses, per_row, seconds
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.cli.bench.roofline import Need, Step, planned_steps
 from nanoserve.cli.bench.shapes import SHAPES
-from nanoserve.config import EngineConfig
+from nanoserve.config import EngineConfig, KernelConfig
 from nanoserve.kernels.triton import paged_attention
 
 QWEN3 = ModelConfig.from_hf(SHAPES["qwen3-0.6b"], {}, "bfloat16")
@@ -65,8 +65,29 @@ def test_every_launch_takes_its_bytes_and_a_place_in_the_graph(predictor: Predic
 def test_a_workload_cannot_be_faster_than_its_roofline(predictor: Predictor) -> None:
     config = EngineConfig("none", max_num_seqs=8, max_num_batched_tokens=256)
     prompts = [[1] * (50 + 30 * i) for i in range(12)]
-    limit, predicted = share_of_roofline(predictor, planned_steps(config, prompts, [20] * 12))
-    assert 0 < limit < predicted < 3 * limit
+    limit, parts = seconds_by_part(predictor, planned_steps(config, prompts, [20] * 12))
+    assert all(seconds > 0 for seconds in parts.values()) and len(parts) == 4
+    assert 0 < limit < sum(parts.values()) < 3 * limit
+
+
+def test_other_kernels_are_fewer_and_multiply_the_same(predictor: Predictor) -> None:
+    kernels = KernelConfig(dependent_launch=True, merge_in_attention=True, split_products=True)
+    overheads = {"launch_seconds": 1e-6, "dependent_seconds": 4e-7}
+    other = Predictor(QWEN3, GPUS["h100"], **overheads, kernels=kernels)
+    step = decode_step(8, 820)
+    other.step(step)  # the first launches create the counters of arrivals
+    other.launches.cache_clear()
+    before, after = predictor.step(step), other.step(step)
+    assert len(before) - len(after) == 2 * 28
+    for launches in (before, after):
+        assert sum(each.num_operations for each, _ in launches) == Need(QWEN3).operations(step)
+    is_early = {each.name for each, _ in after if each.is_dependent}
+    assert is_early == {each.name for each, _ in after if each.name.startswith(("_", "decode"))}
+    assert {each.name for each, _ in before if each.is_dependent} == {
+        "decode_attention_kernel",
+        "merge_parts_kernel",
+    }
+    assert all(took >= (4e-7 if each.is_dependent else 1e-6) for each, took in after)
 
 
 def test_the_tables_are_printed(

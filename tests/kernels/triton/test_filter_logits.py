@@ -339,9 +339,9 @@ def test_rows_that_change_logits_agree_beside_rows_that_do_not(full_size: bool) 
 def test_steps_without_a_filter_do_not_look_for_borders(monkeypatch: pytest.MonkeyPatch) -> None:
     searched = []
 
-    def recorded(logits: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    def recorded(logits: torch.Tensor, *rest: torch.Tensor, **options: bool) -> torch.Tensor:
         searched.append(len(logits))
-        return filter_borders(logits, *rest)
+        return filter_borders(logits, *rest, **options)
 
     monkeypatch.setattr(fused_sampler, "filter_borders", recorded)
     both = samplers(

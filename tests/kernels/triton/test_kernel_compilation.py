@@ -54,6 +54,8 @@ EACH = "|".join(
         r"bfloat16 size=3072 silu",
         r"bfloat16 tokens=256 head_dim=128 (norm=True|kv=int8)",
         r"bfloat16 vocab=151936 filtered",
+        r"dependent",
+        r"split_linear bfloat16 rows=(1|64|256) inputs=(1024|2048)",
         r"scaled_product (int8|e4m3) rows=1024 inputs=4096",
         r"scaled_product int8 group=32 rows=(1|1024) inputs=4096",
         r"quantize_rows int8 bfloat16 (group=32 )?largest=True",
@@ -62,6 +64,8 @@ EACH = "|".join(
     ]
 )
 LARGEST = r"attention bfloat16 head_dim=256 heads=4:2 prefill|scaled_product int8.* rows=1024"
+# Kernels that `kernel_config` chooses; what is counted is of the default ones.
+VARIANTS = r"^dependent | merging$"
 # At the small size, what every step of decoding runs, for one GPU.
 FEW = "|".join(
     [
@@ -166,27 +170,59 @@ def test_kernels_fit_into_registers_and_shared_memory(
             assert record["spill_bytes"] <= most, record
 
 
-def test_dependent_kernels_read_nothing_but_lengths_before_they_wait(
-    records: dict[int, Records],
+# What kernels that were written to be dependent read before they wait: lengths, weights, nothing.
+BEFORE_WAIT = {
+    "decode_attention_kernel": {"ld.global.b32"},
+    "merge_parts_kernel": {"ld.global.b32"},
+    "_add_rms_norm": {"ld.global.v4.b32"},
+    "_act_and_mul": set(),
+    "_store_kv": set(),
+    "_filter_borders": set(),
+    "_best_of_parts": set(),
+    "_best_part": set(),
+    "_split_linear": set(),
+}
+
+
+def test_dependent_kernels_read_nothing_but_lengths_and_weights_before_they_wait(
+    records: dict[int, Records], by_size: Callable[..., Any]
 ) -> None:
     """And end not before, either. No interpreter has a kernel before to wait for."""
     dependent = [record for record in records[90] if record.get("is_dependent")]
-    assert {record["kernel"] for record in dependent} == {
-        "decode_attention_kernel",
-        "merge_parts_kernel",
-    }
+    names = {record["kernel"] for record in dependent}
+    assert names == {*by_size([*BEFORE_WAIT][:2], BEFORE_WAIT)}
     for record in dependent:
-        assert record["before_wait"] == ["ld.global.b32"], record
+        assert set(record["before_wait"]) == BEFORE_WAIT[record["kernel"]], record
+    small = {record["case"] for record in dependent if "attention" not in record["case"]}
+    assert all(case.startswith("dependent") for case in small)  # only where it is asked for
     for capability, older in records.items():  # from --full on, one at least is older
         if capability < 90:
             assert older and not any(record.get("is_dependent") for record in older)
+
+
+@pytest.mark.size("full")
+def test_who_merges_has_seen_what_others_have_stored(records: dict[int, Records]) -> None:
+    """All threads have stored before one of them counts, and no L1 cache has an older value."""
+    found = [record for record in records[90] if record["case"].endswith(" merging")]
+    assert len(found) >= 4 and all(r["kernel"] == "decode_attention_kernel" for r in found)
+    for record in found:
+        assert record["arrival"] == {
+            "atomic": "atom.global.gpu.acq_rel.add.u32",
+            "has_barrier": True,
+            "loads": ["ld.global.cg.b32", "ld.global.cg.v4.b32"],
+        }, record
+    assert not any(r["arrival"] for r in records[90] if not r["case"].endswith(" merging"))
 
 
 @pytest.fixture(scope="module")
 def disassembled(records: dict[int, Records]) -> Records:
     if disassembler() is None:
         pytest.skip("this Triton's wheel has no nvdisasm")
-    return [record for record in records[90] if "instructions" in record]
+    return [
+        record
+        for record in records[90]
+        if "instructions" in record and not re.search(VARIANTS, record["case"])
+    ]
 
 
 @pytest.mark.small(kind=["decode"])

@@ -17,10 +17,11 @@ pytest.importorskip("triton")
 
 import triton
 import triton.language as tl
+from program_order import ORDERS, programs_in_order
 
 import nanoserve.kernels.triton.paged_attention as kernels
 from nanoserve.kernels.triton.decode_attention_kernels import _find_row, _size_of_shares
-from nanoserve.kernels.triton.paged_attention import paged_attention, tile_config
+from nanoserve.kernels.triton.paged_attention import most_arrivals, paged_attention, tile_config
 from nanoserve.kernels.triton.tile_config import for_few_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -40,6 +41,7 @@ class Batch:
     sliding_window: int | None = None
     soft_cap: float | None = None
     row_counts: torch.Tensor | None = None
+    arrivals: torch.Tensor | None = None
 
     def attend(self, num_shares: int | None = None, max_query_len: int | None = None) -> Any:
         with poisoned_memory():
@@ -57,6 +59,7 @@ class Batch:
                 sliding_window=self.sliding_window,
                 soft_cap=self.soft_cap,
                 row_counts=self.row_counts,
+                arrivals=self.arrivals,
             )
 
 
@@ -473,6 +476,76 @@ def test_rows_of_two_tokens_fill_the_launch() -> None:
         padded = with_room(batch, 64, len(batch.q))
         error = (padded.attend().double().cpu() - reference(batch)).abs().max().item()
         assert error < TOLERANCE[torch.float32]
+
+
+LONG = 6 * TILE_N + 5
+# Rows (query tokens, context), what they are attended with, and what distinguishes the batch.
+CUT: dict[str, tuple[list[tuple[int, int]], dict[str, Any], dict[str, Any]]] = {
+    "one row": ([(1, LONG)], {"num_shares": 5}, {"num_heads": 6, "num_kv_heads": 2}),
+    "rows": ([(1, LONG), (1, 1), (1, 2 * LONG), (1, 33)], {"num_shares": 7}, {"head_dim": 24}),
+    "a tile a share": ([(1, 40 * TILE_N - 3), (1, 2)], {"num_shares": 41}, {}),
+    "windows": ([(1, LONG), (1, LONG)], {"num_shares": 5}, {"sliding_window": 2 * TILE_N + 1}),
+    "few tokens": ([(2, LONG), (7, 9), (5, LONG)], {"num_shares": 5, "max_query_len": 7}, {}),
+    "mixed": ([(1, LONG), (1, LONG), (9, 30)], {"num_shares": 5}, {"soft_cap": 2.0}),
+    "bfloat16": ([(1, LONG), (1, 3)], {"num_shares": 3}, {"dtype": torch.bfloat16}),
+}
+
+
+def counters() -> torch.Tensor:
+    size = max(most_arrivals(torch.device(DEVICE)), 41)  # more shares than a step would have
+    return torch.zeros(size, dtype=torch.int32, device=DEVICE)
+
+
+@pytest.mark.small(order=["backwards"])
+@pytest.mark.parametrize("order", ORDERS if DEVICE == "cpu" else ["forwards"])
+@pytest.mark.parametrize("cut", CUT)
+def test_the_share_that_arrives_last_merges_in_the_kernel(
+    monkeypatch: pytest.MonkeyPatch, cut: str, order: str
+) -> None:
+    """Parts are added in their own order, so that the order of arrival changes no bit."""
+    rows, arguments, kinds = CUT[cut]
+    batch = make_batch(rows, **kinds)
+    if cut == "mixed":
+        batch = with_room(batch, len(rows), len(batch.q))
+    if cut == "few tokens":
+        batch.num_decode_rows = 0
+    merged = batch.attend(**arguments)
+    monkeypatch.setattr(kernels, "merge_parts_kernel", None)  # it is not launched
+    batch.arrivals = counters()
+    forwards = batch.attend(**arguments)
+    assert not batch.arrivals.any()  # ready for the next launch
+    error = (forwards.double().cpu() - reference(replace(batch, row_counts=None))).abs().max()
+    assert error.item() < TOLERANCE[batch.q.dtype]
+    assert torch.allclose(forwards, merged, atol=TOLERANCE[batch.q.dtype] / 10)
+    if order == "forwards":
+        assert torch.equal(batch.attend(**arguments), forwards)
+        return
+    with programs_in_order(1, order) as ran:
+        assert torch.equal(batch.attend(**arguments), forwards)
+    assert ran[: arguments["num_shares"]] != sorted(ran[: arguments["num_shares"]])
+    assert not batch.arrivals.any()
+
+
+def test_counters_of_arrivals_that_do_not_begin_at_zero_are_a_fault_that_shows() -> None:
+    """That the tests above can fail: a row is merged too early, and its counter is not zero."""
+    batch = make_batch([(1, LONG)])
+    batch.arrivals = counters()
+    right = batch.attend(num_shares=3)
+    batch.arrivals[0] = 1
+    assert not torch.equal(batch.attend(num_shares=3), right)
+    assert batch.arrivals.any()
+
+
+@pytest.mark.parametrize(
+    "wrong", [torch.zeros(3, dtype=torch.int32), torch.zeros(1000), torch.zeros(1, 1000).int()]
+)
+def test_there_must_be_a_counter_for_every_program(wrong: torch.Tensor) -> None:
+    batch = replace(make_batch([(1, 20)]), arrivals=wrong)
+    with pytest.raises(ValueError, match=r"arrivals must be int32 \[16\] or longer, not torch"):
+        batch.attend()
+    batch.arrivals = torch.zeros(16, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match=r"arrivals must be int32 \[17\] or longer"):
+        batch.attend(num_shares=17)
 
 
 @pytest.mark.parametrize(
