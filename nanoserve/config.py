@@ -80,9 +80,9 @@ class KernelConfig:
 
     @classmethod
     def of(cls, options: Any) -> "KernelConfig":
-        """Return the value passed to `EngineConfig` as a `KernelConfig`."""
-        if isinstance(options, KernelConfig):
-            return options
+        """Return the value passed to `EngineConfig` as a `KernelConfig`; None is the default."""
+        if options is None or isinstance(options, KernelConfig):
+            return options or KernelConfig()
         check_names("kernel_config", options, cls, "{'dependent_launch': True}")
         return cls(**options)
 
@@ -222,8 +222,8 @@ class EngineConfig:
     # where this has been tested (one GPU, attention in Triton, neither draft tokens nor quantized
     # weights), else False.
     capture_mixed_steps: bool | None = None
-    # Variants of GPU kernels that have not run on a GPU yet: an object; see `KernelConfig`.
-    # Default: none.
+    # Variants of GPU kernels that have not run on a GPU yet: an object; see `KernelConfig` in
+    # nanoserve/config.py. Default: none.
     kernel_config: Any = None
     # Fraction of the GPU's memory for weights, activations and KV cache.
     gpu_memory_utilization: float = 0.9

@@ -1,11 +1,11 @@
 """Attention with nanoserve's own Triton kernels: the default on a GPU."""
 
-import torch
 from torch import Tensor
 
 from nanoserve.attention.interface import AttentionBackend, AttentionLayer, AttentionMetadata
 from nanoserve.attention.kv_cache import KVCache
-from nanoserve.kernels.triton.paged_attention import most_arrivals, paged_attention
+from nanoserve.kernels.triton.paged_attention import paged_attention
+from nanoserve.kernels.triton.split_work import Arrivals
 
 
 class TritonAttention(AttentionBackend):
@@ -21,7 +21,7 @@ class TritonAttention(AttentionBackend):
 
     def __init__(self, longest_cut: int = 1, merges_in_kernel: bool = False) -> None:
         self.longest_cut, self.merges_in_kernel = longest_cut, merges_in_kernel
-        self._arrivals: Tensor | None = None
+        self._arrivals = Arrivals()
 
     def attend(
         self, layer: AttentionLayer, q: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
@@ -41,14 +41,5 @@ class TritonAttention(AttentionBackend):
             sliding_window=layer.sliding_window,
             soft_cap=layer.soft_cap,
             kv_scales=kv_cache.scales,
-            arrivals=self._zeros(q.device) if self.merges_in_kernel else None,
+            arrivals=self._arrivals.on(q.device) if self.merges_in_kernel else None,
         )
-
-    def _zeros(self, device: torch.device) -> Tensor:
-        """Return the counters of arrivals, which every launch leaves at zero.
-
-        They are allocated by the first launch, which runs before any graph is captured.
-        """
-        if self._arrivals is None:
-            self._arrivals = torch.zeros(most_arrivals(device), dtype=torch.int32, device=device)
-        return self._arrivals

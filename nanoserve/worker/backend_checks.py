@@ -60,12 +60,12 @@ def _check_capability(name: str, device: torch.device) -> None:
         )
 
 
-def check_kernels(kernels: KernelConfig | None, name: str, device: torch.device) -> None:
+def check_kernels(kernels: KernelConfig, name: str, device: torch.device) -> None:
     """Raise `ValueError` for variants of kernels that backend `name` does not launch on a GPU.
 
     On a CPU they are ignored, like other GPU options.
     """
-    if kernels is None or device.type == "cpu":
+    if device.type == "cpu":
         return
     require(
         name == "triton" or not kernels.merge_in_attention,

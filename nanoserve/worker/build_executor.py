@@ -12,7 +12,7 @@ import torch
 from nanoserve.attention.interface import AttentionBackend
 from nanoserve.attention.registry import ATTENTION_BACKENDS, OPERATIONS
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.config import EngineConfig
+from nanoserve.config import EngineConfig, KernelConfig
 from nanoserve.engine.executor import Executor
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.layers.ops import TorchOps
@@ -100,7 +100,7 @@ def make_context(
     dtype = getattr(torch, model_config.dtype)
     name = choose_attention_backend(config, model_config, device)
     logger.info("device %s, attention backend %s", device, name)
-    check_kernels(config.kernel_config, name, device)
+    check_kernels(KernelConfig.of(config.kernel_config), name, device)
     attention, ops = _backend(name, config)
     num_bytes = weight_bytes(model_config)
     num_threads = choose_num_threads(config.num_threads, num_bytes)
@@ -171,10 +171,10 @@ def choose_attention_backend(
 def attention_options(name: str, config: EngineConfig) -> dict[str, Any]:
     """Return the keyword arguments for the constructor of an attention backend."""
     options: dict[str, Any] = {}
-    drafts, kernels = config.speculative_config, config.kernel_config
+    drafts = config.speculative_config
     if name == "triton" and drafts is not None and not drafts.enforce_eager:
         options["longest_cut"] = drafts.num_speculative_tokens + 1
-    if name == "triton" and kernels is not None and kernels.merge_in_attention:
+    if name == "triton" and KernelConfig.of(config.kernel_config).merge_in_attention:
         options["merges_in_kernel"] = True
     return options
 
@@ -185,8 +185,8 @@ def _backend(name: str, config: EngineConfig | None = None) -> tuple[AttentionBa
     if config is None:
         return make_attention(), make_operations()
     attention = make_attention(**attention_options(name, config))
-    kernels = config.kernel_config
-    if kernels is None or name not in TRITON_OPERATIONS:
+    if name not in TRITON_OPERATIONS:
         return attention, make_operations()
+    kernels = KernelConfig.of(config.kernel_config)
     splits = kernels.split_products
     return attention, make_operations(kernels.dependent_launch, splits_products=splits)

@@ -21,7 +21,7 @@ from importlib.util import find_spec
 import numpy as np
 import torch
 
-from nanoserve.config import EngineConfig
+from nanoserve.config import EngineConfig, KernelConfig
 from nanoserve.engine.executor import Executor, ForwardInputs, SlotUpdate, TokenMask
 from nanoserve.sampling.fused_sampler import FusedSampler
 from nanoserve.sampling_params import SamplingParams
@@ -82,8 +82,9 @@ def dummy_steps(config: EngineConfig, max_model_len: int) -> Iterator[np.ndarray
     for length in (most_few + 1, *few):
         yield np.array([min(length, budget, max_model_len)], dtype=np.int32)
     # 2) Steps of a given number of tokens, in rows of one token where max_num_seqs allows it.
-    kernels = config.kernel_config
-    has_tiles = config.quantization is not None or (kernels is not None and kernels.split_products)
+    has_tiles = (
+        config.quantization is not None or KernelConfig.of(config.kernel_config).split_products
+    )
     sizes = {1, rows, *(_TILED_SIZES if has_tiles else ())}
     for size in sorted(min(size, budget, rows * max_model_len) for size in sizes):
         used = min(size, rows)
@@ -103,8 +104,7 @@ def _run_sampler(logits: torch.Tensor, tensors: BatchTensors, config: EngineConf
     """Sample two rows of a step in every way; more rows use the same kernel variants."""
     logits = logits[:2]
     slots = np.arange(len(logits))
-    kernels = config.kernel_config
-    is_dependent = kernels is not None and kernels.dependent_launch
+    is_dependent = KernelConfig.of(config.kernel_config).dependent_launch
     sampler = FusedSampler(len(slots), logits.shape[1], logits.device, is_dependent=is_dependent)
 
     def sample(first: SamplingParams, last: SamplingParams, masks: dict[int, TokenMask]) -> None:

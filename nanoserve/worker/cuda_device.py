@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.config import EngineConfig
+from nanoserve.config import EngineConfig, KernelConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
 from nanoserve.engine.executor import Executor
@@ -75,8 +75,7 @@ class CudaDevice:
     ) -> None:
         check_graphs(config, is_capturable, captures_mixed_steps)
         self.config, self.cuda, self._beside = config, cuda, beside
-        kernels = config.kernel_config
-        is_dependent = kernels is not None and kernels.dependent_launch
+        is_dependent = KernelConfig.of(config.kernel_config).dependent_launch
         self.sampler_class: Callable[..., Sampler] = partial(
             FusedSampler, is_dependent=is_dependent
         )

@@ -39,7 +39,8 @@ from nanoserve.kernels.triton.act_and_mul import ACTIVATIONS, act_and_mul
 from nanoserve.kernels.triton.add_rms_norm import add_rms_norm, rms_norm
 from nanoserve.kernels.triton.choose_tokens import choose_tokens, pack_settings
 from nanoserve.kernels.triton.experts import fused_experts
-from nanoserve.kernels.triton.paged_attention import most_arrivals, paged_attention
+from nanoserve.kernels.triton.paged_attention import paged_attention
+from nanoserve.kernels.triton.split_work import most_arrivals
 from nanoserve.kernels.triton.store_kv import store_kv
 from nanoserve.models.layers.ops import TorchOps
 from nanoserve.sampling.gumbel_noise import row_keys

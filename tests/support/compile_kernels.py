@@ -35,7 +35,8 @@ from nanoserve.kernels.triton.choose_tokens import choose_tokens, pack_settings
 from nanoserve.kernels.triton.experts import fused_experts
 from nanoserve.kernels.triton.filter_logits import filter_borders
 from nanoserve.kernels.triton.paged_attention import paged_attention
-from nanoserve.kernels.triton.split_linear import most_arrivals, split_linear
+from nanoserve.kernels.triton.split_linear import split_linear
+from nanoserve.kernels.triton.split_work import most_arrivals
 from nanoserve.kernels.triton.store_kv import store_kv
 
 # Compute capability -> KiB of shared memory that one program may have. A100 (80), RTX 30 and A10

@@ -199,8 +199,8 @@ def test_variants_of_kernels_that_a_backend_does_not_launch_are_refused(
 ) -> None:
     config = EngineConfig("m", kernel_config={option: True})
     for name in ("torch", "triton", "flash_attn", "flash_attn3"):
-        check_kernels(config.kernel_config, name, CPU)
-        check_kernels(None, name, CUDA)
+        check_kernels(KernelConfig.of(config.kernel_config), name, CPU)
+        check_kernels(KernelConfig.of(None), name, CUDA)
         if name in launches:
             check_kernels(config.kernel_config, name, CUDA)
         else:

@@ -39,6 +39,7 @@ from triton.language.extra import cuda
 
 from nanoserve.kernels.triton.paged_attention_kernels import online_softmax_step
 from nanoserve.kernels.triton.quantized_kv import as_operand, load_scales
+from nanoserve.kernels.triton.split_work import arrives_last
 
 _ROWS = tl.constexpr(256)  # rows whose lengths are read at once
 _PARTS = tl.constexpr(16)  # partial results that are merged at once
@@ -188,9 +189,7 @@ def decode_attention_kernel(
                 # which a row begins identifies it.
                 begin, last_share = before // size, (before + num_tiles - 1) // size
                 arrivals = arrivals_ptr + begin * tl.num_programs(0) + kv_head
-                tl.debug_barrier()  # all threads have stored their values
-                num_before = tl.atomic_add(arrivals, 1, sem="acq_rel")
-                if num_before == last_share - begin:
+                if arrives_last(arrivals, last_share - begin + 1):
                     merged = _merge_all(
                         parts_ptr,
                         lse_ptr,

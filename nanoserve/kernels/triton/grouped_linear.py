@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from nanoserve.kernels.triton.multiprocessors import num_multiprocessors
 from nanoserve.kernels.triton.quantized_kv import unscaled
+from nanoserve.kernels.triton.split_work import num_multiprocessors
 
 _TRITON_DTYPES = {
     torch.float32: tl.float32,

@@ -18,9 +18,9 @@ from nanoserve.kernels.triton.decode_attention_kernels import (
     merge_parts_kernel,
 )
 from nanoserve.kernels.triton.dependent_launch import has_dependent_launch
-from nanoserve.kernels.triton.multiprocessors import num_multiprocessors
 from nanoserve.kernels.triton.paged_attention_kernels import chunk_attention_kernel
 from nanoserve.kernels.triton.quantized_kv import check_cache, has_e4m3, has_warp_products
+from nanoserve.kernels.triton.split_work import check_arrivals, most_arrivals, num_multiprocessors
 from nanoserve.kernels.triton.tile_config import (
     SHARED_MEMORY_WITHOUT_GPU,
     TileConfig,
@@ -35,7 +35,6 @@ _TRITON_DTYPES = {
 }
 _LOG2_E = math.log2(math.e)
 _MULTIPROCESSORS_WITHOUT_GPU = 8  # under the interpreter: enough for tests to have partial results
-_MOST_PROGRAMS = 2  # of decode attention per multiprocessor: see tile_config
 _MOST_SHARED = 64  # rows of a tile (tokens x heads) if keys are split into shares
 
 
@@ -97,7 +96,8 @@ def paged_attention(
     )
     _check(batch)
     if arrivals is not None:
-        _check_arrivals(batch, arrivals, num_shares)
+        least = most_arrivals(q.device)
+        check_arrivals(arrivals, max(least, (num_shares or 0) * kv_cache.shape[2]))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if row_counts is not None:
         _attend_mixed(batch, out, max_context_len, num_shares, row_counts)
@@ -193,20 +193,6 @@ def _check(batch: _Batch) -> None:
             raise ValueError(
                 f"indices must be int32 with last stride 1, not {tensor.dtype}, {tensor.stride()}"
             )
-
-
-def most_arrivals(device: torch.device) -> int:
-    """Return the size of `arrivals`, which suffices for all launches on a device."""
-    return _MOST_PROGRAMS * _num_multiprocessors(device)
-
-
-def _check_arrivals(batch: _Batch, arrivals: torch.Tensor, num_shares: int | None) -> None:
-    least = max(most_arrivals(batch.q.device), (num_shares or 0) * batch.kv_cache.shape[2])
-    if arrivals.dtype != torch.int32 or arrivals.ndim != 1 or len(arrivals) < least:
-        raise ValueError(
-            f"arrivals must be int32 [{least}] or longer, not {arrivals.dtype} "
-            f"{list(arrivals.shape)}"
-        )
 
 
 def _num_multiprocessors(device: torch.device) -> int:

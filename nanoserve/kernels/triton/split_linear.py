@@ -19,7 +19,13 @@ from triton.language.extra import cuda
 
 from nanoserve.kernels.triton.act_and_mul import ACTIVATIONS, gated
 from nanoserve.kernels.triton.dependent_launch import launch_options
-from nanoserve.kernels.triton.multiprocessors import num_multiprocessors
+from nanoserve.kernels.triton.split_work import (
+    PROGRAMS,
+    arrives_last,
+    check_arrivals,
+    most_arrivals,
+    num_multiprocessors,
+)
 
 MOST_ROWS = 256  # with more, products are limited by tensor cores, and libraries are better
 _TRITON_DTYPES = {
@@ -27,7 +33,6 @@ _TRITON_DTYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
-_PROGRAMS = 2  # per multiprocessor
 _FEWEST_STEPS = 2  # of a part of the inputs
 _MOST_PARTS = 16
 
@@ -63,17 +68,12 @@ def num_parts(num_rows: int, weight: torch.Tensor) -> int:
     config = tile_config(num_rows, weight.dtype)
     row_tiles = -(-num_rows // config.block_m)
     num_tiles = row_tiles * -(-outputs // config.block_n)
-    wanted = _PROGRAMS * num_multiprocessors(weight.device) // num_tiles
+    wanted = PROGRAMS * num_multiprocessors(weight.device) // num_tiles
     num_steps = -(-inputs // config.block_k)
     # Partial sums, written and read, are at most twice the weight's bytes; the L2 cache has them.
     worth = inputs // (2 * row_tiles * config.block_m)
     most = max(1, min(wanted, worth, num_steps // _FEWEST_STEPS, _MOST_PARTS))
     return 1 << (most.bit_length() - 1)  # a power of two usually gives parts of equal size
-
-
-def most_arrivals(device: torch.device) -> int:
-    """Return the size of `arrivals`, which suffices for every product on a device."""
-    return _PROGRAMS * num_multiprocessors(device)
 
 
 def split_linear(
@@ -95,7 +95,8 @@ def split_linear(
 
     Sums are float32. Their order depends on the number of rows and on the GPU.
     """
-    _check(x, weight, arrivals, activation)
+    _check(x, weight, activation)
+    check_arrivals(arrivals, most_arrivals(x.device))
     num_rows, inputs = x.shape
     outputs, halves = len(weight), 1 if activation is None else 2
     out = x.new_empty(num_rows, outputs // halves)
@@ -130,9 +131,7 @@ def split_linear(
     return out
 
 
-def _check(
-    x: torch.Tensor, weight: torch.Tensor, arrivals: torch.Tensor, activation: str | None
-) -> None:
+def _check(x: torch.Tensor, weight: torch.Tensor, activation: str | None) -> None:
     wrong = None
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
         wrong = "x must be [rows, inputs] and weight [outputs, inputs]"
@@ -144,11 +143,9 @@ def _check(
         wrong = f"x must have at most {MOST_ROWS} rows"
     elif activation is not None and (activation not in ACTIVATIONS or len(weight) % 2):
         wrong = f"activation={activation!r} must be one of {ACTIVATIONS}, with an even weight"
-    elif arrivals.dtype != torch.int32 or arrivals.shape < (most_arrivals(x.device),):
-        wrong = f"arrivals must be int32 [{most_arrivals(x.device)}], not {arrivals.dtype}"
     if wrong is not None:  # formatted only on error: this is called several times in every layer
-        given = ", ".join(f"{list(each.shape)} of {each.dtype}" for each in (x, weight, arrivals))
-        raise ValueError(f"{wrong}: x, weight and arrivals are {given}")
+        given = ", ".join(f"{list(each.shape)} of {each.dtype}" for each in (x, weight))
+        raise ValueError(f"{wrong}: x and weight are {given}")
 
 
 # Rows and parts change from step to step, and must not recompile the kernel.
@@ -210,8 +207,7 @@ def _split_linear(
         if ACTIVATION is not None:
             tl.store(own + num_parts * size, up, mask=mask)
         arrivals = arrivals_ptr + tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
-        tl.debug_barrier()  # all threads have stored their sums
-        is_last = tl.atomic_add(arrivals, 1, sem="acq_rel") == num_parts - 1
+        is_last = arrives_last(arrivals, num_parts)
         if is_last:
             acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
             up = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)

@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -12,10 +11,10 @@ from nanoserve.kernels.triton.add_rms_norm import add_rms_norm, rms_norm
 from nanoserve.kernels.triton.experts import fused_experts
 from nanoserve.kernels.triton.split_linear import (
     MOST_ROWS,
-    most_arrivals,
     num_parts,
     split_linear,
 )
+from nanoserve.kernels.triton.split_work import Arrivals
 from nanoserve.kernels.triton.store_kv import store_kv
 from nanoserve.models.layers.linear import ColumnParallelLinear, UnquantizedLinearMethod
 from nanoserve.models.layers.ops import FusedOps
@@ -35,7 +34,7 @@ class TritonOps(FusedOps):
 
     def __init__(self, is_dependent: bool = False, splits_products: bool = False) -> None:
         self._is_dependent, self._splits_products = is_dependent, splits_products
-        self._arrivals: Tensor | None = None
+        self._arrivals = Arrivals()
         if is_dependent:
             for function in (rms_norm, add_rms_norm, act_and_mul, store_kv):
                 setattr(self, function.__name__, partial(function, is_dependent=True))
@@ -60,9 +59,5 @@ class TritonOps(FusedOps):
         return self._splits_products and len(x) <= MOST_ROWS and x.is_contiguous()
 
     def _product(self, x: Tensor, weight: Tensor, activation: str | None = None) -> Tensor:
-        # The counters are allocated by the first launch, which runs before any graph is captured.
-        if self._arrivals is None:
-            size = most_arrivals(x.device)
-            self._arrivals = torch.zeros(size, dtype=torch.int32, device=x.device)
-        options = {"is_dependent": self._is_dependent}
-        return split_linear(x, weight, self._arrivals, activation, **options)
+        arrivals, is_dependent = self._arrivals.on(x.device), self._is_dependent
+        return split_linear(x, weight, arrivals, activation, is_dependent=is_dependent)

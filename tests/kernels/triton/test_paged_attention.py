@@ -21,7 +21,8 @@ from program_order import ORDERS, programs_in_order
 
 import nanoserve.kernels.triton.paged_attention as kernels
 from nanoserve.kernels.triton.decode_attention_kernels import _find_row, _size_of_shares
-from nanoserve.kernels.triton.paged_attention import most_arrivals, paged_attention, tile_config
+from nanoserve.kernels.triton.paged_attention import paged_attention, tile_config
+from nanoserve.kernels.triton.split_work import most_arrivals
 from nanoserve.kernels.triton.tile_config import for_few_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -492,8 +493,7 @@ CUT: dict[str, tuple[list[tuple[int, int]], dict[str, Any], dict[str, Any]]] = {
 
 
 def counters() -> torch.Tensor:
-    size = max(most_arrivals(torch.device(DEVICE)), 41)  # more shares than a step would have
-    return torch.zeros(size, dtype=torch.int32, device=DEVICE)
+    return torch.zeros(most_arrivals(torch.device(DEVICE)), dtype=torch.int32, device=DEVICE)
 
 
 @pytest.mark.small(order=["backwards"])
@@ -541,11 +541,11 @@ def test_counters_of_arrivals_that_do_not_begin_at_zero_are_a_fault_that_shows()
 )
 def test_there_must_be_a_counter_for_every_program(wrong: torch.Tensor) -> None:
     batch = replace(make_batch([(1, 20)]), arrivals=wrong)
-    with pytest.raises(ValueError, match=r"arrivals must be int32 \[16\] or longer, not torch"):
+    with pytest.raises(ValueError, match=r"arrivals must be int32 \[264\] or longer, not torch"):
         batch.attend()
-    batch.arrivals = torch.zeros(16, dtype=torch.int32, device=DEVICE)
-    with pytest.raises(ValueError, match=r"arrivals must be int32 \[17\] or longer"):
-        batch.attend(num_shares=17)
+    batch.arrivals = torch.zeros(264, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(ValueError, match=r"arrivals must be int32 \[265\] or longer"):
+        batch.attend(num_shares=265)
 
 
 @pytest.mark.parametrize(

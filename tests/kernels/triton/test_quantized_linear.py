@@ -1,6 +1,6 @@
 """Products of quantized weights in Triton against float64; without a GPU in the interpreter."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,20 +19,12 @@ from nanoserve.models.quantization.gpu_method import QuantizedLinearMethod
 from nanoserve.models.quantization.online import quantize_fp8, quantize_int8
 from nanoserve.models.quantization.schemes import Scheme
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 # Of a row's norm; 16 bits round weights, sums or both, and the interpreter truncates bfloat16.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 CODE_DTYPES = [torch.int8, torch.float8_e4m3fn]
-
-
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """torch.empty gives NaN and the largest integers: what a kernel leaves out shows."""
-    torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
 
 
 def assert_near(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:

@@ -1,6 +1,6 @@
 """Products whose inputs are split over programs, against float64; and where they are used."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from program_order import ORDERS, programs_in_order
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.kernels.triton import multiprocessors, split_linear
+from nanoserve.kernels.triton import split_linear, split_work
 from nanoserve.kernels.triton.act_and_mul import ACTIVATIONS
 from nanoserve.models.layers import triton_ops
 from nanoserve.models.layers.context import LayerContext
@@ -21,24 +21,16 @@ from nanoserve.models.layers.linear import ColumnParallelLinear, UnquantizedLine
 from nanoserve.models.layers.ops import TorchOps
 from nanoserve.models.layers.triton_ops import TritonOps
 
+pytestmark = pytest.mark.usefixtures("poisoned_memory")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}  # of a row's norm
 CHOSEN = [None, *ACTIVATIONS]
 
 
-@pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """torch.empty gives NaN: what a kernel leaves out shows."""
-    torch.manual_seed(0)
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def draw(num_rows: int, inputs: int, outputs: int, dtype: torch.dtype) -> list[torch.Tensor]:
     """x, a weight, and counters of arrivals."""
     x, weight = torch.randn(num_rows, inputs), torch.randn(outputs, inputs) * inputs**-0.5
-    arrivals = torch.zeros(split_linear.most_arrivals(DEVICE), dtype=torch.int32)
+    arrivals = torch.zeros(split_work.most_arrivals(DEVICE), dtype=torch.int32)
     return [x.to(DEVICE, dtype), weight.to(DEVICE, dtype), arrivals.to(DEVICE)]
 
 
@@ -95,7 +87,7 @@ def test_there_are_programs_for_the_whole_gpu() -> None:
         shapes = [(4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072)]
         assert [parts(num_rows, *shape) for shape in shapes] == expected, num_rows
     assert parts(1, 151_936, 1024) == 1
-    most = split_linear.most_arrivals(torch.device("meta"))
+    most = split_work.most_arrivals(torch.device("meta"))
     for num_rows in (1, 16, 17, 64, 65, 256):
         for outputs in range(16, 20_000, 48):
             config = split_linear.tile_config(num_rows, torch.bfloat16)
@@ -196,5 +188,5 @@ def test_an_engines_tokens_are_those_without(
 
 
 def test_a_gpu_is_asked_once_for_its_multiprocessors() -> None:
-    assert multiprocessors.num_multiprocessors(torch.device("cpu")) == 132
-    assert multiprocessors.num_multiprocessors(torch.device("meta"), 8) == 8
+    assert split_work.num_multiprocessors(torch.device("cpu")) == 132
+    assert split_work.num_multiprocessors(torch.device("meta"), 8) == 8
