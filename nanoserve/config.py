@@ -209,7 +209,8 @@ class EngineConfig:
     # Device: "auto" (an NVIDIA GPU if there is one), "cpu" or "cuda".
     device: str = "auto"
     # Attention kernels: "torch" or "numba" on a CPU, "triton" or "flash_attn" on a GPU; "auto"
-    # selects numba if it is installed, else torch, and triton on a GPU.
+    # selects numba if it is installed, else torch, and triton on a GPU. With "flash_attn" on Hopper
+    # and FlashAttention-3 installed, decode rows stay triton's.
     attention_backend: str = "auto"
     # Disable CUDA graphs. GPU options are accepted and checked on a CPU, too, so that scripts stay
     # portable.

@@ -12,6 +12,9 @@ from nanoserve.utils.checks import require
 # Attention backends whose other operations are Triton kernels.
 TRITON_OPERATIONS = ("triton", "flash_attn", "flash_attn3")
 
+# Attention backends that attend to the keys of decode rows with Triton kernels.
+TRITON_ATTENTION = ("triton", "flash_attn3")
+
 # Ampere: the first with bfloat16 tensor cores and asynchronous copies to shared memory.
 _FIRST_CAPABILITY = (8, 0)
 
@@ -68,7 +71,7 @@ def check_kernels(kernels: KernelConfig, name: str, device: torch.device) -> Non
     if device.type == "cpu":
         return
     require(
-        name == "triton" or not kernels.merge_in_attention,
+        name in TRITON_ATTENTION or not kernels.merge_in_attention,
         f"kernel_config with merge_in_attention=True is a variant of attention_backend='triton', "
         f"not of {name!r}: remove one of them",
     )

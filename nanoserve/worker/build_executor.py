@@ -21,6 +21,7 @@ from nanoserve.models.quantization.schemes import check_activations
 from nanoserve.models.registry import weight_bytes
 from nanoserve.utils.registry import Registry
 from nanoserve.worker.backend_checks import (
+    TRITON_ATTENTION,
     TRITON_OPERATIONS,
     check_attention_backend,
     check_kernels,
@@ -172,9 +173,11 @@ def attention_options(name: str, config: EngineConfig) -> dict[str, Any]:
     """Return the keyword arguments for the constructor of an attention backend."""
     options: dict[str, Any] = {}
     drafts = config.speculative_config
-    if name == "triton" and drafts is not None and not drafts.enforce_eager:
+    if name not in TRITON_ATTENTION:
+        return options
+    if drafts is not None and not drafts.enforce_eager:
         options["longest_cut"] = drafts.num_speculative_tokens + 1
-    if name == "triton" and KernelConfig.of(config.kernel_config).merge_in_attention:
+    if KernelConfig.of(config.kernel_config).merge_in_attention:
         options["merges_in_kernel"] = True
     return options
 

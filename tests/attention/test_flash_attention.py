@@ -19,8 +19,10 @@ from nanoserve.attention.flash import FlashAttention, FlashAttention3, check_fla
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
 from nanoserve.attention.kv_cache import KVCache
 from nanoserve.attention.torch import TorchAttention
+from nanoserve.attention.triton import TritonAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
+from nanoserve.features.speculative.config import SpeculativeConfig
 from nanoserve.worker import build_executor
 from nanoserve.worker.build_executor import choose_attention_backend
 
@@ -233,14 +235,20 @@ def test_the_batch_is_shared_between_the_two_functions(
 @pytest.mark.parametrize("rows", [DECODES, CHUNKS, MIXED])
 @pytest.mark.parametrize("page", [1, 3, 16, 256])
 @KINDS_OF_LAYERS
-def test_version_3_takes_the_whole_batch_at_once_in_pages_of_any_size(
+def test_version_3_computes_chunks_and_triton_decode_rows(
     calls3: Calls,
+    monkeypatch: pytest.MonkeyPatch,
     rows: list[tuple[int, int]],
     page: int,
     num_kv_heads: int,
     window: int | None,
     soft_cap: float | None,
 ) -> None:
+    """In pages of any size; neither sees the other's rows, and the parts are in the batch's order.
+
+    The interpreter would take minutes: Triton's backend is replaced by torch's, in part.
+    """
+    by_triton = torch_instead_of_triton(monkeypatch)
     rng = np.random.default_rng(0)
     metadata, num_blocks = random_batch(rng, rows, page)
     layer = AttentionLayer(4, num_kv_heads, 8, scale=0.3, sliding_window=window, soft_cap=soft_cap)
@@ -250,14 +258,72 @@ def test_version_3_takes_the_whole_batch_at_once_in_pages_of_any_size(
     num_tokens = int(metadata.cu_seqlens_q[-1])
     q = torch.from_numpy(rng.standard_normal((num_tokens, 4, 8), dtype=np.float32))
     attended = backend.attend(layer, q, kv_cache, metadata)
-    ((_, arguments),) = calls3
-    assert arguments["q"] is q and arguments["cache_seqlens"] is metadata.context_lens
-    assert arguments["page_table"] is metadata.block_tables
-    assert arguments["k_cache"].shape == (num_blocks, page, num_kv_heads, 8)
-    assert arguments["k_cache"].data_ptr() == kv_cache.values.data_ptr()  # a view, not a copy
+    num_decode_rows, num_rows = metadata.num_decode_rows, len(rows)
+    assert [given.num_rows for given in by_triton] == [num_decode_rows] * (num_decode_rows > 0)
+    assert all(given.max_query_len == 1 for given in by_triton)
+    assert len(calls3) == (num_decode_rows < num_rows)
+    for _, arguments in calls3:
+        assert len(arguments["cache_seqlens"]) == num_rows - num_decode_rows
+        assert arguments["k_cache"].shape == (num_blocks, page, num_kv_heads, 8)
+        assert arguments["k_cache"].data_ptr() == kv_cache.values.data_ptr()  # a view, not a copy
     metadata.block_tables[metadata.block_tables == 9999] = 0
     expected = TorchAttention().attend(layer, q, kv_cache, metadata)
     assert attended.shape == q.shape and torch.allclose(attended, expected, atol=2e-6)
+
+
+def torch_instead_of_triton(monkeypatch: pytest.MonkeyPatch) -> list[AttentionMetadata]:
+    """Compute with torch what the backend gives to Triton's; returns what it was given."""
+    given: list[AttentionMetadata] = []
+
+    def attend(self, layer, q, kv_cache, metadata):
+        given.append(metadata)
+        tables = metadata.block_tables.masked_fill(metadata.block_tables == 9999, 0)
+        metadata = replace(metadata, block_tables=tables, scratch={})
+        return TorchAttention().attend(layer, q, kv_cache, metadata)
+
+    monkeypatch.setattr(TritonAttention, "attend", attend)
+    return given
+
+
+def test_version_3_and_triton_s_own_kernels_share_a_batch(calls3: Calls) -> None:
+    """Interpreted: windows, a soft cap, a table for each group of layers, the merge in a kernel."""
+    rng = np.random.default_rng(1)
+    metadata, num_blocks = random_batch(rng, [(1, 30), (1, 2), (7, 7), (9, 40)], 16)
+    other = torch.where(metadata.block_tables == 9999, 9999, num_blocks - metadata.block_tables).to(
+        torch.int32
+    )
+    metadata.add_group(metadata.slot_mapping, other)
+    kv_cache = KVCache(torch.from_numpy(rng.standard_normal((2, num_blocks, 2, 16, 16), "f4")))
+    q = torch.from_numpy(rng.standard_normal((18, 4, 16), dtype=np.float32))
+    for merges_in_kernel in (False, True):
+        backend = FlashAttention3(merges_in_kernel=merges_in_kernel)
+        for group, window, soft_cap in ((0, None, None), (1, 5, 1.5)):
+            layer = AttentionLayer(4, 2, 16, 0.25, window, soft_cap)
+            of_group = metadata.of_group(group)
+            attended = backend.attend(layer, q, kv_cache, of_group)
+            tables = of_group.block_tables.masked_fill(of_group.block_tables == 9999, 0)
+            plain = replace(of_group, block_tables=tables, scratch={})
+            expected = TorchAttention().attend(layer, q, kv_cache, plain)
+            assert torch.allclose(attended, expected, atol=1e-5)
+
+
+def test_rows_with_draft_tokens_are_triton_s(
+    calls3: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to as many tokens as are verified at once, whose steps are captured in graphs, too."""
+    by_triton = torch_instead_of_triton(monkeypatch)
+    drafts = SpeculativeConfig("ngram", num_speculative_tokens=3, enforce_eager=False)
+    config = EngineConfig("m", attention_backend="flash_attn", speculative_config=drafts)
+    attention, _ = build_executor._backend("flash_attn3", config)
+    layer = AttentionLayer(2, 1, 8, scale=0.3)
+    for rows, is_triton_s in (([(1, 9), (4, 6), (2, 7)], True), ([(1, 9), (5, 6)], False)):
+        metadata, num_blocks = random_batch(np.random.default_rng(0), rows, 16)
+        kv_cache = KVCache(torch.randn(2, num_blocks, 1, 16, 8))
+        attention.attend(
+            layer, torch.randn(len(rows) * 7, 2, 8)[: metadata.cu_seqlens_q[-1]], kv_cache, metadata
+        )
+        assert by_triton.pop().num_rows == (len(rows) if is_triton_s else 1)
+        assert bool(calls3) is not is_triton_s
 
 
 def test_where_chunks_end_is_computed_once_for_all_layers(calls: Calls) -> None:

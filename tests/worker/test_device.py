@@ -189,7 +189,7 @@ def test_each_device_has_its_default(
 @pytest.mark.parametrize(
     ("option", "launches"),
     [
-        ("merge_in_attention", {"triton"}),
+        ("merge_in_attention", {"triton", "flash_attn3"}),
         ("dependent_launch", {"triton", "flash_attn", "flash_attn3"}),
         ("split_products", {"triton", "flash_attn", "flash_attn3"}),
     ],
