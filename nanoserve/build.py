@@ -12,6 +12,7 @@ from functools import partial
 from nanoserve.checkpoint.checkpoint import Checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
+from nanoserve.engine.extension import PreparedFeature
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.policy import load_scheduler_class
 from nanoserve.models.registry import supported_architectures
@@ -23,10 +24,8 @@ from nanoserve.worker.startup_summary import announce
 
 logger = logging.getLogger(__name__)
 
-# Raises `ValueError` if a feature does not support this model, before any weight is read, and
-# returns a callable that adds the feature to an engine. The callable may have a method `memory`,
-# which returns the GPU memory that a second model needs.
-PrepareFeature = Callable[[EngineConfig, ModelConfig], Callable[[GuardedEngine], None]]
+# Raises `ValueError` if a feature does not support this model, before any weight is read.
+PrepareFeature = Callable[[EngineConfig, ModelConfig], PreparedFeature]
 
 # Features by the option that enables them. Extensions are called in this order: a pipeline decides
 # which sequences are in a step, then these get draft tokens, then KV events are published.
@@ -64,12 +63,12 @@ def build_engine(config: EngineConfig) -> GuardedEngine:
     ]
     if config.load_format != "dummy":
         checkpoint.fetch_weights()
-    # A feature's memory, such as a draft model's, has to fit next to the KV cache.
-    beside = [feature.memory for feature in features if hasattr(feature, "memory")]
+    # A second model, such as a draft model, has to fit next to the KV cache.
+    beside = [each.memory_beside for each in features if each.memory_beside is not None]
     make = partial(make_executor, model_config=model_config, path=checkpoint.folder, beside=beside)
     engine = GuardedEngine(config, model_config, make(config), tokenizer, make_executor=make)
-    for add_to in features:
-        add_to(engine)
+    for feature in features:
+        feature.add_to(engine)
     announce(engine)
     return engine
 

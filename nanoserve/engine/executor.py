@@ -5,7 +5,7 @@ In addition to its packed batch, a step has two inputs: `ForwardInputs` for the 
 """
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -112,6 +112,16 @@ class StepResult:
     of_heads: dict[str, Any] = field(default_factory=dict)
     hidden: Any = None
     hidden_rows: list[int] = field(default_factory=list)
+
+
+class MemoryBeside(NamedTuple):
+    """The bytes that a second model, such as a draft model, takes on the same GPU.
+
+    block_bytes: of a block of its KV cache, which has as many blocks as the first model's.
+    """
+
+    weights: int = 0
+    block_bytes: int = 0
 
 
 class ExecutorDeadError(RuntimeError):

@@ -20,9 +20,10 @@ communicate through the plan. They use the public methods of `Scheduler`, such a
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from nanoserve.engine.executor import ForwardInputs, SampleInputs, StepResult
+from nanoserve.engine.executor import ForwardInputs, MemoryBeside, SampleInputs, StepResult
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.sequence import Sequence
 from nanoserve.utils.registry import Registry
@@ -80,6 +81,19 @@ class Extension:
 
     def close(self) -> None:
         """Release threads, memory and files. The engine is not used again."""
+
+
+@dataclass(frozen=True)
+class PreparedFeature:
+    """A feature that has been checked for a model, whose weights are not read yet.
+
+    add_to: adds the feature, usually an `Extension`, to an engine.
+    memory_beside: returns the GPU memory that a second model of the feature will take on the first
+        rank's GPU. None: it has none.
+    """
+
+    add_to: Callable[[Any], None]
+    memory_beside: Callable[[], MemoryBeside] | None = None
 
 
 # Extensions that requests may need, by name (`Request.extensions`), as "module:Class". They are

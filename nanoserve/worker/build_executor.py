@@ -13,7 +13,7 @@ from nanoserve.attention.interface import AttentionBackend
 from nanoserve.attention.registry import ATTENTION_BACKENDS, OPERATIONS
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig, KernelConfig
-from nanoserve.engine.executor import Executor
+from nanoserve.engine.executor import Executor, MemoryBeside
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.layers.ops import TorchOps
 from nanoserve.models.quantization.linear_methods import choose_linear_method
@@ -27,7 +27,6 @@ from nanoserve.worker.backend_checks import (
     check_kernels,
 )
 from nanoserve.worker.cpu_device import CpuDevice
-from nanoserve.worker.load_model import MemoryBeside
 from nanoserve.worker.model_runner import ModelRunner
 from nanoserve.worker.threads import choose_num_threads, threads
 

@@ -21,7 +21,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig, KernelConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
-from nanoserve.engine.executor import Executor
+from nanoserve.engine.executor import Executor, MemoryBeside
 from nanoserve.models.layers.context import ParallelContext
 from nanoserve.sampling.fused_sampler import FusedSampler
 from nanoserve.sampling.sampler import Sampler
@@ -41,7 +41,6 @@ from nanoserve.worker.gpu_memory import (
 )
 from nanoserve.worker.graph_programs import DecodeProgram, GraphProgram, RowsProgram
 from nanoserve.worker.kv_cache import decide_num_kv_blocks, longest_sequence
-from nanoserve.worker.load_model import MemoryBeside
 from nanoserve.worker.mixed_program import MixedProgram, mixed_sizes
 from nanoserve.worker.sampling_program import SamplingProgram
 
@@ -192,13 +191,15 @@ class CudaDevice:
         group = parallel.tp.group
         nccl_bytes = 0 if group is None else group.device_bytes
         step = measure_step(self.cuda, self._allocated_before, nccl_bytes, run_step)
-        graphs = 0
+        graphs = mixed_graphs = 0
         if self.graph_sizes:
             with torch.inference_mode():
                 graphs = measure_graphs(self.cuda, self.graph_sizes, self._capture)
         if self.mixed_sizes:
             with torch.inference_mode():
-                graphs += measure_mixed_graphs(self.cuda, self.mixed_sizes, self._capture_mixed)
+                mixed_graphs = measure_mixed_graphs(
+                    self.cuda, self.mixed_sizes, self._capture_mixed
+                )
         # Only the weights of the executor are kept.
         self.drop_programs()
         del executor, run_step
@@ -209,7 +210,14 @@ class CudaDevice:
             sum(memory.weights for memory in beside), sum(memory.block_bytes for memory in beside)
         )
         memory = GPUMemory(
-            total, free, step.weights, step.activations, graphs, step.libraries, second
+            total,
+            free,
+            step.weights,
+            step.activations,
+            graphs,
+            mixed_graphs,
+            step.libraries,
+            second,
         )
         return memory.num_kv_blocks(self.config, model_config, block_bytes)
 

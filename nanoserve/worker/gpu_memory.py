@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,13 +11,12 @@ import torch
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.executor import Executor, ForwardInputs, SlotUpdate
+from nanoserve.engine.executor import Executor, ForwardInputs, MemoryBeside, SlotUpdate
 from nanoserve.sampling.fused_sampler import FusedSampler
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.worker.cuda import Cuda
 from nanoserve.worker.dummy_rows import pack_dummy_step
 from nanoserve.worker.kv_cache import blocks_wanted
-from nanoserve.worker.load_model import NOTHING_BESIDE, MemoryBeside
 
 logger = logging.getLogger(__name__)
 
@@ -34,9 +33,11 @@ class GPUMemory:
     free: int  # with only the weights loaded; other processes may hold some of the rest
     weights: int
     activations: int  # additional peak memory of a worst-case step
-    graphs: int
+    graphs: int  # of steps of few tokens for each row
+    mixed_graphs: int = 0  # of mixed steps
     libraries: int = 0  # CUDA libraries, outside torch's memory; `free` does not include them
-    beside: MemoryBeside = NOTHING_BESIDE  # of a second model that is not loaded yet
+    # Of a second model that is not loaded yet.
+    beside: MemoryBeside = field(default_factory=MemoryBeside)
 
     def num_kv_blocks(
         self, config: EngineConfig, model_config: ModelConfig, block_bytes: int
@@ -48,7 +49,8 @@ class GPUMemory:
         memory.
         """
         share = int(self.total * config.gpu_memory_utilization)
-        still_wanted = self.activations + self.graphs + self._of_second_model
+        graphs = self.graphs + self.mixed_graphs
+        still_wanted = self.activations + graphs + self._of_second_model
         taken = self.weights + still_wanted + self.libraries
         numbers = self._numbers(config, share)
         block_bytes += self.beside.block_bytes
@@ -74,10 +76,11 @@ class GPUMemory:
     def _of_second_model(self) -> int:
         """Bytes of the second model without its KV cache.
 
-        It is the smaller model, so its graphs take at most as much memory as the first model's. Its
-        steps run between the first model's, and reuse the same activation memory.
+        It is the smaller model, so its graphs take at most as much memory as the first model's. It
+        has none of mixed steps, and none at all if it has no KV cache. Its steps run between the
+        first model's, and reuse the same activation memory.
         """
-        return self.beside.weights + self.graphs if self.beside.weights else 0
+        return self.beside.weights + (self.graphs if self.beside.block_bytes else 0)
 
     def _numbers(self, config: EngineConfig, share: int) -> str:
         drafts, second = config.speculative_config, ""
@@ -91,7 +94,8 @@ class GPUMemory:
             f"{_gib(share)}; weights take {_gib(self.weights)}, a step of "
             f"max_num_batched_tokens={config.max_num_batched_tokens} and "
             f"{rows} {_gib(self.activations)}, CUDA graphs "
-            f"{_gib(self.graphs)}, CUDA's libraries {_gib(self.libraries)}{second}"
+            f"{_gib(self.graphs + self.mixed_graphs)}, CUDA's libraries "
+            f"{_gib(self.libraries)}{second}"
         )
 
 

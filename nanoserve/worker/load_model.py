@@ -4,7 +4,6 @@ import logging
 from collections.abc import Set
 from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +14,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.quantized_loader import check_weights as check_quantized_weights
 from nanoserve.checkpoint.quantized_loader import load_deferred
 from nanoserve.config import EngineConfig
+from nanoserve.engine.executor import MemoryBeside
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.registry import model_class
 from nanoserve.utils.checks import require
@@ -88,19 +88,6 @@ def kept_bytes(model: nn.Module) -> int:
     """
     bits = (p.numel() * getattr(p, "bits", 8 * p.element_size()) for p in model.parameters())
     return sum(bits) // 8
-
-
-class MemoryBeside(NamedTuple):
-    """The bytes that a second model, such as a draft model, takes on the same GPU.
-
-    block_bytes: of a block of its KV cache, which has as many blocks as the first model's.
-    """
-
-    weights: int = 0
-    block_bytes: int = 0
-
-
-NOTHING_BESIDE = MemoryBeside()
 
 
 def memory_beside(

@@ -1,6 +1,6 @@
 """A draft method of one's own: the last token, again and again."""
 
-from nanoserve.features.speculative.proposer import MakeProposer, TextProposer
+from nanoserve.features.speculative.proposer import PreparedProposer, TextProposer
 
 
 class EchoProposer(TextProposer):
@@ -8,5 +8,5 @@ class EchoProposer(TextProposer):
         return seq.token_ids[-1:] * most
 
 
-def prepare_echo(config, model_config) -> MakeProposer:
-    return lambda executor, scheduler: EchoProposer()
+def prepare_echo(config, model_config) -> PreparedProposer:
+    return PreparedProposer(lambda executor, scheduler: EchoProposer())

@@ -57,7 +57,7 @@ def make_engine(tokenizer: Tokenizer | None, **options: Any) -> GuardedEngine:
     runner = ModelRunner.load(config, model_config, path, context, device)
     engine = GuardedEngine(config, model_config, runner, tokenizer)
     if config.speculative_config is not None:
-        prepare_speculation(config, model_config)(engine)
+        prepare_speculation(config, model_config).add_to(engine)
     return engine
 
 

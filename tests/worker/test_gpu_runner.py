@@ -33,7 +33,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
-from nanoserve.engine.executor import ForwardInputs
+from nanoserve.engine.executor import ForwardInputs, MemoryBeside
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.kv_groups import kv_cache_groups
 from nanoserve.features.parallel.tensor_parallel import options_of_workers
@@ -50,7 +50,6 @@ from nanoserve.worker.draft_program import DraftProgram, fill_rows
 from nanoserve.worker.gpu_memory import GPUMemory
 from nanoserve.worker.graph_programs import DecodeProgram
 from nanoserve.worker.kv_cache import kv_block_bytes
-from nanoserve.worker.load_model import MemoryBeside
 from nanoserve.worker.model_runner import ModelRunner
 from nanoserve.worker.sampling_program import SamplingProgram
 
@@ -643,6 +642,18 @@ def test_a_second_model_takes_its_weights_graphs_and_blocks(model_config: ModelC
         num_kv_blocks(memory, model_config, gpu_memory_utilization=0.25)
     with pytest.raises(ValueError, match=r"need 1\.00 GiB more"):
         num_kv_blocks(replace(memory, free=5 * GIB), model_config, **share)
+
+
+def test_a_second_model_has_no_graphs_of_mixed_steps(model_config: ModelConfig) -> None:
+    """And none of any steps if it is a head, without a KV cache."""
+    share = {"gpu_memory_utilization": 0.5}
+    memory = replace(MEMORY, graphs=GIB // 4, mixed_graphs=3 * GIB // 4)
+    assert num_kv_blocks(memory, model_config, **share) == 4 * GIB // 8192 - 1
+    model, head = MemoryBeside(weights=GIB // 2, block_bytes=2048), MemoryBeside(weights=GIB // 2)
+    beside = num_kv_blocks(replace(memory, beside=model), model_config, **share)
+    assert beside == 13 * GIB // 4 // (8192 + 2048) - 1
+    beside = num_kv_blocks(replace(memory, beside=head), model_config, **share)
+    assert beside == 7 * GIB // 2 // 8192 - 1
 
 
 def test_a_draft_model_finds_room_beside_a_pool_that_is_sized_by_itself(

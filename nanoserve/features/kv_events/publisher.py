@@ -9,7 +9,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.executor import StepResult
-from nanoserve.engine.extension import Extension
+from nanoserve.engine.extension import Extension, PreparedFeature
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.plan import Plan
 from nanoserve.features.kv_events.config import KVEventsConfig
@@ -103,17 +103,15 @@ class KVEvents(Extension, EventCollector):
             self._publish.close()
 
 
-def prepare_kv_events(
-    config: EngineConfig, model_config: ModelConfig
-) -> Callable[[GuardedEngine], None]:
-    """Return a function that adds `KVEvents` to an engine if `config` enables KV events."""
+def prepare_kv_events(config: EngineConfig, model_config: ModelConfig) -> PreparedFeature:
+    """Return a feature that adds `KVEvents` to an engine if `config` enables KV events."""
     options: KVEventsConfig = config.kv_events_config
 
     def add_to(engine: GuardedEngine) -> None:
         if options.is_active:
             engine.add_extension(make_kv_events(options, engine.scheduler.block_manager))
 
-    return add_to
+    return PreparedFeature(add_to)
 
 
 def make_kv_events(config: KVEventsConfig, block_manager: BlockManager) -> KVEvents:

@@ -14,12 +14,11 @@ A pending token cannot be an input here, because it is sampled in the last stage
 first. All tokens of a prompt are known, so its chunks follow each other through the stages.
 """
 
-from collections.abc import Callable
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from nanoserve.engine.executor import ForwardInputs, StepResult
-from nanoserve.engine.extension import Extension
+from nanoserve.engine.extension import Extension, PreparedFeature
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.sequence import Sequence
 
@@ -106,8 +105,6 @@ class PipelineSchedule(Extension):
         return {row.seq for plan in self._under_way for row in plan.rows}
 
 
-def prepare_pipeline(
-    config: "EngineConfig", model_config: "ModelConfig"
-) -> "Callable[[GuardedEngine], None]":
-    """Return a function that adds a `PipelineSchedule`; see `nanoserve.build.PrepareFeature`."""
-    return lambda engine: engine.add_extension(PipelineSchedule(engine))
+def prepare_pipeline(config: "EngineConfig", model_config: "ModelConfig") -> PreparedFeature:
+    """Return a feature that adds a `PipelineSchedule`; see `nanoserve.build.PrepareFeature`."""
+    return PreparedFeature(lambda engine: engine.add_extension(PipelineSchedule(engine)))

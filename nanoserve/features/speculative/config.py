@@ -14,8 +14,7 @@ from nanoserve.utils.checks import (
 )
 from nanoserve.utils.registry import Registry
 
-# Ways to propose draft tokens: functions (EngineConfig, ModelConfig) -> `MakeProposer`, which
-# raise `ValueError` before any weight is read.
+# Ways to propose draft tokens: see `nanoserve.features.speculative.proposer.PrepareProposer`.
 METHODS: Registry[Callable[..., Any]] = Registry(
     "speculative method",
     {

@@ -21,25 +21,31 @@ from typing import TYPE_CHECKING, Any
 from nanoserve.checkpoint.checkpoint import Checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.engine.executor import Executor, ForwardInputs, SampleInputs, SlotUpdate
+from nanoserve.engine.executor import (
+    Executor,
+    ForwardInputs,
+    MemoryBeside,
+    SampleInputs,
+    SlotUpdate,
+)
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
-from nanoserve.features.speculative.proposer import count_accepted
+from nanoserve.features.speculative.proposer import PreparedProposer, count_accepted
 from nanoserve.models.layers.context import ParallelContext
 from nanoserve.models.registry import supported_architectures
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.utils.checks import require
 from nanoserve.utils.parameter_table import names_of
 from nanoserve.worker.build_executor import make_context, make_runner
-from nanoserve.worker.load_model import MemoryBeside, memory_beside
+from nanoserve.worker.load_model import memory_beside
 
 if TYPE_CHECKING:
     from nanoserve.worker.model_runner import ModelRunner
 
 
-def prepare_draft_model(config: EngineConfig, target: ModelConfig) -> "DraftModel":
-    """Return the function that makes the proposer of method "draft_model".
+def prepare_draft_model(config: EngineConfig, target: ModelConfig) -> PreparedProposer:
+    """Return the proposer of method "draft_model".
 
     Raises `ValueError` if the draft model cannot be read, or has another vocabulary size.
     """
@@ -71,21 +77,20 @@ def prepare_draft_model(config: EngineConfig, target: ModelConfig) -> "DraftMode
     )
     if own.load_format != "dummy":
         checkpoint.fetch_weights()
-    return DraftModel(own, draft, checkpoint.folder)
+    model = DraftModel(own, draft, checkpoint.folder)
+    return PreparedProposer(model.make_proposer, model.memory)
 
 
 @dataclass(frozen=True)
 class DraftModel:
-    """A factory of the proposer, called when the target's block pool exists.
-
-    `memory` returns the size of the draft model before anything is allocated.
-    """
+    """A draft model that has been checked, but not loaded."""
 
     config: EngineConfig
     model_config: ModelConfig
     path: Path
 
-    def __call__(self, executor: Executor, scheduler: Scheduler) -> "DraftModelProposer":
+    def make_proposer(self, executor: Executor, scheduler: Scheduler) -> "DraftModelProposer":
+        """Load the model and return its proposer. The target's block pool exists by now."""
         longest = min(executor.max_model_len, self.model_config.max_position_embeddings)
         sized = replace(
             self.config,

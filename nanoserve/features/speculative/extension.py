@@ -16,14 +16,13 @@ from typing import TYPE_CHECKING
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.draft_room import max_draft_tokens, may_draft, reserve_draft_tokens
 from nanoserve.engine.executor import StepResult
-from nanoserve.engine.extension import Extension
+from nanoserve.engine.extension import Extension, PreparedFeature
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.engine.stopwatch import StepTimes
 from nanoserve.features.speculative.config import METHODS
 from nanoserve.features.speculative.goodput import Goodput, Record
-from nanoserve.features.speculative.proposer import MakeProposer
-from nanoserve.worker.load_model import NOTHING_BESIDE, MemoryBeside
+from nanoserve.features.speculative.proposer import MakeProposer, PrepareProposer
 
 if TYPE_CHECKING:
     from nanoserve.checkpoint.model_config import ModelConfig
@@ -223,24 +222,15 @@ class Speculation(Extension):
         self.goodput.record_step(len(plan.rows), plan.num_draft_tokens, num_accepted, seconds)
 
 
-@dataclass(frozen=True)
-class AddSpeculation:
-    """Adds `Speculation` to an engine. `make_proposer` may also have a method `memory`."""
-
-    make_proposer: MakeProposer
-
-    def __call__(self, engine: "GuardedEngine") -> None:
-        engine.add_extension(Speculation(engine, self.make_proposer))
-
-    def memory(self) -> MemoryBeside:
-        """Return the GPU memory that a draft model needs. Other proposers need none."""
-        memory = getattr(self.make_proposer, "memory", None)
-        return NOTHING_BESIDE if memory is None else memory()
-
-
-def prepare_speculation(config: "EngineConfig", model_config: "ModelConfig") -> AddSpeculation:
-    """Return a function that adds `Speculation` to an engine, with the proposer named in `config`.
+def prepare_speculation(config: "EngineConfig", model_config: "ModelConfig") -> PreparedFeature:
+    """Return a feature that adds `Speculation` to an engine, with the proposer named in `config`.
 
     Raises `ValueError`, before any weight is read, if a draft model or head does not fit the model.
     """
-    return AddSpeculation(METHODS.get(config.speculative_config.method)(config, model_config))
+    prepare: PrepareProposer = METHODS.get(config.speculative_config.method)
+    proposer = prepare(config, model_config)
+
+    def add_to(engine: "GuardedEngine") -> None:
+        engine.add_extension(Speculation(engine, proposer.make))
+
+    return PreparedFeature(add_to, proposer.memory_beside)

@@ -5,7 +5,6 @@ sampled, which the last step has left on the device. Draft tokens are chosen by 
 sampler, and therefore with the parameters, penalties and noise that the target will use for them.
 """
 
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,10 +14,11 @@ import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.engine.executor import Executor
+from nanoserve.engine.executor import MemoryBeside
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.features.speculative.hidden_head import HiddenHead, read_head
+from nanoserve.features.speculative.proposer import PreparedProposer
 from nanoserve.models.quantization.linear_methods import choose_linear_method
 from nanoserve.sampling.host_copies import to_device
 from nanoserve.utils.checks import require
@@ -31,10 +31,8 @@ _BUNDLED = {
 }
 
 
-def prepare_hidden_head(
-    config: EngineConfig, target: ModelConfig
-) -> "Callable[[Executor, Scheduler], HeadProposer]":
-    """Return the function that makes the proposer of method "hidden_head".
+def prepare_hidden_head(config: EngineConfig, target: ModelConfig) -> PreparedProposer:
+    """Return the proposer of method "hidden_head".
 
     Raises `ValueError` if the file is not a head, or is for another hidden size.
     """
@@ -60,7 +58,8 @@ def prepare_hidden_head(
     # The head's weights are floats, even if those of the model are quantized.
     own = replace(config, quantization=None, quantization_activations=None)
     plain = replace(target, quantization_config=None)
-    num_bytes = sum(tensor.nbytes for tensor in weights.values())
+    itemsize = getattr(torch, target.dtype).itemsize  # the file may have another dtype
+    num_bytes = itemsize * sum(tensor.numel() for tensor in weights.values())
 
     def make(executor: Any, scheduler: Scheduler) -> HeadProposer:
         context = executor.context
@@ -69,7 +68,7 @@ def prepare_hidden_head(
             HiddenHead.of(weights, replace(context, linear_method=method)), executor
         )
 
-    return make
+    return PreparedProposer(make, lambda: MemoryBeside(num_bytes))
 
 
 class DraftRows(NamedTuple):

@@ -8,13 +8,13 @@ is entered once into each table, so a draft costs a few lookups, however long th
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.sequence import Sequence
-from nanoserve.features.speculative.proposer import MakeProposer, TextProposer
+from nanoserve.features.speculative.proposer import PreparedProposer, TextProposer
 
 
-def prepare_ngram(config: EngineConfig, model_config: ModelConfig) -> MakeProposer:
-    """Return the function that makes the proposer of method "ngram"."""
+def prepare_ngram(config: EngineConfig, model_config: ModelConfig) -> PreparedProposer:
+    """Return the proposer of method "ngram"."""
     lookup = config.speculative_config.lookup
-    return lambda executor, scheduler: NgramProposer(*lookup)
+    return PreparedProposer(lambda executor, scheduler: NgramProposer(*lookup))
 
 
 class NgramProposer(TextProposer):

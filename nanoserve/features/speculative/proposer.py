@@ -1,10 +1,13 @@
 """The interface of proposers, which propose draft tokens."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, Protocol
 
-from nanoserve.engine.executor import Executor
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.engine.executor import Executor, MemoryBeside
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 
@@ -41,6 +44,21 @@ class Proposer(Protocol):
 
 # Makes the proposer of an engine, from its executor and its scheduler.
 MakeProposer = Callable[[Executor, Scheduler], Proposer]
+
+
+@dataclass(frozen=True)
+class PreparedProposer:
+    """A proposer that has been checked for a model, whose weights are not read yet.
+
+    memory_beside: see `nanoserve.engine.extension.PreparedFeature`.
+    """
+
+    make: MakeProposer
+    memory_beside: Callable[[], MemoryBeside] | None = None
+
+
+# Raises `ValueError` if a method does not support this model, before any weight is read.
+PrepareProposer = Callable[[EngineConfig, ModelConfig], PreparedProposer]
 
 
 def count_accepted(draft_tokens: list[int], token_ids: list[int]) -> int:

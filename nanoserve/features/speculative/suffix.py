@@ -16,7 +16,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.sequence import Sequence
 from nanoserve.features.speculative.config import SpeculativeConfig
-from nanoserve.features.speculative.proposer import MakeProposer, TextProposer
+from nanoserve.features.speculative.proposer import PreparedProposer, TextProposer
 
 _KEY = 3  # tokens of a key: the shortest match
 _MOST_PLACES = 8  # occurrences of one key that an index keeps
@@ -28,9 +28,10 @@ _NO_TOKEN = -1  # separator after each finished text
 Place = tuple[list[int], int]
 
 
-def prepare_suffix(config: EngineConfig, model_config: ModelConfig) -> MakeProposer:
-    """Return the function that makes the proposer of method "suffix"."""
-    return lambda executor, scheduler: SuffixProposer(config.speculative_config)
+def prepare_suffix(config: EngineConfig, model_config: ModelConfig) -> PreparedProposer:
+    """Return the proposer of method "suffix"."""
+    options = config.speculative_config
+    return PreparedProposer(lambda executor, scheduler: SuffixProposer(options))
 
 
 class SuffixProposer(TextProposer):

@@ -21,11 +21,11 @@ from transformers import Gemma3ForCausalLM, MistralForCausalLM
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
+from nanoserve.engine.executor import MemoryBeside
 from nanoserve.engine.kv_groups import SequenceRoom
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.features.speculative.draft_model import DraftModelProposer, prepare_draft_model
-from nanoserve.worker.load_model import MemoryBeside
 
 VOCAB_SIZE = 512
 FIRST_SEED = 7  # a life in which a sequence is preempted, which only some are
@@ -242,12 +242,12 @@ def test_it_tells_what_it_will_take_before_it_is_read(
     make_qwen3(tmp_path, vocab_size=VOCAB_SIZE, num_hidden_layers=1, head_dim=32)
     chosen = {"method": "draft_model", "model": str(tmp_path), "quantization": quantization}
     config = EngineConfig(str(path), speculative_config=chosen, block_size=8).for_device("cpu")
-    make = prepare_draft_model(config, ModelConfig.from_checkpoint(path))
+    proposer = prepare_draft_model(config, ModelConfig.from_checkpoint(path))
     weights = load_file(tmp_path / "model.safetensors")
     numbers = sum(weight.numel() for weight in weights.values())
     of_linears = sum(weight.numel() for name, weight in weights.items() if "_proj" in name)
     expected = 4 * numbers - (3 * of_linears if quantization else 0)
-    assert make.memory() == MemoryBeside(expected, block_bytes=2 * 2 * 32 * 4 * 8)
+    assert proposer.memory_beside() == MemoryBeside(expected, block_bytes=2 * 2 * 32 * 4 * 8)
 
 
 def test_a_draft_of_another_vocabulary_is_refused(path: Path, tmp_path: Path) -> None:

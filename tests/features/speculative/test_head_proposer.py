@@ -1,15 +1,23 @@
 """A head on the target's hidden states, in an engine."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from nanoserve import LLM, SamplingParams
-from nanoserve.engine.executor import SlotUpdate
+from nanoserve.checkpoint.checkpoint import Checkpoint
+from nanoserve.config import EngineConfig
+from nanoserve.engine.executor import MemoryBeside, SlotUpdate
 from nanoserve.features.speculative.extension import Speculation
-from nanoserve.features.speculative.head_proposer import DraftRows, HeadProposer
+from nanoserve.features.speculative.head_proposer import (
+    DraftRows,
+    HeadProposer,
+    prepare_hidden_head,
+)
 from nanoserve.features.speculative.hidden_head import HiddenHead
 
 HIDDEN_SIZE = 192  # of the bundled model
@@ -120,6 +128,21 @@ def test_what_it_cannot_go_with_is_refused(
 ) -> None:
     with pytest.raises(ValueError, match=message):
         engine(head, **options)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_it_tells_what_it_will_take(head: Path, dtype: str) -> None:
+    """In the model's dtype; it has no KV cache."""
+    drafts = {"method": "hidden_head", "model": str(head)}
+    config = EngineConfig("tiny-qwen3", speculative_config=drafts).for_device("cpu")
+    model_config = replace(
+        Checkpoint.open("tiny-qwen3", config).model_config(config, ["Qwen3ForCausalLM"]),
+        dtype=dtype,
+    )
+    numbers = sum(weight.numel() for weight in load_file(head).values())
+    itemsize = {"float32": 4, "bfloat16": 2}[dtype]
+    memory = prepare_hidden_head(config, model_config).memory_beside
+    assert memory is not None and memory() == MemoryBeside(itemsize * numbers)
 
 
 def test_a_head_of_another_model_or_none_is_refused(tmp_path: Path) -> None:
