@@ -62,9 +62,9 @@ class KernelConfig:
     They have not run on a GPU. In Triton's interpreter they give the same results, and the tests
     compile them for all GPUs.
 
-    dependent_launch: if True, norms, activations, cache writes and sampling start before the
-        previous kernel has finished (programmatic dependent launch), as attention does. On GPUs
-        older than Hopper this has no effect.
+    dependent_launch: if True, all of nanoserve's kernels but attention over chunks start before the
+        previous kernel has finished (programmatic dependent launch), as decode attention always
+        does. On GPUs older than Hopper this has no effect.
     merge_in_attention: if True, the decode attention kernel merges the partial results of a row
         itself, instead of a second kernel.
     split_products: if True, products of up to 256 rows with unquantized weights are computed by

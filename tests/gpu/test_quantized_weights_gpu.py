@@ -126,6 +126,29 @@ def test_rows_of_int8_do_not_depend_on_their_number(group_size: int | None) -> N
         assert torch.equal(product(num_rows), together[:num_rows])
 
 
+@pytest.mark.parametrize("num_rows", [1, 200])
+def test_products_wait_for_the_kernel_before_them(num_rows: int) -> None:
+    """A chain in which each needs what the one before has written; 100 times, with new values."""
+    torch.manual_seed(0)
+    weight, scale = quantize_rows(torch.randn(1024, 1024, device="cuda"), torch.int8)
+    packed = pack_groups(
+        torch.randint(-8, 8, (1024, 1024), dtype=torch.int8, device="cuda"),
+        torch.rand(1024, 32, device="cuda") / 100,
+        bits=4,
+    )
+
+    def chain(x: torch.Tensor, **options: bool) -> torch.Tensor:
+        for group_size in (None, 32, 64):
+            codes, scales = quantize_rows(x, torch.int8, group_size=group_size, **options)
+            x = scaled_product(codes, scales, weight, scale, x.dtype, group_size, **options)
+            x = grouped_product(x, packed, **options)
+        return x
+
+    for _ in range(100):
+        x = torch.randn(num_rows, 1024, device="cuda").bfloat16()
+        assert torch.equal(chain(x, is_dependent=True), chain(x))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_products_of_e4m3_weights_and_floats(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

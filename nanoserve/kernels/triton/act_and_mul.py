@@ -7,9 +7,8 @@ Both activations are x sigmoid(v): v = x for SiLU. For GELU's approximation (Hen
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
-from nanoserve.kernels.triton.dependent_launch import launch_options
+from nanoserve.kernels.triton.dependent_launch import launch_options, wait_for_previous_kernel
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 _BLOCK = 1024  # 8 values, a 16-byte load if 16-bit, for each of the 128 threads of 4 warps
@@ -49,9 +48,7 @@ def _act_and_mul(
     BLOCK: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    if IS_DEPENDENT:
-        cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
+    wait_for_previous_kernel(IS_DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = column < SIZE

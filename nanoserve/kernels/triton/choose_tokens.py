@@ -14,9 +14,9 @@ import numpy as np
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda, libdevice
+from triton.language.extra import libdevice
 
-from nanoserve.kernels.triton.dependent_launch import launch_options
+from nanoserve.kernels.triton.dependent_launch import launch_options, wait_for_previous_kernel
 
 SETTINGS_WORDS = tl.constexpr(8)  # per slot: 32 bytes
 _PART = 4096  # tokens of a program: 16 for each of its 256 threads, with their hashes in registers
@@ -154,9 +154,7 @@ def _best_of_parts(
     IS_DEPENDENT: tl.constexpr,
 ):
     """Find the best score of one part of one row's vocabulary, and its token id."""
-    if IS_DEPENDENT:
-        cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
+    wait_for_previous_kernel(IS_DEPENDENT)
     row, part = tl.program_id(0), tl.program_id(1)
     token_ids = part * PART + tl.arange(0, PART)
     address = logits + row.to(tl.int64) * row_stride + token_ids
@@ -197,9 +195,7 @@ def _best_part(
 
     Parts are in the order of their ids, so the first of equal parts has the lowest id.
     """
-    if IS_DEPENDENT:
-        cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
+    wait_for_previous_kernel(IS_DEPENDENT)
     row = tl.program_id(0)
     parts = tl.arange(0, BLOCK)
     address = best_scores + row * NUM_PARTS + parts

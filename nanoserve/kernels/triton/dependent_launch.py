@@ -11,15 +11,16 @@ lets the next one start before it waits itself. So data that a kernel reads befo
 older than all of them. In a step they are: the embedding is launched without this option, after the
 step's integers were copied.
 
-Attention always does this. The small kernels around matrix products do with
-`kernel_config={"dependent_launch": True}`; before they wait they read weights, which no step
-writes.
+Decode attention always does this. With `kernel_config={"dependent_launch": True}`, so do all other
+kernels but attention over chunks; some of them read weights before they wait, which no step writes.
 """
 
 import functools
 from typing import Any
 
 import triton
+import triton.language as tl
+from triton.language.extra import cuda
 
 
 def launch_options(is_dependent: bool) -> dict[str, Any]:
@@ -30,6 +31,14 @@ def launch_options(is_dependent: bool) -> dict[str, Any]:
     if is_dependent and has_dependent_launch():
         return {"IS_DEPENDENT": True, "launch_pdl": True}
     return {"IS_DEPENDENT": False}
+
+
+@triton.jit
+def wait_for_previous_kernel(IS_DEPENDENT: tl.constexpr):
+    """Let the next kernel start, and wait for the previous one. Called before anything is read."""
+    if IS_DEPENDENT:
+        cuda.gdc_launch_dependents()
+        cuda.gdc_wait()
 
 
 def has_dependent_launch() -> bool:

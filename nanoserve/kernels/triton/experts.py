@@ -18,13 +18,15 @@ not depend on the order of programs.
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
 from torch import Tensor, nn
+
+from nanoserve.kernels.triton.dependent_launch import launch_options, wait_for_previous_kernel
 
 _TRITON_DTYPES = {
     torch.float32: tl.float32,
@@ -99,6 +101,8 @@ def fused_experts(
     down: torch.Tensor | ExpertCodes,
     first_expert: int = 0,
     num_experts: int | None = None,
+    *,
+    is_dependent: bool = False,
 ) -> torch.Tensor:
     """Return the weighted sum of each token's experts, over the experts of this rank.
 
@@ -112,6 +116,7 @@ def fused_experts(
     weights are codes, which are converted to it on use. Sums are float32, and both products are
     rounded to the dtype. `num_experts`, of all ranks, determines the average number of pairs of an
     expert.
+    is_dependent: use programmatic dependent launch.
     """
     _check(hidden, expert_ids, expert_weights, gate_up, down)
     (gate_up, gate_up_scale), (down, down_scale) = _parts(gate_up), _parts(down)
@@ -120,11 +125,12 @@ def fused_experts(
         return torch.zeros_like(hidden)
     top_k, num_pairs = expert_ids.shape[1], expert_ids.numel()
     config = tile_config(num_pairs, num_experts or num_here, hidden.dtype)
-    pairs = _sort(expert_ids, first_expert, num_here)
+    launch = launch_options(is_dependent)
+    pairs = _sort(expert_ids, first_expert, num_here, launch)
     gated = hidden.new_empty(num_pairs, size)
-    _product(gated, hidden, gate_up, pairs, config, top_k, scale=gate_up_scale)
+    _product(gated, hidden, gate_up, pairs, config, launch, top_k, scale=gate_up_scale)
     products = hidden.new_empty(num_pairs, hidden_size)
-    _product(products, gated, down, pairs, config, scale=down_scale)
+    _product(products, gated, down, pairs, config, launch, scale=down_scale)
     out = torch.empty_like(hidden)
     _sum_kernel[(num_tokens, -(-hidden_size // _SUM_BLOCK))](
         out,
@@ -136,6 +142,7 @@ def fused_experts(
         HIDDEN=hidden_size,
         TOP_K=top_k,
         BLOCK=_SUM_BLOCK,
+        **launch,
     )
     return out
 
@@ -183,11 +190,13 @@ class _Pairs(NamedTuple):
     bounds: torch.Tensor  # int32 [2, experts here]: start and end of each expert in `order`
 
 
-def _sort(expert_ids: torch.Tensor, first_expert: int, num_here: int) -> _Pairs:
+def _sort(
+    expert_ids: torch.Tensor, first_expert: int, num_here: int, launch: dict[str, Any]
+) -> _Pairs:
     order = expert_ids.new_empty(expert_ids.numel(), dtype=torch.int32)
     bounds = expert_ids.new_empty(2, num_here, dtype=torch.int32)
     _sort_kernel[(num_here,)](
-        order, bounds, expert_ids, first_expert, expert_ids.numel(), BLOCK=_SORT_BLOCK
+        order, bounds, expert_ids, first_expert, expert_ids.numel(), BLOCK=_SORT_BLOCK, **launch
     )
     return _Pairs(order, bounds)
 
@@ -198,6 +207,7 @@ def _product(
     weight: torch.Tensor,
     pairs: _Pairs,
     config: TileConfig,
+    launch: dict[str, Any],
     top_k: int | None = None,
     scale: torch.Tensor | None = None,
 ) -> None:
@@ -228,6 +238,7 @@ def _product(
         DOT_PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **launch,
     )
 
 
@@ -235,9 +246,16 @@ def _product(
 # divisible by 16 would each recompile the kernel.
 @triton.jit(do_not_specialize=["first_expert", "num_pairs"])
 def _sort_kernel(
-    order_ptr, bounds_ptr, expert_ids_ptr, first_expert, num_pairs, BLOCK: tl.constexpr
+    order_ptr,
+    bounds_ptr,
+    expert_ids_ptr,
+    first_expert,
+    num_pairs,
+    BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Counting sort: a program lists one expert's pairs, after the pairs of earlier experts."""
+    wait_for_previous_kernel(IS_DEPENDENT)
     here, num_here = tl.program_id(0), tl.num_programs(0)
     expert = first_expert + here
     i = tl.arange(0, BLOCK)
@@ -274,7 +292,9 @@ def _product_kernel(
     BLOCK_K: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous_kernel(IS_DEPENDENT)
     expert, first, end = _find_tile(bounds_ptr, NUM_EXPERTS, EXPERTS_PADDED, BLOCK_M)
     if expert >= NUM_EXPERTS:
         return  # more programs than tiles
@@ -352,8 +372,10 @@ def _sum_kernel(
     HIDDEN: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
     """Sum a token's experts in the order of the router's choice, without other ranks' experts."""
+    wait_for_previous_kernel(IS_DEPENDENT)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)

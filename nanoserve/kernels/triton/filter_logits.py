@@ -12,10 +12,9 @@ from the L2 cache, and only borders are written.
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
 from nanoserve.kernels.triton.choose_tokens import SETTINGS_WORDS, check_logits, check_tensor
-from nanoserve.kernels.triton.dependent_launch import launch_options
+from nanoserve.kernels.triton.dependent_launch import launch_options, wait_for_previous_kernel
 
 _WARPS = 16
 _BLOCK_BYTES = 16 * 32 * _WARPS  # bytes of logits at a time: each thread loads 16
@@ -81,9 +80,7 @@ def _filter_borders(
     IS_DEPENDENT: tl.constexpr,
 ):
     """Compute the border of one row; nearly all the time is spent in the passes of the searches."""
-    if IS_DEPENDENT:
-        cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
+    wait_for_previous_kernel(IS_DEPENDENT)
     row = tl.program_id(0)
     row_logits = logits + row.to(tl.int64) * row_stride
     slot_settings = settings + tl.load(slots + row) * SETTINGS_WORDS

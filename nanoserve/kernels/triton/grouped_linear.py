@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanoserve.kernels.triton.dependent_launch import launch_options, wait_for_previous_kernel
 from nanoserve.kernels.triton.quantized_kv import unscaled
 from nanoserve.kernels.triton.split_work import num_multiprocessors
 
@@ -93,12 +94,15 @@ def pack_groups(
     return GroupedWeight(codes.contiguous(), scale.contiguous(), offset)
 
 
-def grouped_product(x: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
+def grouped_product(
+    x: torch.Tensor, weight: GroupedWeight, *, is_dependent: bool = False
+) -> torch.Tensor:
     """Return the product [rows, inputs] -> [rows, outputs], in x's dtype.
 
     x is contiguous float32, float16 or bfloat16. A weight is code x scale + offset in float32,
     rounded to x's dtype; sums are float32, in an order that depends on the number of rows, and
     there are no atomic additions.
+    is_dependent: use programmatic dependent launch.
     """
     (num_rows, inputs), (outputs, stored) = x.shape, weight.codes.shape
     if inputs != weight.inputs or x.dtype not in _TRITON_DTYPES or not x.is_contiguous():
@@ -111,6 +115,7 @@ def grouped_product(x: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
         return out
     config = tile_config(num_rows, x.dtype)
     grid = (-(-num_rows // config.block_m), -(-outputs // config.block_n))
+    launch = launch_options(is_dependent)
     num_steps = -(-stored // config.block_k)
     num_parts = _num_parts(grid[0] * grid[1], num_steps, x.device)
     sums = out if num_parts == 1 else x.new_empty(num_parts, *out.shape, dtype=torch.float32)
@@ -140,10 +145,12 @@ def grouped_product(x: torch.Tensor, weight: GroupedWeight) -> torch.Tensor:
         DOT_PRECISION="ieee" if x.dtype == torch.float32 else "tf32",
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **launch,
     )
     if num_parts > 1:
-        _sum_parts[(-(-out.numel() // _SUM_BLOCK),)](
-            out, sums, out.numel(), num_parts, MOST_PARTS=_MOST_PARTS, BLOCK=_SUM_BLOCK
+        grid = (-(-out.numel() // _SUM_BLOCK),)
+        _sum_parts[grid](
+            out, sums, out.numel(), num_parts, MOST_PARTS=_MOST_PARTS, BLOCK=_SUM_BLOCK, **launch
         )
     return out
 
@@ -175,7 +182,9 @@ def _grouped_product(
     BLOCK_K: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     DOT_PRECISION: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous_kernel(IS_DEPENDENT)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)
@@ -214,8 +223,15 @@ def _grouped_product(
 
 @triton.jit(do_not_specialize=["num_values", "num_parts"])
 def _sum_parts(
-    out_ptr, sums_ptr, num_values, num_parts, MOST_PARTS: tl.constexpr, BLOCK: tl.constexpr
+    out_ptr,
+    sums_ptr,
+    num_values,
+    num_parts,
+    MOST_PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous_kernel(IS_DEPENDENT)
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for part in tl.static_range(MOST_PARTS):  # all loads at once; absent parts are masked

@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanoserve.kernels.triton.dependent_launch import launch_options, wait_for_previous_kernel
 from nanoserve.kernels.triton.quantized_rows import LARGEST_CODES, scale_shape
 
 logger = logging.getLogger(__name__)
@@ -70,6 +71,8 @@ def scaled_product(
     dtype: torch.dtype,
     group_size: int | None = None,
     scaled_mm_from: int = NEVER,
+    *,
+    is_dependent: bool = False,
 ) -> torch.Tensor:
     """Return the product of codes [rows, inputs] and [outputs, inputs], [rows, outputs] of `dtype`.
 
@@ -77,6 +80,7 @@ def scaled_product(
     for int8 with a group_size (32, 64 or 128 inputs) [rows, groups], and weight's [outputs]. Sums
     of e4m3 are float32. scaled_mm_from: the number of rows of e4m3 from which `torch._scaled_mm` is
     used, from `least_scaled_mm_rows` for this weight.
+    is_dependent: use programmatic dependent launch of our own kernel.
     """
     _check(x, x_scale, weight, weight_scale, group_size)
     (num_rows, inputs), outputs = x.shape, len(weight)
@@ -104,6 +108,7 @@ def scaled_product(
         BLOCK_K=config.block_k,
         num_warps=config.num_warps,
         num_stages=config.num_stages,
+        **launch_options(is_dependent),
     )
     return out
 
@@ -216,7 +221,9 @@ def _scaled_product(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous_kernel(IS_DEPENDENT)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     k = tl.arange(0, BLOCK_K)

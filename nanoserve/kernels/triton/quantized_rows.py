@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanoserve.kernels.triton.dependent_launch import launch_options, wait_for_previous_kernel
 from nanoserve.kernels.triton.quantized_kv import to_e4m3
 
 LARGEST_CODES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
@@ -23,6 +24,8 @@ def quantize_rows(
     code_dtype: torch.dtype,
     largest: torch.Tensor | None = None,
     group_size: int | None = None,
+    *,
+    is_dependent: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize x [rows, inputs]; return codes of the same shape, and float32 scales [rows].
 
@@ -32,6 +35,7 @@ def quantize_rows(
     `largest`, float32 in the shape of the scales, has the magnitudes of the parts on other ranks:
     the larger one is used. If a row or group has NaN or infinity, its codes are 0 and the scale is
     NaN.
+    is_dependent: use programmatic dependent launch.
     """
     if x.dim() != 2 or not x.is_contiguous() or not x.is_floating_point():
         raise ValueError(
@@ -51,6 +55,7 @@ def quantize_rows(
         return codes.view(code_dtype), scales
     largest = None if largest is None else largest.contiguous()
     common = {"INPUTS": x.shape[1], "LARGEST_CODE": LARGEST_CODES[code_dtype], "BLOCK": _BLOCK}
+    common |= launch_options(is_dependent)
     if group_size is None:
         _quantize_rows[(len(x),)](codes, scales, x, largest, **common, num_warps=8)
     else:
@@ -79,7 +84,9 @@ def _quantize_rows(
     INPUTS: tl.constexpr,
     LARGEST_CODE: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous_kernel(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     x_ptr += row * INPUTS
@@ -115,7 +122,9 @@ def _quantize_groups(
     BLOCK: tl.constexpr,
     GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
+    IS_DEPENDENT: tl.constexpr,
 ):
+    wait_for_previous_kernel(IS_DEPENDENT)
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)

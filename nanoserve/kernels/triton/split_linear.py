@@ -15,10 +15,9 @@ from typing import NamedTuple
 import torch
 import triton
 import triton.language as tl
-from triton.language.extra import cuda
 
 from nanoserve.kernels.triton.act_and_mul import ACTIVATIONS, gated
-from nanoserve.kernels.triton.dependent_launch import launch_options
+from nanoserve.kernels.triton.dependent_launch import launch_options, wait_for_previous_kernel
 from nanoserve.kernels.triton.split_work import (
     PROGRAMS,
     arrives_last,
@@ -168,9 +167,7 @@ def _split_linear(
     DOT_PRECISION: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
-    if IS_DEPENDENT:
-        cuda.gdc_launch_dependents()
-        cuda.gdc_wait()
+    wait_for_previous_kernel(IS_DEPENDENT)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     part, num_parts = tl.program_id(2), tl.num_programs(2)

@@ -53,7 +53,7 @@ class TritonOps(FusedOps):
 
     def sum_of_experts(self, *args: Any) -> Tensor:
         """Return what `models.layers.experts.sum_of_experts` returns, for the same arguments."""
-        return fused_experts(*args)
+        return fused_experts(*args, is_dependent=self._is_dependent)
 
     def _is_for_few_rows(self, x: Tensor) -> bool:
         return self._splits_products and len(x) <= MOST_ROWS and x.is_contiguous()

@@ -37,6 +37,8 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
     Where the inputs are split over ranks, scales are computed for the whole row, so the codes equal
     the codes of a single rank. Experts are int8 with per-channel scales, whatever the format of
     other weights, and their activations are floats.
+
+    is_dependent: use programmatic dependent launch.
     """
 
     def __init__(
@@ -45,9 +47,10 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
         device: torch.device,
         dtype: torch.dtype,
         activations: str | None = None,
+        is_dependent: bool = False,
     ) -> None:
         self._scheme, self._device, self._dtype = scheme, device, dtype
-        self._activations = activations
+        self._activations, self._is_dependent = activations, is_dependent
 
     def create_weights(
         self, layer: nn.Module, in_features: int, out_features: int, context: LayerContext
@@ -104,16 +107,16 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
         tp = layer.tp if isinstance(layer, RowParallelLinear) else TensorParallel()
         if order is None and _is_row_scaled(matrix):
             if matrix.is_e4m3 and self._activations is None:
-                return _RowScaled(matrix, self._dtype, tp)
+                return _RowScaled(matrix, self._dtype, tp, self._is_dependent)
             if not matrix.is_e4m3 and self._activations == "int8":
-                return _GroupScaled(matrix, tp)
+                return _GroupScaled(matrix, tp, self._is_dependent)
         require(
             self._activations != "int8",
             f"quantization_activations='int8' on a GPU needs per-channel int8 weights, "
             f"but a linear has {'e4m3' if matrix.is_e4m3 else f'{matrix.bits}-bit'} "
             f"weights with {matrix.scale.shape[1]} scales per output: omit the option",
         )
-        return _Grouped(matrix, order)
+        return _Grouped(matrix, order, self._is_dependent)
 
 
 def _on(matrix: QuantizedMatrix, device: torch.device) -> QuantizedMatrix:
@@ -155,13 +158,15 @@ class _Floats(nn.Module):
 class _RowScaled(nn.Module):
     """An e4m3 weight with e4m3 activations. A row's scale covers the inputs of all ranks."""
 
-    def __init__(self, matrix: QuantizedMatrix, dtype: torch.dtype, tp: TensorParallel) -> None:
+    def __init__(
+        self, matrix: QuantizedMatrix, dtype: torch.dtype, tp: TensorParallel, is_dependent: bool
+    ) -> None:
         super().__init__()
         codes = matrix.codes.contiguous().view(torch.float8_e4m3fn)
         self.register_buffer("codes", codes, persistent=False)
         self.register_buffer("scale", matrix.scale[:, 0].contiguous(), persistent=False)
         self.scaled_mm_from = least_scaled_mm_rows(self.codes, self.scale, dtype)
-        self._tp = tp
+        self._tp, self._is_dependent = tp, is_dependent
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
@@ -169,10 +174,10 @@ class _RowScaled(nn.Module):
         if self._tp.size > 1:
             largest = rows.abs().amax(dim=1).float()
             self._tp.group.largest(largest)
-        codes, scale = quantize_rows(rows, self.codes.dtype, largest)
-        product = scaled_product(
-            *(codes, scale, self.codes, self.scale, x.dtype), scaled_mm_from=self.scaled_mm_from
-        )
+        launch = {"is_dependent": self._is_dependent}
+        codes, scale = quantize_rows(rows, self.codes.dtype, largest, **launch)
+        operands = codes, scale, self.codes, self.scale
+        product = scaled_product(*operands, x.dtype, scaled_mm_from=self.scaled_mm_from, **launch)
         return product.view(*x.shape[:-1], len(self.scale))
 
 
@@ -184,11 +189,11 @@ class _GroupScaled(nn.Module):
     largest magnitudes.
     """
 
-    def __init__(self, matrix: QuantizedMatrix, tp: TensorParallel) -> None:
+    def __init__(self, matrix: QuantizedMatrix, tp: TensorParallel, is_dependent: bool) -> None:
         super().__init__()
         inputs = matrix.shape[1]
         first = tp.rank * inputs
-        self._tp, self._inputs = tp, tp.size * inputs
+        self._tp, self._inputs, self._is_dependent = tp, tp.size * inputs, is_dependent
         self._cuts_groups = tp.size > 1 and inputs % GROUP_SIZE != 0
         self._front = first % GROUP_SIZE
         self._first_group = first // GROUP_SIZE
@@ -199,8 +204,10 @@ class _GroupScaled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = F.pad(x.reshape(-1, x.shape[-1]), (self._front, 0)).contiguous()
         largest = self._largest_of_groups(rows) if self._cuts_groups else None
-        codes, scale = quantize_rows(rows, torch.int8, largest, GROUP_SIZE)
-        product = scaled_product(codes, scale, self.codes, self.scale, x.dtype, GROUP_SIZE)
+        launch = {"is_dependent": self._is_dependent}
+        codes, scale = quantize_rows(rows, torch.int8, largest, GROUP_SIZE, **launch)
+        operands = codes, scale, self.codes, self.scale
+        product = scaled_product(*operands, x.dtype, GROUP_SIZE, **launch)
         return product.view(*x.shape[:-1], len(self.scale))
 
     def _largest_of_groups(self, rows: Tensor) -> Tensor:
@@ -218,8 +225,9 @@ class _GroupScaled(nn.Module):
 class _Grouped(nn.Module):
     """A weight in groups, with float activations. `order`: the inputs sorted by group (GPTQ)."""
 
-    def __init__(self, matrix: QuantizedMatrix, order: Tensor | None) -> None:
+    def __init__(self, matrix: QuantizedMatrix, order: Tensor | None, is_dependent: bool) -> None:
         super().__init__()
+        self._is_dependent = is_dependent
         for name, tensor in pack_groups(*matrix.operands())._asdict().items():
             self.register_buffer(name, tensor, persistent=False)
         self.register_buffer("order", order, persistent=False)
@@ -231,4 +239,5 @@ class _Grouped(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
         rows = (rows if self.order is None else rows[:, self.order]).contiguous()
-        return grouped_product(rows, self.weight).view(*x.shape[:-1], len(self.codes))
+        product = grouped_product(rows, self.weight, is_dependent=self._is_dependent)
+        return product.view(*x.shape[:-1], len(self.codes))

@@ -7,7 +7,7 @@ from importlib.util import find_spec
 import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.config import EngineConfig
+from nanoserve.config import EngineConfig, KernelConfig
 from nanoserve.kernels.cpu.gemm_select import choose_form
 from nanoserve.kernels.cpu.torch_linear import DequantizedTiles, Form
 from nanoserve.models.layers.context import LinearMethod
@@ -111,4 +111,5 @@ def _gpu_method(
     from nanoserve.models.quantization.gpu_method import QuantizedLinearMethod
 
     dtype = getattr(torch, model_config.dtype)
-    return QuantizedLinearMethod(scheme, device, dtype, activations)
+    is_dependent = KernelConfig.of(config.kernel_config).dependent_launch
+    return QuantizedLinearMethod(scheme, device, dtype, activations, is_dependent)

@@ -207,7 +207,7 @@ def test_the_grid_has_room_for_the_most_tiles_that_there_can_be(
     out, x = torch.empty(num_pairs, 64), torch.empty(num_pairs, 8)
     weight = torch.empty(num_experts, 64, 8)
     for config in (tile_config(1, 1, x.dtype), tile_config(10**6, 1, x.dtype)):
-        kernels._product(out, x, weight, kernels._Pairs(x, x), config)
+        kernels._product(out, x, weight, kernels._Pairs(x, x), config, {"IS_DEPENDENT": False})
         (num_tiles, _), block_m = grids.pop()
         most = 0
         for num_used in range(1, min(num_experts, num_pairs) + 1):

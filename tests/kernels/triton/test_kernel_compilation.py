@@ -181,6 +181,14 @@ BEFORE_WAIT = {
     "_best_of_parts": set(),
     "_best_part": set(),
     "_split_linear": set(),
+    "_scaled_product": set(),
+    "_quantize_rows": set(),
+    "_quantize_groups": set(),
+    "_grouped_product": set(),
+    "_sum_parts": set(),
+    "_sort_kernel": set(),
+    "_product_kernel": set(),
+    "_sum_kernel": set(),
 }
 
 
