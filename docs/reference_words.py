@@ -132,7 +132,8 @@ BACKENDS = {
                "only in Triton's interpreter (`TRITON_INTERPRET=1`), for tests."),
     "flash_attn": ("GPU", "the package flash-attn (version 2, with `block_size` a multiple of "
                    "256), or `flash_attn_interface` (version 3) on Hopper; float16 or bfloat16",
-                   "FlashAttention. It does not support an 8-bit KV cache."),
+                   "FlashAttention. With version 3, it computes prompts, and Triton decode rows. "
+                   "It does not support an 8-bit KV cache."),
 }  # fmt: skip
 
 # Bounds that reject a request or a checkpoint, by subject: the constant, its unit, and where it
