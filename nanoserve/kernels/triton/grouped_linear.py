@@ -148,8 +148,8 @@ def grouped_product(
         **launch,
     )
     if num_parts > 1:
-        grid = (-(-out.numel() // _SUM_BLOCK),)
-        _sum_parts[grid](
+        num_blocks = -(-out.numel() // _SUM_BLOCK)
+        _sum_parts[(num_blocks,)](
             out, sums, out.numel(), num_parts, MOST_PARTS=_MOST_PARTS, BLOCK=_SUM_BLOCK, **launch
         )
     return out

@@ -174,10 +174,14 @@ class _RowScaled(nn.Module):
         if self._tp.size > 1:
             largest = rows.abs().amax(dim=1).float()
             self._tp.group.largest(largest)
-        launch = {"is_dependent": self._is_dependent}
-        codes, scale = quantize_rows(rows, self.codes.dtype, largest, **launch)
-        operands = codes, scale, self.codes, self.scale
-        product = scaled_product(*operands, x.dtype, scaled_mm_from=self.scaled_mm_from, **launch)
+        codes, scale = quantize_rows(
+            rows, self.codes.dtype, largest, is_dependent=self._is_dependent
+        )
+        product = scaled_product(
+            *(codes, scale, self.codes, self.scale, x.dtype),
+            scaled_mm_from=self.scaled_mm_from,
+            is_dependent=self._is_dependent,
+        )
         return product.view(*x.shape[:-1], len(self.scale))
 
 
@@ -204,10 +208,11 @@ class _GroupScaled(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows = F.pad(x.reshape(-1, x.shape[-1]), (self._front, 0)).contiguous()
         largest = self._largest_of_groups(rows) if self._cuts_groups else None
-        launch = {"is_dependent": self._is_dependent}
-        codes, scale = quantize_rows(rows, torch.int8, largest, GROUP_SIZE, **launch)
-        operands = codes, scale, self.codes, self.scale
-        product = scaled_product(*operands, x.dtype, GROUP_SIZE, **launch)
+        codes, scale = quantize_rows(
+            rows, torch.int8, largest, GROUP_SIZE, is_dependent=self._is_dependent
+        )
+        operands = codes, scale, self.codes, self.scale, x.dtype, GROUP_SIZE
+        product = scaled_product(*operands, is_dependent=self._is_dependent)
         return product.view(*x.shape[:-1], len(self.scale))
 
     def _largest_of_groups(self, rows: Tensor) -> Tensor:
