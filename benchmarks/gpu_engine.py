@@ -65,6 +65,10 @@ _SCHEMES: Variants = {
     "int8": {"quantization": "int8"},
     "int4": {"quantization": "int4", "quantization_group_size": 128},
     "fp8": {"quantization": "fp8"},
+    "fp8, fused": {
+        "quantization": "fp8",
+        "kernel_config": {"fused_quantization": True, "dependent_launch": True},
+    },
 }
 _STEP_ROWS = (64, 16, 1)
 

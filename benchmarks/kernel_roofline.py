@@ -3,6 +3,7 @@
     python benchmarks/kernel_roofline.py
     python benchmarks/kernel_roofline.py --gpu h200 --launch-us 1.5
     python benchmarks/kernel_roofline.py --kernel-config '{"split_products": true}'
+    python benchmarks/kernel_roofline.py --shape qwen3-8b --quantization fp8 --no-workload
 
 `roofline.py` counts what a model needs; this counts nanoserve's launches: each reads its inputs
 from memory, writes its outputs there, and is a node of the graph. A step is run on torch's "meta"
@@ -18,7 +19,7 @@ share their work (`load_balance.py`). Steps with prompts count as if they were g
 import functools
 import json
 from argparse import ArgumentParser
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest.mock import patch
@@ -34,14 +35,22 @@ from triton.runtime.jit import JITFunction
 from nanoserve.attention.kv_cache import KVCacheSpec
 from nanoserve.attention.triton import TritonAttention
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.cli.bench.precision import precision_of
 from nanoserve.cli.bench.roofline import Need, Step, pairs_seen
 from nanoserve.cli.bench.shapes import SHAPES
 from nanoserve.config import EngineConfig, KernelConfig
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
-from nanoserve.kernels.triton import dependent_launch, paged_attention, split_linear, store_kv
+from nanoserve.kernels.triton import (
+    dependent_launch,
+    grouped_linear,
+    paged_attention,
+    split_linear,
+    store_kv,
+)
 from nanoserve.kernels.triton.choose_tokens import SETTINGS_WORDS, choose_tokens
 from nanoserve.models.layers.context import LayerContext
 from nanoserve.models.layers.triton_ops import TritonOps
+from nanoserve.models.quantization.linear_methods import choose_linear_method
 from nanoserve.models.registry import model_class
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cuda_graphs import graph_sizes
@@ -51,6 +60,8 @@ _BLOCK_SIZE, _MAX_ROWS, _NO_WINDOW = 16, 256, 2**31 - 1
 # Of a thread for each value of its first argument; the other kernels have few for their bytes. As
 # `tests/support/compile_kernels.py` counts them.
 _INSTRUCTIONS = {"_best_of_parts": 54}
+# Of a product's tensors, the places of its rows and of its weight.
+_PRODUCTS = {"_split_linear": (-2, -1), "_scaled_product": (1, 3), "_grouped_product": (1, 2)}
 
 
 class GPU(NamedTuple):
@@ -102,7 +113,9 @@ class _Recorder(TorchDispatchMode):
             return out
         if name == "aten::embedding":  # reads a row for each token
             read = [args[1], out]
-        operations = 2 * args[0].numel() * args[1].shape[0] if name == "aten::linear" else 0
+        operations = 0
+        if name in ("aten::linear", "aten::_scaled_mm"):
+            operations = 2 * args[0].numel() * args[1].numel() // args[0].shape[-1]
         num_bytes = sum(tensor.nbytes for tensor in [*read, *written])
         self.launches.append(Launch(name.removeprefix("aten::"), num_bytes, operations))
         return out
@@ -121,8 +134,8 @@ class _Recorder(TorchDispatchMode):
             self._layers_read.add(index)
         instructions = _INSTRUCTIONS.get(name, 0) * tensors[0].numel()
         operations = 0
-        if name == "_split_linear":
-            x, weight = tensors[-2:]
+        if name in _PRODUCTS:
+            x, weight = (tensors[place] for place in _PRODUCTS[name])
             operations = 2 * x.numel() * len(weight)
         self.launches.append(Launch(name, num_bytes, operations, instructions, layer, is_dependent))
 
@@ -151,6 +164,7 @@ def _recorded(recorder: _Recorder, num_sms: int) -> Iterator[None]:
         patch.object(GridExecutor, "__call__", run),
         patch.object(paged_attention, "_num_multiprocessors", lambda device: num_sms),
         patch.object(split_linear, "num_multiprocessors", lambda device: num_sms),
+        patch.object(grouped_linear, "num_multiprocessors", lambda device: num_sms),
         ExitStack() as stack,
     ):
         for module in (dependent_launch, paged_attention, store_kv):
@@ -162,7 +176,7 @@ class Predictor:
     """Launches of a model's steps, and their seconds on `gpu`.
 
     launch_seconds, dependent_seconds: overhead of a launch, and of one with dependent launch.
-    kernels: the option `kernel_config`.
+    kernels: the option `kernel_config`. quantization: options of quantized weights.
     """
 
     def __init__(
@@ -173,15 +187,30 @@ class Predictor:
         max_num_tokens: int = 8192,
         dependent_seconds: float | None = None,
         kernels: KernelConfig | None = None,
+        quantization: Mapping[str, str] | None = None,
     ) -> None:
         self.config, self.gpu, self.launch_seconds = config, gpu, launch_seconds
         self.dependent_seconds = launch_seconds if dependent_seconds is None else dependent_seconds
         kernels = kernels or KernelConfig()
         self._is_dependent = kernels.dependent_launch
         attention = TritonAttention(merges_in_kernel=kernels.merge_in_attention)
-        ops = TritonOps(kernels.dependent_launch, splits_products=kernels.split_products)
-        context = LayerContext(getattr(torch, config.dtype), _META, attention=attention, ops=ops)
+        ops = TritonOps(
+            kernels.dependent_launch, kernels.split_products, kernels.fused_quantization
+        )
+        options = EngineConfig("none", kernel_config=kernels, **quantization or {})
+        method = choose_linear_method(options, config, _META, 0) if quantization else None
+        context = LayerContext(
+            getattr(torch, config.dtype),
+            _META,
+            attention=attention,
+            ops=ops,
+            linear_method=method,
+        )
         self._model = model_class(config.architecture)(config, context)
+        if method is not None:
+            _quantize(self._model, method)
+        precision = precision_of("nanoserve", dict(quantization or {}), config.dtype)
+        self._need = Need(config, precision)
         blocks = -(-config.max_position_embeddings // _BLOCK_SIZE)
         layout = BatchLayout(max(max_num_tokens, _MAX_ROWS), _MAX_ROWS, blocks)
         memory = torch.zeros(layout.num_bytes, dtype=torch.uint8, device=_META)
@@ -208,7 +237,8 @@ class Predictor:
         metadata = tensors.attention_metadata(header, self._tables[:, :num_rows])
         words = SETTINGS_WORDS.value
         settings = torch.zeros(_MAX_ROWS, words, dtype=torch.int32, device=_META)
-        rotary = [buffer for buffer in self._model.buffers() if buffer.ndim == 2]
+        buffers = self._model.named_buffers()
+        rotary = [buffer for name, buffer in buffers if name.endswith((".cos", ".sin"))]
         left_out = {_storage(tensor) for tensor in (self._tables, settings, *rotary)}
         recorder = _Recorder(self._kv_caches[0].values, num_tokens, left_out)
         with torch.inference_mode(), _recorded(recorder, self.gpu.num_sms):
@@ -263,10 +293,19 @@ class Predictor:
 
     def limit(self, step: Step) -> float:
         """Return seconds by the model's needs, as `roofline.limit`."""
-        need = Need(self.config)
+        need = self._need
         return max(
             need.bytes(step) / self.gpu.bandwidth, need.operations(step) / self.gpu.matmul_rate
         )
+
+
+def _quantize(model: torch.nn.Module, method: Any) -> None:
+    """Replace the weights of all linears by quantized ones, which have no values either."""
+    for layer in model.modules():
+        if getattr(layer, "method", None) is method:
+            weight = torch.empty(layer.weight.shape, dtype=torch.bfloat16, device=_META)
+            method.fill(layer, "weight", method.to_integers(weight, False))
+            method.process_after_loading(layer)
 
 
 def decode_step(num_rows: int, context: int) -> Step:
@@ -296,6 +335,9 @@ _PARTS = {
     "merge_parts_kernel": "decode: attention",
     "linear": "decode: products",
     "_split_linear": "decode: products",
+    "_scaled_product": "decode: products",
+    "_grouped_product": "decode: products",
+    "_scaled_mm": "decode: products",
 }
 
 
@@ -321,6 +363,8 @@ def main() -> None:
     add("--launch-us", type=float, default=1.0, help="overhead of a graph node (default 1.0)")
     add("--dependent-us", type=float, help="the same with dependent launch (default --launch-us)")
     add("--kernel-config", type=json.loads, default={}, metavar="JSON", help="an engine option")
+    add("--quantization", help="an engine option (default: weights in bfloat16)")
+    add("--quantization-activations", help="an engine option")
     add(
         "--max-num-batched-tokens",
         type=int,
@@ -334,7 +378,12 @@ def main() -> None:
     dependent_us = args.launch_us if args.dependent_us is None else args.dependent_us
     kernels = KernelConfig.of(args.kernel_config)
     overheads = args.launch_us / 1e6, budget, dependent_us / 1e6
-    predictor = Predictor(config, gpu, *overheads, kernels)
+    quantization = {
+        name: value
+        for name in ("quantization", "quantization_activations")
+        if (value := getattr(args, name)) is not None
+    }
+    predictor = Predictor(config, gpu, *overheads, kernels, quantization)
     print(f"{args.shape} on {args.gpu}: {gpu.bandwidth / 1e12:.1f} TB/s, ", end="")
     print(f"{gpu.matmul_rate / 1e12:.0f} TFLOP/s, {args.launch_us} us a launch")
     for num_rows in map(int, args.rows.split(",")):

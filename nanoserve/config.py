@@ -70,6 +70,9 @@ class KernelConfig:
     split_products: if True, products of up to 256 rows with unquantized weights are computed by
         nanoserve's kernel, which splits their inputs over programs and applies SwiGLU or GEGLU to
         the product of the gate and up projections, instead of cuBLAS and a second kernel.
+    fused_quantization: if True, norms and activations quantize their results for the linears that
+        multiply 8-bit activations (`quantization="fp8"`, or `quantization_activations="int8"`),
+        instead of a kernel of its own before each linear.
 
     Raises `ValueError` for unknown names and values.
     """
@@ -77,6 +80,7 @@ class KernelConfig:
     dependent_launch: bool = False
     merge_in_attention: bool = False
     split_products: bool = False
+    fused_quantization: bool = False
 
     @classmethod
     def of(cls, options: Any) -> "KernelConfig":

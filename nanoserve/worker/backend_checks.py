@@ -63,10 +63,17 @@ def _check_capability(name: str, device: torch.device) -> None:
         )
 
 
-def check_kernels(kernels: KernelConfig, name: str, device: torch.device) -> None:
-    """Raise `ValueError` for variants of kernels that backend `name` does not launch on a GPU.
+def check_kernels(
+    kernels: KernelConfig,
+    name: str,
+    device: torch.device,
+    quantization: str | None = None,
+    activations: str | None = None,
+) -> None:
+    """Raise `ValueError` for variants of kernels that are not launched on a GPU.
 
-    On a CPU they are ignored, like other GPU options.
+    name: of the attention backend. quantization, activations: the options `quantization` and
+    `quantization_activations`. On a CPU the variants are ignored, like other GPU options.
     """
     if device.type == "cpu":
         return
@@ -75,12 +82,19 @@ def check_kernels(kernels: KernelConfig, name: str, device: torch.device) -> Non
         f"kernel_config with merge_in_attention=True is a variant of attention_backend='triton', "
         f"not of {name!r}: remove one of them",
     )
-    for option in ("dependent_launch", "split_products"):
+    for option in ("dependent_launch", "split_products", "fused_quantization"):
         require(
             name in TRITON_OPERATIONS or not getattr(kernels, option),
             f"kernel_config with {option}=True is a variant of Triton kernels, which "
             f"attention_backend={name!r} does not launch: remove one of them",
         )
+    has_floats = activations is None and quantization in (None, "int8", "int4")
+    require(
+        not kernels.fused_quantization or not (has_floats or activations == "none"),
+        f"kernel_config with fused_quantization=True, but activations are not quantized with "
+        f"quantization={quantization!r} and quantization_activations={activations!r}: remove it, "
+        f"or choose quantization='fp8', or 'int8' with quantization_activations='int8'",
+    )
 
 
 def check_graphs(

@@ -100,7 +100,8 @@ def make_context(
     dtype = getattr(torch, model_config.dtype)
     name = choose_attention_backend(config, model_config, device)
     logger.info("device %s, attention backend %s", device, name)
-    check_kernels(KernelConfig.of(config.kernel_config), name, device)
+    quantized = config.quantization, config.quantization_activations
+    check_kernels(KernelConfig.of(config.kernel_config), name, device, *quantized)
     attention, ops = _backend(name, config)
     num_bytes = weight_bytes(model_config)
     num_threads = choose_num_threads(config.num_threads, num_bytes)
@@ -190,5 +191,6 @@ def _backend(name: str, config: EngineConfig | None = None) -> tuple[AttentionBa
     if name not in TRITON_OPERATIONS:
         return attention, make_operations()
     kernels = KernelConfig.of(config.kernel_config)
-    splits = kernels.split_products
-    return attention, make_operations(kernels.dependent_launch, splits_products=splits)
+    return attention, make_operations(
+        kernels.dependent_launch, kernels.split_products, kernels.fused_quantization
+    )

@@ -76,6 +76,9 @@ ALLOWED = {
         "models/quantization/*_method.py: layer.*",
         "models/layers/linear.py: layer.weight",
     ),
+    "a tensor has its codes with it, from the kernel that computes both to the linear": (
+        "kernels/triton/quantized_rows.py: x.row_codes",
+    ),
     "other packages' objects": (
         "serve/batch/ray_runner.py: DataContext.get_current().enable_progress_bars",
         "cli/bench/engines/hugging_face.py: *generation_config*",

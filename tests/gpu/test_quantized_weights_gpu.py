@@ -149,6 +149,35 @@ def test_products_wait_for_the_kernel_before_them(num_rows: int) -> None:
         assert torch.equal(chain(x, is_dependent=True), chain(x))
 
 
+@pytest.mark.parametrize("enforce_eager", [False, True])
+@pytest.mark.parametrize(
+    "quantized",
+    [
+        {"quantization": "int8", "quantization_activations": "int8"},
+        pytest.param({"quantization": "fp8"}, marks=needs_e4m3),
+    ],
+    ids=str,
+)
+def test_codes_of_norms_and_activations_change_no_token(
+    quantized: dict[str, str], enforce_eager: bool
+) -> None:
+    questions = ["What is a KV cache?", "What is a block table?", "12 + 30 ="]
+    messages = [[{"role": "user", "content": question}] for question in questions]
+    params = SamplingParams(temperature=0, max_tokens=60, logprobs=1)
+    options: dict[str, Any] = {"device": "cuda", "num_kv_blocks": 200, **quantized}
+    answers = []
+    for kernels in (
+        {},
+        {"fused_quantization": True},
+        {"fused_quantization": True, "dependent_launch": True},
+    ):
+        common = options | {"enforce_eager": enforce_eager, "kernel_config": kernels}
+        with LLM("tiny-qwen3", dtype="bfloat16", **common) as llm:
+            outputs = llm.chat(messages, params, use_tqdm=False)
+        answers.append([(o.outputs[0].token_ids, o.outputs[0].logprobs) for o in outputs])
+    assert answers[0] == answers[1] == answers[2]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 def test_products_of_e4m3_weights_and_floats(dtype: torch.dtype) -> None:
     torch.manual_seed(0)

@@ -35,6 +35,7 @@ from nanoserve.kernels.triton.choose_tokens import choose_tokens, pack_settings
 from nanoserve.kernels.triton.experts import fused_experts
 from nanoserve.kernels.triton.filter_logits import filter_borders
 from nanoserve.kernels.triton.paged_attention import paged_attention
+from nanoserve.kernels.triton.quantized_rows import CodeFormat
 from nanoserve.kernels.triton.split_linear import split_linear
 from nanoserve.kernels.triton.split_work import most_arrivals
 from nanoserve.kernels.triton.store_kv import store_kv
@@ -153,7 +154,7 @@ def _choose_tokens(
     choose_tokens(logits, integers, integers, settings, borders, masks, mask_rows, **options)
 
 
-def _add_rms_norm(hidden: int, dtype: torch.dtype, **options: bool) -> None:
+def _add_rms_norm(hidden: int, dtype: torch.dtype, **options: Any) -> None:
     x = torch.zeros(4, hidden, dtype=dtype)
     add_rms_norm(x, x, x[0], 1e-6, **options)
 
@@ -185,8 +186,24 @@ def _small_cases() -> list[tuple[str, Callable[[], None]]]:
             cases.append((label, partial(_choose_tokens, vocab_size, dtype, is_filtered)))
     masked = partial(_choose_tokens, 151_936, torch.bfloat16, False, True)
     cases.append(("choose_tokens bfloat16 vocab=151936 masked", masked))
-    cases += _dependent_cases()
+    cases += [*_dependent_cases(), *_fused_cases()]
     return [(label.replace("torch.", ""), call) for label, call in cases]
+
+
+def _fused_cases() -> list[tuple[str, Callable[[], None]]]:
+    """Norm and gate with the codes of their results, in the usual sizes and the largest."""
+    cases: list[tuple[str, Callable[[], None]]] = []
+    formats = {"e4m3": CodeFormat(torch.float8_e4m3fn), "int8": CodeFormat(torch.int8, 32)}
+    for (name, code_format), dtype in product(formats.items(), (torch.bfloat16, torch.float32)):
+        option = {"code_format": code_format}
+        for hidden in (1024, 4096, 16384):
+            label = f"fused {name} add_rms_norm {dtype} hidden={hidden}"
+            cases.append((label, partial(_add_rms_norm, hidden, dtype, **option)))
+        for size in (3072, 12288, 16384):
+            gate_up = torch.zeros(4, 2 * size, dtype=dtype)
+            label = f"fused {name} act_and_mul {dtype} size={size}"
+            cases.append((label, partial(act_and_mul, gate_up, "silu", **option)))
+    return cases
 
 
 def _dependent_cases() -> list[tuple[str, Callable[[], None]]]:

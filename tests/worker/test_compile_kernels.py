@@ -96,6 +96,12 @@ DRAFTS_IN_GRAPHS = {"speculative_config": NGRAM | {"enforce_eager": False}}
         {"speculative_config": HEAD},
         {"kernel_config": OTHER_KERNELS, "enforce_eager": True},
         {"kernel_config": OTHER_KERNELS, "enforce_eager": True, "quantization": "int4"},
+        {
+            "kernel_config": OTHER_KERNELS | {"fused_quantization": True},
+            "enforce_eager": True,
+            "quantization": "int8",
+            "quantization_activations": "int8",
+        },
     ],
     ids=str,
 )

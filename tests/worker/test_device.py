@@ -192,20 +192,45 @@ def test_each_device_has_its_default(
         ("merge_in_attention", {"triton", "flash_attn3"}),
         ("dependent_launch", {"triton", "flash_attn", "flash_attn3"}),
         ("split_products", {"triton", "flash_attn", "flash_attn3"}),
+        ("fused_quantization", {"triton", "flash_attn", "flash_attn3"}),
     ],
 )
 def test_variants_of_kernels_that_a_backend_does_not_launch_are_refused(
     option: str, launches: set[str]
 ) -> None:
-    config = EngineConfig("m", kernel_config={option: True})
+    kernels = KernelConfig(**{option: True})
     for name in ("torch", "triton", "flash_attn", "flash_attn3"):
-        check_kernels(KernelConfig.of(config.kernel_config), name, CPU)
-        check_kernels(KernelConfig.of(None), name, CUDA)
+        check_kernels(kernels, name, CPU, "fp8")
+        check_kernels(KernelConfig(), name, CUDA)
         if name in launches:
-            check_kernels(config.kernel_config, name, CUDA)
+            check_kernels(kernels, name, CUDA, "fp8")
         else:
             with pytest.raises(ValueError, match=f"{option}=True .*{name}.*: remove one of them"):
-                check_kernels(config.kernel_config, name, CUDA)
+                check_kernels(kernels, name, CUDA, "fp8")
+
+
+@pytest.mark.parametrize(
+    ("quantization", "activations", "is_quantized"),
+    [
+        (None, None, False),
+        ("int8", None, False),
+        ("int4", None, False),
+        ("fp8", "none", False),
+        ("fp8", None, True),
+        ("int8", "int8", True),
+        ("compressed-tensors", None, True),
+    ],
+)
+def test_codes_are_fused_only_where_activations_become_codes(
+    quantization: str | None, activations: str | None, is_quantized: bool
+) -> None:
+    kernels, given = KernelConfig(fused_quantization=True), (quantization, activations)
+    check_kernels(kernels, "triton", CPU, *given)
+    if is_quantized:
+        check_kernels(kernels, "triton", CUDA, *given)
+        return
+    with pytest.raises(ValueError, match="activations are not quantized with quantization="):
+        check_kernels(kernels, "triton", CUDA, *given)
 
 
 @pytest.mark.parametrize(

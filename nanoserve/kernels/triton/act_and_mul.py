@@ -9,18 +9,31 @@ import triton
 import triton.language as tl
 
 from nanoserve.kernels.triton.dependent_launch import launch_options, wait_for_previous_kernel
+from nanoserve.kernels.triton.quantized_rows import (
+    MAX_INPUTS,
+    CodeFormat,
+    RowCodes,
+    attach_codes,
+    fused_options,
+    store_codes,
+)
 
 ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 _BLOCK = 1024  # 8 values, a 16-byte load if 16-bit, for each of the 128 threads of 4 warps
 
 
 def act_and_mul(
-    gate_up: torch.Tensor, activation: str, *, is_dependent: bool = False
+    gate_up: torch.Tensor,
+    activation: str,
+    *,
+    is_dependent: bool = False,
+    code_format: CodeFormat | None = None,
 ) -> torch.Tensor:
     """Return activation(gate) * up, [num_tokens, 2 x size] -> [num_tokens, size], rounded once.
 
     gate_up is contiguous; the result has its dtype. activation: one of `ACTIVATIONS`.
-    is_dependent: use programmatic dependent launch.
+    is_dependent: use programmatic dependent launch. code_format: attach codes to the result, if its
+    rows have at most `MAX_INPUTS` values.
     """
     shape = gate_up.shape
     if len(shape) != 2 or shape[1] % 2 or not gate_up.is_contiguous():
@@ -32,10 +45,24 @@ def act_and_mul(
         raise ValueError(f"activation={activation!r} must be one of {ACTIVATIONS}")
     num_tokens, size = shape[0], shape[1] // 2
     out = gate_up.new_empty(num_tokens, size)
-    num_blocks = -(-size // _BLOCK)  # Triton's `cdiv` takes microseconds
+    block, num_warps, codes = _BLOCK, 4, None
+    if code_format is not None and size <= MAX_INPUTS:  # then a program has a whole row
+        block = max(1 << (size - 1).bit_length(), code_format.group_size or 1)
+        num_warps = min(max(block // 256, 1), 16)
+        codes = RowCodes.empty(out, code_format)
+    num_blocks = -(-size // block)  # Triton's `cdiv` takes microseconds
     _act_and_mul[(num_tokens, num_blocks)](
-        gate_up, out, size, activation, _BLOCK, num_warps=4, **launch_options(is_dependent)
+        gate_up,
+        out,
+        size,
+        activation,
+        block,
+        num_warps=num_warps,
+        **fused_options(codes, code_format, block),
+        **launch_options(is_dependent),
     )
+    if codes is not None and code_format is not None:
+        attach_codes(out, code_format, codes)
     return out
 
 
@@ -46,6 +73,10 @@ def _act_and_mul(
     SIZE: tl.constexpr,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
+    codes_ptr,
+    scales_ptr,
+    LARGEST_CODE: tl.constexpr,
+    GROUP: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     wait_for_previous_kernel(IS_DEPENDENT)
@@ -55,8 +86,10 @@ def _act_and_mul(
     address = gate_up + token * (2 * SIZE) + column
     gate = tl.load(address, mask=mask, other=0.0).to(tl.float32)
     up = tl.load(address + SIZE, mask=mask, other=0.0).to(tl.float32)
-    result = gated(gate, up, ACTIVATION)
-    tl.store(out + token * SIZE + column, result.to(out.dtype.element_ty), mask=mask)
+    result = gated(gate, up, ACTIVATION).to(out.dtype.element_ty)
+    tl.store(out + token * SIZE + column, result, mask=mask)
+    if codes_ptr is not None:
+        store_codes(result, codes_ptr, scales_ptr, token, SIZE, BLOCK, LARGEST_CODE, GROUP)
 
 
 @triton.jit

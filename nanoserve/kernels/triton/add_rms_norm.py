@@ -10,6 +10,13 @@ import triton.language as tl
 from triton.language.extra import cuda
 
 from nanoserve.kernels.triton.dependent_launch import launch_options
+from nanoserve.kernels.triton.quantized_rows import (
+    CodeFormat,
+    RowCodes,
+    attach_codes,
+    fused_options,
+    store_codes,
+)
 
 _MAX_HIDDEN = 16384  # a longer row does not fit into the registers of one program
 
@@ -21,13 +28,14 @@ def add_rms_norm(
     eps: float,
     *,
     is_dependent: bool = False,
+    code_format: CodeFormat | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (normalised, sum): sum = residual + x, and sum / sqrt(mean(sum^2) + eps) * weight.
 
     x and residual: [num_tokens, hidden], contiguous, of one dtype, which both results share.
     weight: [hidden], of any dtype. The sum is rounded to the dtype before it is normalised.
     is_dependent: use programmatic dependent launch; the weight must be older than the kernels with
-    it that are launched before.
+    it that are launched before. code_format: attach codes to the normalised rows.
     """
     if x.shape != residual.shape or x.dtype != residual.dtype or not residual.is_contiguous():
         raise ValueError(
@@ -35,18 +43,23 @@ def add_rms_norm(
             f"{residual.dtype} must have the same shape and dtype, and be contiguous"
         )
     total = torch.empty_like(x)
-    return _launch(x, residual, weight, total, eps, is_dependent), total
+    return _launch(x, residual, weight, total, eps, is_dependent, code_format), total
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, *, is_dependent: bool = False
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    is_dependent: bool = False,
+    code_format: CodeFormat | None = None,
 ) -> torch.Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight, of the shape and dtype of x.
 
     x: [num_tokens, hidden], contiguous. weight: [hidden], of any dtype.
-    is_dependent: see `add_rms_norm`.
+    is_dependent, code_format: see `add_rms_norm`.
     """
-    return _launch(x, None, weight, None, eps, is_dependent)
+    return _launch(x, None, weight, None, eps, is_dependent, code_format)
 
 
 def _launch(
@@ -56,6 +69,7 @@ def _launch(
     total: torch.Tensor | None,
     eps: float,
     is_dependent: bool,
+    code_format: CodeFormat | None,
 ) -> torch.Tensor:
     shape = x.shape
     if len(shape) != 2 or weight.shape != shape[1:]:
@@ -72,6 +86,9 @@ def _launch(
         )
     normed = torch.empty_like(x)
     block = 1 << (hidden - 1).bit_length()  # Triton's `next_power_of_2` takes microseconds
+    codes = None
+    if code_format is not None:
+        codes, block = RowCodes.empty(x, code_format), max(block, code_format.group_size or 1)
     # 8 values per thread are one 16-byte load of 16-bit values; 512 threads leave registers for 32.
     num_warps = min(max(block // 256, 1), 16)
     _add_rms_norm[(num_tokens,)](
@@ -84,8 +101,11 @@ def _launch(
         hidden,
         block,
         num_warps=num_warps,
+        **fused_options(codes, code_format, block),
         **launch_options(is_dependent),
     )
+    if codes is not None and code_format is not None:
+        attach_codes(normed, code_format, codes)
     return normed
 
 
@@ -99,6 +119,10 @@ def _add_rms_norm(
     eps,
     HIDDEN: tl.constexpr,
     BLOCK: tl.constexpr,
+    codes_ptr,
+    scales_ptr,
+    LARGEST_CODE: tl.constexpr,
+    GROUP: tl.constexpr,
     IS_DEPENDENT: tl.constexpr,
 ):
     row_start = tl.program_id(0).to(tl.int64) * HIDDEN
@@ -117,4 +141,8 @@ def _add_rms_norm(
         tl.store(total + address, rounded, mask=mask)
         row = rounded.to(tl.float32)  # normalise the rounded sum, which the next layer will read
     scale = tl.rsqrt(tl.sum(row * row, axis=0) / HIDDEN + eps)
-    tl.store(normed + address, (row * scale * gain).to(normed.dtype.element_ty), mask=mask)
+    result = (row * scale * gain).to(normed.dtype.element_ty)
+    tl.store(normed + address, result, mask=mask)
+    if codes_ptr is not None:
+        token = tl.program_id(0).to(tl.int64)
+        store_codes(result, codes_ptr, scales_ptr, token, HIDDEN, BLOCK, LARGEST_CODE, GROUP)

@@ -2,7 +2,13 @@
 
 In a real model a few inputs of a row are up to 25,000 times its median. With one scale for the row,
 int8 rounds nearly all other inputs to 0; e4m3, which has an exponent, does not.
+
+`quantize_rows` is a kernel of its own. With `kernel_config={"fused_quantization": True}`, norms and
+activations compute the codes of their results, too, which are then an attribute of the result: see
+`attach_codes`.
 """
+
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -13,10 +19,65 @@ from nanoserve.kernels.triton.quantized_kv import to_e4m3
 
 LARGEST_CODES = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 GROUP_SIZES = (32, 64, 128)  # a tensor core multiplies 32 codes at once
+MAX_INPUTS = 16384  # of a row that another kernel quantizes, because its registers hold all of it
 _BLOCK = 2048  # inputs at once: 8 for each of the 256 threads of 8 warps
 _INFINITY = tl.constexpr(0x7F800000)  # the bits of magnitudes that are not finite start here
 _SMALLEST_SCALE = tl.constexpr(2.0**-126)
 _ROUNDER = tl.constexpr(1.5 * 2**23)  # added to a number below 2^22, it rounds, halves to even
+
+
+class CodeFormat(NamedTuple):
+    """Codes of activations: int8 or float8_e4m3fn, with a scale per row or per group of inputs."""
+
+    dtype: torch.dtype
+    group_size: int | None = None
+
+
+class RowCodes(NamedTuple):
+    """Rows of 8-bit codes [rows, inputs], and their float32 scales [rows] or [rows, groups]."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    @classmethod
+    def empty(cls, x: torch.Tensor, code_format: CodeFormat) -> "RowCodes":
+        """Return uninitialised codes of x [rows, inputs], those of e4m3 as bytes."""
+        is_e4m3 = code_format.dtype == torch.float8_e4m3fn
+        dtype = torch.uint8 if is_e4m3 else torch.int8  # older GPUs do not have the type e4m3
+        shape = scale_shape(len(x), x.shape[1], code_format.group_size)
+        scale = torch.empty(shape, dtype=torch.float32, device=x.device)
+        return cls(torch.empty(x.shape, dtype=dtype, device=x.device), scale)
+
+
+def attach_codes(x: torch.Tensor, code_format: CodeFormat, codes: RowCodes) -> None:
+    """Attach the codes of x [rows, inputs] to x; they are freed with it.
+
+    x must not be changed any more. Views and copies of x do not have them.
+    """
+    x.row_codes = code_format, codes._replace(codes=codes.codes.view(code_format.dtype))  # type: ignore[attr-defined]
+
+
+def attached_codes(x: torch.Tensor, code_format: CodeFormat) -> RowCodes | None:
+    """Return the codes of this format that are attached to x, or None."""
+    attached_format, codes = getattr(x, "row_codes", (None, None))
+    return codes if attached_format == code_format else None
+
+
+def fused_options(
+    codes: RowCodes | None, code_format: CodeFormat | None, block: int
+) -> dict[str, Any]:
+    """Return the arguments of a kernel that calls `store_codes`, or that does not without codes.
+
+    block: the inputs of a program, all of a row.
+    """
+    if codes is None or code_format is None:
+        return {"codes_ptr": None, "scales_ptr": None, "LARGEST_CODE": 0.0, "GROUP": 1}
+    return {
+        "codes_ptr": codes.codes,
+        "scales_ptr": codes.scale,
+        "LARGEST_CODE": LARGEST_CODES[code_format.dtype],
+        "GROUP": code_format.group_size or block,
+    }
 
 
 def quantize_rows(
@@ -26,7 +87,7 @@ def quantize_rows(
     group_size: int | None = None,
     *,
     is_dependent: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> RowCodes:
     """Quantize x [rows, inputs]; return codes of the same shape, and float32 scales [rows].
 
     x is contiguous, of any floating-point dtype; code_dtype is int8 or float8_e4m3fn. With a
@@ -48,11 +109,9 @@ def quantize_rows(
         raise ValueError(
             f"largest must be float32 {list(shape)}, not {largest.dtype} {list(largest.shape)}"
         )
-    is_e4m3 = code_dtype == torch.float8_e4m3fn
-    codes = torch.empty(x.shape, dtype=torch.uint8 if is_e4m3 else torch.int8, device=x.device)
-    scales = torch.empty(shape, dtype=torch.float32, device=x.device)
+    codes, scales = RowCodes.empty(x, CodeFormat(code_dtype, group_size))
     if len(x) == 0:
-        return codes.view(code_dtype), scales
+        return RowCodes(codes.view(code_dtype), scales)
     largest = None if largest is None else largest.contiguous()
     common = {"INPUTS": x.shape[1], "LARGEST_CODE": LARGEST_CODES[code_dtype], "BLOCK": _BLOCK}
     common |= launch_options(is_dependent)
@@ -63,7 +122,7 @@ def quantize_rows(
         _quantize_groups[grid](
             codes, scales, x, largest, **common, GROUP=group_size, GROUPS=shape[1], num_warps=8
         )
-    return codes.view(code_dtype), scales
+    return RowCodes(codes.view(code_dtype), scales)
 
 
 def scale_shape(rows: int, inputs: int, group_size: int | None) -> tuple[int, ...]:
@@ -134,14 +193,46 @@ def _quantize_groups(
     if largest_ptr is not None:
         elsewhere = tl.load(largest_ptr + row * GROUPS + group, mask=group < GROUPS, other=0.0)
         bits = tl.maximum(bits, elsewhere.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    codes, scales = _quantized(x, bits, codes_ptr, LARGEST_CODE)
+    tl.store(scales_ptr + row * GROUPS + group, scales, mask=group < GROUPS)
+    tl.store(codes_ptr + row * INPUTS + i, tl.reshape(codes, [BLOCK]), mask=i < INPUTS)
+
+
+@triton.jit
+def store_codes(
+    x,
+    codes_ptr,
+    scales_ptr,
+    row,
+    INPUTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LARGEST_CODE: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """Store codes and scales of a row x [BLOCK], which is 0 from INPUTS on.
+
+    GROUP: inputs of a scale; BLOCK if the row has one. Codes and scales are as in `quantize_rows`.
+    """
+    GROUPS: tl.constexpr = (INPUTS + GROUP - 1) // GROUP
+    i, group = tl.arange(0, BLOCK), tl.arange(0, BLOCK // GROUP)
+    x = tl.reshape(x.to(tl.float32), [BLOCK // GROUP, GROUP])
+    bits = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    codes, scales = _quantized(x, bits, codes_ptr, LARGEST_CODE)
+    tl.store(scales_ptr + row * GROUPS + group, scales, mask=group < GROUPS)
+    tl.store(codes_ptr + row * INPUTS + i, tl.reshape(codes, [BLOCK]), mask=i < INPUTS)
+
+
+@triton.jit
+def _quantized(x, bits, codes_ptr, LARGEST_CODE: tl.constexpr):
+    """Return codes and scales of x [groups, inputs], float32.
+
+    bits: of the largest magnitude of each group.
+    """
     is_finite = bits < _INFINITY
     scale = _scale_of(bits, LARGEST_CODE)
-    scales = tl.where(is_finite, scale, float("nan"))
-    tl.store(scales_ptr + row * GROUPS + group, scales, mask=group < GROUPS)
-    divisor = tl.broadcast_to(scale[:, None], [BLOCK // GROUP, GROUP])
+    divisor = tl.broadcast_to(scale[:, None], x.shape)
     quotient = tl.div_rn(tl.where(is_finite[:, None], x, 0.0), divisor)
-    codes = tl.reshape(_codes_of(quotient, codes_ptr), [BLOCK])
-    tl.store(codes_ptr + row * INPUTS + i, codes, mask=i < INPUTS)
+    return _codes_of(quotient, codes_ptr), tl.where(is_finite, scale, float("nan"))
 
 
 @triton.jit

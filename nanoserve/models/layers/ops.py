@@ -31,6 +31,12 @@ class TorchOps:
         """Return `act_and_mul` of the product of x and `gate_up`, a linear layer."""
         return self.act_and_mul(gate_up(x), activation)
 
+    def expect_codes(self, operation: str, code_format: Any) -> None:
+        """Note that linears quantize the results of "norm" or "activation" to `code_format`.
+
+        Kernels may then compute the codes together with the results.
+        """
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """Return RMSNorm (Zhang and Sennrich 2019) over the last dimension: no mean, no bias."""
         # Gemma's norm weights are float32, also if activations have 16 bits.

@@ -1,5 +1,6 @@
 """`TorchOps` implemented with a Triton kernel for each operation, for tensors on a GPU."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor
 from nanoserve.kernels.triton.act_and_mul import act_and_mul
 from nanoserve.kernels.triton.add_rms_norm import add_rms_norm, rms_norm
 from nanoserve.kernels.triton.experts import fused_experts
+from nanoserve.kernels.triton.quantized_rows import CodeFormat
 from nanoserve.kernels.triton.split_linear import (
     MOST_ROWS,
     num_parts,
@@ -25,6 +27,7 @@ class TritonOps(FusedOps):
 
     is_dependent: use programmatic dependent launch. splits_products: use `split_linear` for
     products of few rows where it splits or fuses. All steps must then be launched on one stream.
+    fuses_quantization: let norms and activations compute the codes that linears need.
     """
 
     rms_norm = staticmethod(rms_norm)
@@ -32,12 +35,28 @@ class TritonOps(FusedOps):
     act_and_mul = staticmethod(act_and_mul)
     store_kv = staticmethod(store_kv)
 
-    def __init__(self, is_dependent: bool = False, splits_products: bool = False) -> None:
+    def __init__(
+        self,
+        is_dependent: bool = False,
+        splits_products: bool = False,
+        fuses_quantization: bool = False,
+    ) -> None:
         self._is_dependent, self._splits_products = is_dependent, splits_products
+        self._fuses_quantization = fuses_quantization
         self._arrivals = Arrivals()
         if is_dependent:
-            for function in (rms_norm, add_rms_norm, act_and_mul, store_kv):
-                setattr(self, function.__name__, partial(function, is_dependent=True))
+            self._set_options(rms_norm, add_rms_norm, act_and_mul, store_kv)
+
+    def _set_options(self, *functions: Callable[..., Any], **options: Any) -> None:
+        for function in functions:
+            launched = partial(function, is_dependent=self._is_dependent, **options)
+            setattr(self, function.__name__, launched)
+
+    def expect_codes(self, operation: str, code_format: CodeFormat) -> None:
+        if not self._fuses_quantization:
+            return
+        functions = {"norm": (rms_norm, add_rms_norm), "activation": (act_and_mul,)}
+        self._set_options(*functions[operation], code_format=code_format)
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         if self._is_for_few_rows(x) and num_parts(len(x), weight) > 1:

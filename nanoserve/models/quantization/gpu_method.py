@@ -12,9 +12,15 @@ from nanoserve.checkpoint.quantized_loader import Weight, deferred_weight
 from nanoserve.kernels.triton.experts import ExpertCodes
 from nanoserve.kernels.triton.grouped_linear import GroupedWeight, grouped_product, pack_groups
 from nanoserve.kernels.triton.quantized_linear import least_scaled_mm_rows, scaled_product
-from nanoserve.kernels.triton.quantized_rows import quantize_rows
+from nanoserve.kernels.triton.quantized_rows import (
+    CodeFormat,
+    RowCodes,
+    attached_codes,
+    quantize_rows,
+)
 from nanoserve.models.layers.context import LayerContext
 from nanoserve.models.layers.linear import RowParallelLinear, UnquantizedLinearMethod
+from nanoserve.models.layers.ops import TorchOps
 from nanoserve.models.layers.tensor_parallel import TensorParallel
 from nanoserve.models.quantization.online import quantize_int8
 from nanoserve.models.quantization.schemes import Scheme
@@ -51,11 +57,13 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
     ) -> None:
         self._scheme, self._device, self._dtype = scheme, device, dtype
         self._activations, self._is_dependent = activations, is_dependent
+        self._ops = TorchOps()
 
     def create_weights(
         self, layer: nn.Module, in_features: int, out_features: int, context: LayerContext
     ) -> None:
         layer.weight = deferred_weight((out_features, in_features), self._scheme.most_bits)
+        self._ops = context.ops
 
     def create_experts(
         self, layer: nn.Module, name: str, shape: tuple[int, int, int], context: LayerContext
@@ -106,10 +114,17 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
             matrix, order = quantize_int8(weight.dequantize()), None
         tp = layer.tp if isinstance(layer, RowParallelLinear) else TensorParallel()
         if order is None and _is_row_scaled(matrix):
+            form: _RowScaled | _GroupScaled | None = None
             if matrix.is_e4m3 and self._activations is None:
-                return _RowScaled(matrix, self._dtype, tp, self._is_dependent)
+                form = _RowScaled(matrix, self._dtype, tp, self._is_dependent)
             if not matrix.is_e4m3 and self._activations == "int8":
-                return _GroupScaled(matrix, tp, self._is_dependent)
+                form = _GroupScaled(matrix, tp, self._is_dependent)
+            if form is not None:
+                if form.takes_codes:
+                    is_row_parallel = isinstance(layer, RowParallelLinear)
+                    source = "activation" if is_row_parallel else "norm"
+                    self._ops.expect_codes(source, form.code_format)
+                return form
         require(
             self._activations != "int8",
             f"quantization_activations='int8' on a GPU needs per-channel int8 weights, "
@@ -156,7 +171,12 @@ class _Floats(nn.Module):
 
 
 class _RowScaled(nn.Module):
-    """An e4m3 weight with e4m3 activations. A row's scale covers the inputs of all ranks."""
+    """An e4m3 weight with e4m3 activations. A row's scale covers the inputs of all ranks.
+
+    takes_codes: whether codes can be attached to inputs; they cannot if other ranks have a part.
+    """
+
+    code_format = CodeFormat(torch.float8_e4m3fn)
 
     def __init__(
         self, matrix: QuantizedMatrix, dtype: torch.dtype, tp: TensorParallel, is_dependent: bool
@@ -167,22 +187,25 @@ class _RowScaled(nn.Module):
         self.register_buffer("scale", matrix.scale[:, 0].contiguous(), persistent=False)
         self.scaled_mm_from = least_scaled_mm_rows(self.codes, self.scale, dtype)
         self._tp, self._is_dependent = tp, is_dependent
+        self.takes_codes = tp.size == 1
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1]).contiguous()
-        largest = None
-        if self._tp.size > 1:
-            largest = rows.abs().amax(dim=1).float()
-            self._tp.group.largest(largest)
-        codes, scale = quantize_rows(
-            rows, self.codes.dtype, largest, is_dependent=self._is_dependent
-        )
+        attached = attached_codes(x, self.code_format) if self.takes_codes else None
+        codes, scale = self._quantize(x) if attached is None else attached
         product = scaled_product(
             *(codes, scale, self.codes, self.scale, x.dtype),
             scaled_mm_from=self.scaled_mm_from,
             is_dependent=self._is_dependent,
         )
         return product.view(*x.shape[:-1], len(self.scale))
+
+    def _quantize(self, x: Tensor) -> RowCodes:
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        largest = None
+        if self._tp.size > 1:
+            largest = rows.abs().amax(dim=1).float()
+            self._tp.group.largest(largest)
+        return quantize_rows(rows, self.codes.dtype, largest, is_dependent=self._is_dependent)
 
 
 class _GroupScaled(nn.Module):
@@ -191,7 +214,11 @@ class _GroupScaled(nn.Module):
     Groups are formed over the whole row. If a group is split over ranks, a rank's inputs and codes
     are padded with zeros at the front, up to the beginning of the group, and the ranks exchange the
     largest magnitudes.
+
+    takes_codes: whether codes can be attached to inputs; they cannot if a group is split.
     """
+
+    code_format = CodeFormat(torch.int8, GROUP_SIZE)
 
     def __init__(self, matrix: QuantizedMatrix, tp: TensorParallel, is_dependent: bool) -> None:
         super().__init__()
@@ -200,20 +227,27 @@ class _GroupScaled(nn.Module):
         self._tp, self._inputs, self._is_dependent = tp, tp.size * inputs, is_dependent
         self._cuts_groups = tp.size > 1 and inputs % GROUP_SIZE != 0
         self._front = first % GROUP_SIZE
+        self.takes_codes = not self._cuts_groups
         self._first_group = first // GROUP_SIZE
         codes = F.pad(matrix.codes, (self._front, 0)).contiguous()
         self.register_buffer("codes", codes, persistent=False)
         self.register_buffer("scale", matrix.scale[:, 0].contiguous(), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        rows = F.pad(x.reshape(-1, x.shape[-1]), (self._front, 0)).contiguous()
-        largest = self._largest_of_groups(rows) if self._cuts_groups else None
-        codes, scale = quantize_rows(
-            rows, torch.int8, largest, GROUP_SIZE, is_dependent=self._is_dependent
-        )
+        attached = attached_codes(x, self.code_format) if self.takes_codes else None
+        codes, scale = self._quantize(x) if attached is None else attached
         operands = codes, scale, self.codes, self.scale, x.dtype, GROUP_SIZE
         product = scaled_product(*operands, is_dependent=self._is_dependent)
         return product.view(*x.shape[:-1], len(self.scale))
+
+    def _quantize(self, x: Tensor) -> RowCodes:
+        rows = x.reshape(-1, x.shape[-1])
+        if self._front:  # padding by nothing would copy
+            rows = F.pad(rows, (self._front, 0))
+        rows = rows.contiguous()
+        largest = self._largest_of_groups(rows) if self._cuts_groups else None
+        options = {"is_dependent": self._is_dependent}
+        return quantize_rows(rows, torch.int8, largest, GROUP_SIZE, **options)
 
     def _largest_of_groups(self, rows: Tensor) -> Tensor:
         """Return the largest magnitudes of groups over all ranks: float32 [rows, groups]."""

@@ -90,6 +90,38 @@ def test_other_kernels_are_fewer_and_multiply_the_same(predictor: Predictor) -> 
     assert all(took >= (4e-7 if each.is_dependent else 1e-6) for each, took in after)
 
 
+@pytest.mark.parametrize(
+    ("quantization", "activations", "product"),
+    [
+        ("fp8", None, "_scaled_product"),
+        ("int8", "int8", "_scaled_product"),
+        ("int8", None, "_grouped_product"),
+    ],
+)
+def test_quantized_weights_are_read_once_in_their_bits(
+    quantization: str, activations: str | None, product: str
+) -> None:
+    """And the codes of three linears of a layer may come from the kernel before."""
+    options = {"quantization": quantization}
+    if activations is not None:
+        options["quantization_activations"] = activations
+    step, counts = decode_step(8, 820), []
+    for fused in (False, True):
+        kernels = KernelConfig(fused_quantization=fused)
+        each = Predictor(QWEN3, GPUS["h100"], 1e-6, kernels=kernels, quantization=options)
+        launches = [launch for launch, _ in each.step(step)]
+        names = Counter(launch.name for launch in launches)
+        assert names[product] == 4 * 28 + 1 and names["linear"] == 0
+        assert sum(launch.num_operations for launch in launches) == Need(QWEN3).operations(step)
+        read = sum(launch.num_bytes for launch in launches if launch.name == product)
+        weights = Need(QWEN3).dense + Need(QWEN3).head
+        assert weights < read < 1.1 * weights  # with partial sums, where inputs are split
+        assert each.limit(step) < 0.8 * Predictor(QWEN3, GPUS["h100"], 1e-6).limit(step)
+        counts.append(names["_quantize_rows"] + names["_quantize_groups"])
+    is_quantized = product == "_scaled_product"
+    assert counts == ([4 * 28 + 1, 28 + 1] if is_quantized else [0, 0])
+
+
 def test_the_tables_are_printed(
     full_size: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -55,6 +55,7 @@ EACH = "|".join(
         r"bfloat16 tokens=256 head_dim=128 (norm=True|kv=int8)",
         r"bfloat16 vocab=151936 filtered",
         r"dependent",
+        r"^fused \w+ \w+ bfloat16",
         r"split_linear bfloat16 rows=(1|64|256) inputs=(1024|2048)",
         r"scaled_product (int8|e4m3) rows=1024 inputs=4096",
         r"scaled_product int8 group=32 rows=(1|1024) inputs=4096",
@@ -65,7 +66,7 @@ EACH = "|".join(
 )
 LARGEST = r"attention bfloat16 head_dim=256 heads=4:2 prefill|scaled_product int8.* rows=1024"
 # Kernels that `kernel_config` chooses; what is counted is of the default ones.
-VARIANTS = r"^dependent | merging$"
+VARIANTS = r"^dependent |^fused | merging$"
 # At the small size, what every step of decoding runs, for one GPU.
 FEW = "|".join(
     [
