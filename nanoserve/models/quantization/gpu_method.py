@@ -117,13 +117,10 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
             form: _RowScaled | _GroupScaled | None = None
             if matrix.is_e4m3 and self._activations is None:
                 form = _RowScaled(matrix, self._dtype, tp, self._is_dependent)
-            if not matrix.is_e4m3 and self._activations == "int8":
+            elif not matrix.is_e4m3 and self._activations == "int8":
                 form = _GroupScaled(matrix, tp, self._is_dependent)
             if form is not None:
-                if form.takes_codes:
-                    is_row_parallel = isinstance(layer, RowParallelLinear)
-                    source = "activation" if is_row_parallel else "norm"
-                    self._ops.expect_codes(source, form.code_format)
+                self._announce(layer, form)
                 return form
         require(
             self._activations != "int8",
@@ -132,6 +129,12 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
             f"weights with {matrix.scale.shape[1]} scales per output: omit the option",
         )
         return _Grouped(matrix, order, self._is_dependent)
+
+    def _announce(self, layer: nn.Module, form: "_RowScaled | _GroupScaled") -> None:
+        """Tell the operation whose results the layer multiplies that it needs their codes."""
+        if form.takes_codes:
+            source = "activation" if isinstance(layer, RowParallelLinear) else "norm"
+            self._ops.expect_codes(source, form.code_format)
 
 
 def _on(matrix: QuantizedMatrix, device: torch.device) -> QuantizedMatrix:
