@@ -120,7 +120,7 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
             elif not matrix.is_e4m3 and self._activations == "int8":
                 form = _GroupScaled(matrix, tp, self._is_dependent)
             if form is not None:
-                self._announce(layer, form)
+                self._request_codes(layer, form)
                 return form
         require(
             self._activations != "int8",
@@ -130,8 +130,8 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
         )
         return _Grouped(matrix, order, self._is_dependent)
 
-    def _announce(self, layer: nn.Module, form: "_RowScaled | _GroupScaled") -> None:
-        """Tell the operation whose results the layer multiplies that it needs their codes."""
+    def _request_codes(self, layer: nn.Module, form: "_RowScaled | _GroupScaled") -> None:
+        """Request codes from the operation whose results the layer multiplies."""
         if form.takes_codes:
             source = "activation" if isinstance(layer, RowParallelLinear) else "norm"
             self._ops.expect_codes(source, form.code_format)
