@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoserve.checkpoint.checkpoint import Checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.config import EngineConfig
+from nanoserve.config import EngineConfig, KernelConfig
 from nanoserve.engine.executor import (
     Executor,
     ForwardInputs,
@@ -49,7 +49,7 @@ def prepare_draft_model(config: EngineConfig, target: ModelConfig) -> PreparedPr
 
     Raises `ValueError` if the draft model cannot be read, or has another vocabulary size.
     """
-    options = config.speculative_config
+    options, kernels = config.speculative_config, KernelConfig.of(config.kernel_config)
     own = replace(
         config,
         model=options.model,
@@ -58,6 +58,7 @@ def prepare_draft_model(config: EngineConfig, target: ModelConfig) -> PreparedPr
         quantization_group_size=None,
         quantization_activations=None,
         kv_cache_dtype="auto",
+        kernel_config=replace(kernels, fused_quantization=False),  # its activations may be floats
         speculative_config=None,
         tensor_parallel_size=1,
         pipeline_parallel_size=1,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from proposers import speculation_of
 from safetensors.torch import load_file
 from tiny_checkpoints import GEMMA3, make_checkpoint, make_qwen3
@@ -20,12 +21,13 @@ from transformers import Gemma3ForCausalLM, MistralForCausalLM
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.config import EngineConfig
+from nanoserve.config import EngineConfig, KernelConfig
 from nanoserve.engine.executor import MemoryBeside
 from nanoserve.engine.kv_groups import SequenceRoom
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.features.speculative.draft_model import DraftModelProposer, prepare_draft_model
+from nanoserve.worker.backend_checks import check_kernels
 
 VOCAB_SIZE = 512
 FIRST_SEED = 7  # a life in which a sequence is preempted, which only some are
@@ -248,6 +250,17 @@ def test_it_tells_what_it_will_take_before_it_is_read(
     of_linears = sum(weight.numel() for name, weight in weights.items() if "_proj" in name)
     expected = 4 * numbers - (3 * of_linears if quantization else 0)
     assert proposer.memory_beside() == MemoryBeside(expected, block_bytes=2 * 2 * 32 * 4 * 8)
+
+
+def test_it_has_the_kernels_of_the_model_but_for_those_of_quantized_activations(path: Path) -> None:
+    kernels = {"fused_quantization": True, "merge_in_attention": True}
+    drafts = {"method": "draft_model", "model": str(path)}
+    options = {"speculative_config": drafts, "quantization": "fp8", "kernel_config": kernels}
+    config = EngineConfig(str(path), **options).for_device("cuda")
+    own = prepare_draft_model(config, ModelConfig.from_checkpoint(path)).make.__self__.config
+    assert own.quantization is None
+    check_kernels(own.kernel_config, "triton", torch.device("cuda"), own.quantization)
+    assert own.kernel_config == KernelConfig(merge_in_attention=True)
 
 
 def test_a_draft_of_another_vocabulary_is_refused(path: Path, tmp_path: Path) -> None:
