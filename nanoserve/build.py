@@ -64,8 +64,15 @@ def build_engine(config: EngineConfig) -> GuardedEngine:
     if config.load_format != "dummy":
         checkpoint.fetch_weights()
     # A second model, such as a draft model, has to fit next to the KV cache.
-    beside = [each.memory_beside for each in features if each.memory_beside is not None]
-    make = partial(make_executor, model_config=model_config, path=checkpoint.folder, beside=beside)
+    second_models = [
+        each.second_model_memory for each in features if each.second_model_memory is not None
+    ]
+    make = partial(
+        make_executor,
+        model_config=model_config,
+        path=checkpoint.folder,
+        second_models=second_models,
+    )
     engine = GuardedEngine(config, model_config, make(config), tokenizer, make_executor=make)
     for feature in features:
         feature.add_to(engine)

@@ -114,7 +114,7 @@ class StepResult:
     hidden_rows: list[int] = field(default_factory=list)
 
 
-class MemoryBeside(NamedTuple):
+class SecondModelMemory(NamedTuple):
     """The bytes that a second model, such as a draft model, takes on the same GPU.
 
     block_bytes: of a block of its KV cache, which has as many blocks as the first model's.

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from nanoserve.engine.executor import ForwardInputs, MemoryBeside, SampleInputs, StepResult
+from nanoserve.engine.executor import ForwardInputs, SampleInputs, SecondModelMemory, StepResult
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.sequence import Sequence
 from nanoserve.utils.registry import Registry
@@ -88,12 +88,12 @@ class PreparedFeature:
     """A feature that has been checked for a model, whose weights are not read yet.
 
     add_to: adds the feature, usually an `Extension`, to an engine.
-    memory_beside: returns the GPU memory that a second model of the feature will take on the first
-        rank's GPU. None: it has none.
+    second_model_memory: returns the GPU memory that a second model of the feature will take on the
+        first rank's GPU. None: it has none.
     """
 
     add_to: Callable[[Any], None]
-    memory_beside: Callable[[], MemoryBeside] | None = None
+    second_model_memory: Callable[[], SecondModelMemory] | None = None
 
 
 # Extensions that requests may need, by name (`Request.extensions`), as "module:Class". They are

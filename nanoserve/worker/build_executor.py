@@ -13,7 +13,7 @@ from nanoserve.attention.interface import AttentionBackend
 from nanoserve.attention.registry import ATTENTION_BACKENDS, OPERATIONS
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig, KernelConfig
-from nanoserve.engine.executor import Executor, MemoryBeside
+from nanoserve.engine.executor import Executor, SecondModelMemory
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.layers.ops import TorchOps
 from nanoserve.models.quantization.linear_methods import choose_linear_method
@@ -47,20 +47,20 @@ def make_executor(
     config: EngineConfig,
     model_config: ModelConfig,
     path: Path,
-    beside: Sequence[Callable[[], MemoryBeside]] = (),
+    second_models: Sequence[Callable[[], SecondModelMemory]] = (),
 ) -> Executor:
     """Return the executor of an engine: one runner, or one for each rank.
 
-    beside: functions that return the memory that second models, such as a draft model, take on rank
-    0's GPU. Raises `ValueError`, before any weight is read, if there are too few devices, if the
-    attention backend cannot run on them, or if the model cannot be split over so many ranks.
+    second_models: functions that return the memory that second models, such as a draft model, take
+    on rank 0's GPU. Raises `ValueError`, before any weight is read, if there are too few devices,
+    if the attention backend cannot run on them, or if the model cannot be split over so many ranks.
     """
     num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
     if num_ranks == 1:
-        return make_runner(config, model_config, path, ParallelContext(), beside)
+        return make_runner(config, model_config, path, ParallelContext(), second_models)
     kind = "pipeline" if config.pipeline_parallel_size > 1 else "tensor_parallel"
     device = choose_device(config, 0, num_ranks)
-    make = partial(make_runner, config, model_config, path, beside=beside)
+    make = partial(make_runner, config, model_config, path, second_models=second_models)
     return EXECUTORS.get(kind)(config, model_config, path, device, make)
 
 
@@ -69,7 +69,7 @@ def make_runner(
     model_config: ModelConfig,
     path: Path,
     parallel: ParallelContext,
-    beside: Sequence[Callable[[], MemoryBeside]] = (),
+    second_models: Sequence[Callable[[], SecondModelMemory]] = (),
 ) -> ModelRunner:
     """Return the runner of one rank, with its weights loaded."""
     context, host = make_context(config, model_config, parallel)
@@ -84,7 +84,7 @@ def make_runner(
         Cuda(context.device),
         is_capturable=attention.capturable,
         captures_mixed_steps=attention.captures_mixed_steps,
-        beside=beside,
+        second_models=second_models,
     )
     return ModelRunner.load(config, model_config, path, context, device)
 

@@ -21,7 +21,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig, KernelConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
-from nanoserve.engine.executor import Executor, MemoryBeside
+from nanoserve.engine.executor import Executor, SecondModelMemory
 from nanoserve.models.layers.context import ParallelContext
 from nanoserve.sampling.fused_sampler import FusedSampler
 from nanoserve.sampling.sampler import Sampler
@@ -60,7 +60,7 @@ class CudaDevice:
     is_capturable, captures_mixed_steps: whether the attention backend can be part of a graph of
     decode steps, and of a graph of mixed steps.
 
-    beside: functions that return the memory that second models will take on this GPU. Raises
+    second_models: functions that return the memory that second models will take on this GPU. Raises
     `ValueError` for graphs that are configured and cannot be captured.
     """
 
@@ -70,10 +70,10 @@ class CudaDevice:
         cuda: Cuda,
         is_capturable: bool,
         captures_mixed_steps: bool = False,
-        beside: Sequence[Callable[[], MemoryBeside]] = (),
+        second_models: Sequence[Callable[[], SecondModelMemory]] = (),
     ) -> None:
         check_graphs(config, is_capturable, captures_mixed_steps)
-        self.config, self.cuda, self._beside = config, cuda, beside
+        self.config, self.cuda, self._second_models = config, cuda, second_models
         is_dependent = KernelConfig.of(config.kernel_config).dependent_launch
         self.sampler_class: Callable[..., Sampler] = partial(
             FusedSampler, is_dependent=is_dependent
@@ -205,9 +205,9 @@ class CudaDevice:
         del executor, run_step
         self.cuda.release_unused()
         free, total = self.cuda.memory_info()
-        beside = [memory() for memory in self._beside]
-        second = MemoryBeside(
-            sum(memory.weights for memory in beside), sum(memory.block_bytes for memory in beside)
+        others = [memory() for memory in self._second_models]
+        second = SecondModelMemory(
+            sum(memory.weights for memory in others), sum(memory.block_bytes for memory in others)
         )
         memory = GPUMemory(
             total,

@@ -11,7 +11,7 @@ import torch
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.executor import Executor, ForwardInputs, MemoryBeside, SlotUpdate
+from nanoserve.engine.executor import Executor, ForwardInputs, SecondModelMemory, SlotUpdate
 from nanoserve.sampling.fused_sampler import FusedSampler
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.worker.cuda import Cuda
@@ -36,8 +36,7 @@ class GPUMemory:
     graphs: int  # of steps of few tokens for each row
     mixed_graphs: int = 0  # of mixed steps
     libraries: int = 0  # CUDA libraries, outside torch's memory; `free` does not include them
-    # Of a second model that is not loaded yet.
-    beside: MemoryBeside = field(default_factory=MemoryBeside)
+    second_model: SecondModelMemory = field(default_factory=SecondModelMemory)
 
     def num_kv_blocks(
         self, config: EngineConfig, model_config: ModelConfig, block_bytes: int
@@ -53,7 +52,7 @@ class GPUMemory:
         still_wanted = self.activations + graphs + self._of_second_model
         taken = self.weights + still_wanted + self.libraries
         numbers = self._numbers(config, share)
-        block_bytes += self.beside.block_bytes
+        block_bytes += self.second_model.block_bytes
         if share - taken < 2 * block_bytes:
             raise ValueError(
                 f"no memory is left for KV blocks: {numbers}. Raise gpu_memory_utilization, or "
@@ -80,7 +79,7 @@ class GPUMemory:
         has none of mixed steps, and none at all if it has no KV cache. Its steps run between the
         first model's, and reuse the same activation memory.
         """
-        return self.beside.weights + (self.graphs if self.beside.block_bytes else 0)
+        return self.second_model.weights + (self.graphs if self.second_model.block_bytes else 0)
 
     def _numbers(self, config: EngineConfig, share: int) -> str:
         drafts, second = config.speculative_config, ""

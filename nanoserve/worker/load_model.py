@@ -14,7 +14,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.quantized_loader import check_weights as check_quantized_weights
 from nanoserve.checkpoint.quantized_loader import load_deferred
 from nanoserve.config import EngineConfig
-from nanoserve.engine.executor import MemoryBeside
+from nanoserve.engine.executor import SecondModelMemory
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.registry import model_class
 from nanoserve.utils.checks import require
@@ -90,14 +90,14 @@ def kept_bytes(model: nn.Module) -> int:
     return sum(bits) // 8
 
 
-def memory_beside(
+def second_model_memory(
     config: EngineConfig, model_config: ModelConfig, context: LayerContext
-) -> MemoryBeside:
+) -> SecondModelMemory:
     """Return the memory that a model will take, before it is allocated."""
     meta = replace(context, device=torch.device("meta"), num_positions=1)
     model = model_class(model_config.architecture)(model_config, meta)
     block_bytes = KVCacheLayout.of(config, model_config, context).block_bytes
-    return MemoryBeside(kept_bytes(model), block_bytes)
+    return SecondModelMemory(kept_bytes(model), block_bytes)
 
 
 def allocate_pool(

@@ -19,7 +19,6 @@ from nanoserve.attention.flash import FlashAttention, FlashAttention3, check_fla
 from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
 from nanoserve.attention.kv_cache import KVCache
 from nanoserve.attention.torch import TorchAttention
-from nanoserve.attention.triton import TritonAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.features.speculative.config import SpeculativeConfig
@@ -115,7 +114,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
 
 @pytest.fixture
 def calls3(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """The same for version 3, of which one function takes pages."""
+    """The same for version 3, of which one function takes pages. Its decode rows are Triton's."""
+    pytest.importorskip("triton")
     made: Calls = []
 
     def flash_attn_with_kvcache(
@@ -273,6 +273,8 @@ def test_version_3_computes_chunks_and_triton_decode_rows(
 
 def torch_instead_of_triton(monkeypatch: pytest.MonkeyPatch) -> list[AttentionMetadata]:
     """Compute with torch what the backend gives to Triton's; returns what it was given."""
+    from nanoserve.attention.triton import TritonAttention
+
     given: list[AttentionMetadata] = []
 
     def attend(self, layer, q, kv_cache, metadata):

@@ -77,7 +77,7 @@ ALLOWED = {
         "models/layers/linear.py: layer.weight",
     ),
     "a tensor has its codes with it, from the kernel that computes both to the linear": (
-        "kernels/triton/quantized_rows.py: x.row_codes",
+        "kernels/triton/quantized_rows.py: result.row_codes",
     ),
     "other packages' objects": (
         "serve/batch/ray_runner.py: DataContext.get_current().enable_progress_bars",

@@ -33,7 +33,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader, BatchLayout
-from nanoserve.engine.executor import ForwardInputs, MemoryBeside
+from nanoserve.engine.executor import ForwardInputs, SecondModelMemory
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.kv_groups import kv_cache_groups
 from nanoserve.features.parallel.tensor_parallel import options_of_workers
@@ -635,7 +635,7 @@ def test_a_huge_gpu_does_not_number_its_slots_beyond_32_bits(model_config: Model
 def test_a_second_model_takes_its_weights_graphs_and_blocks(model_config: ModelConfig) -> None:
     """Of 4 GiB for blocks, half a GiB is its weights, and 1 GiB its graphs; and its blocks are as
     many."""
-    memory = replace(MEMORY, beside=MemoryBeside(weights=GIB // 2, block_bytes=2048))
+    memory = replace(MEMORY, second_model=SecondModelMemory(weights=GIB // 2, block_bytes=2048))
     share = {"gpu_memory_utilization": 0.5}
     assert num_kv_blocks(memory, model_config, **share) == 5 * GIB // 2 // (8192 + 2048) - 1
     with pytest.raises(ValueError, match=r"a draft model's weights and graphs 1\.50 GiB"):
@@ -649,10 +649,13 @@ def test_a_second_model_has_no_graphs_of_mixed_steps(model_config: ModelConfig) 
     share = {"gpu_memory_utilization": 0.5}
     memory = replace(MEMORY, graphs=GIB // 4, mixed_graphs=3 * GIB // 4)
     assert num_kv_blocks(memory, model_config, **share) == 4 * GIB // 8192 - 1
-    model, head = MemoryBeside(weights=GIB // 2, block_bytes=2048), MemoryBeside(weights=GIB // 2)
-    beside = num_kv_blocks(replace(memory, beside=model), model_config, **share)
+    model, head = (
+        SecondModelMemory(weights=GIB // 2, block_bytes=2048),
+        SecondModelMemory(weights=GIB // 2),
+    )
+    beside = num_kv_blocks(replace(memory, second_model=model), model_config, **share)
     assert beside == 13 * GIB // 4 // (8192 + 2048) - 1
-    beside = num_kv_blocks(replace(memory, beside=head), model_config, **share)
+    beside = num_kv_blocks(replace(memory, second_model=head), model_config, **share)
     assert beside == 7 * GIB // 2 // 8192 - 1
 
 
@@ -666,9 +669,9 @@ def test_a_draft_model_finds_room_beside_a_pool_that_is_sized_by_itself(
     options = {"max_num_seqs": 2, "speculative_config": drafts, "skip_tokenizer_init": True}
 
     def make_target(
-        config: EngineConfig, model_config: ModelConfig, path: Path, beside: Any
+        config: EngineConfig, model_config: ModelConfig, path: Path, second_models: Any
     ) -> ModelRunner:
-        device = CudaDevice(config.for_device("cuda"), cuda, True, beside=beside)
+        device = CudaDevice(config.for_device("cuda"), cuda, True, second_models=second_models)
         return ModelRunner.load(config, model_config, path, LayerContext(), device)
 
     def make_draft(config: EngineConfig, model_config: ModelConfig, path: Path, _: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from nanoserve.attention.flash import FlashAttention3
+from nanoserve.attention.flash import FlashAttention
 from nanoserve.attention.kv_cache import KVCache, KVCacheSpec
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
@@ -145,7 +145,7 @@ def test_in_8_bits_a_head_takes_a_byte_for_each_number_and_a_scale() -> None:
 
 
 def test_a_backend_that_keeps_no_codes_is_refused_before_anything_is_counted() -> None:
-    context = LayerContext(attention=FlashAttention3())
+    context = LayerContext(attention=FlashAttention())
     with pytest.raises(ValueError, match=r"kv_cache_dtype='int8'.*flash-attn"):
         layout(EngineConfig("x", kv_cache_dtype="int8"), context)
 

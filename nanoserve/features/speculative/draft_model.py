@@ -24,8 +24,8 @@ from nanoserve.config import EngineConfig, KernelConfig
 from nanoserve.engine.executor import (
     Executor,
     ForwardInputs,
-    MemoryBeside,
     SampleInputs,
+    SecondModelMemory,
     SlotUpdate,
 )
 from nanoserve.engine.plan import Plan, Row
@@ -38,7 +38,7 @@ from nanoserve.sampling_params import SamplingParams
 from nanoserve.utils.checks import require
 from nanoserve.utils.parameter_table import names_of
 from nanoserve.worker.build_executor import make_context, make_runner
-from nanoserve.worker.load_model import memory_beside
+from nanoserve.worker.load_model import second_model_memory
 
 if TYPE_CHECKING:
     from nanoserve.worker.model_runner import ModelRunner
@@ -102,10 +102,10 @@ class DraftModel:
         runner = make_runner(sized, self.model_config, self.path, ParallelContext())
         return DraftModelProposer(runner, scheduler)
 
-    def memory(self) -> MemoryBeside:
+    def memory(self) -> SecondModelMemory:
         """Return the bytes of the draft model's weights, and of a block of its KV cache."""
         context, _ = make_context(self.config, self.model_config, ParallelContext())
-        return memory_beside(self.config, self.model_config, context)
+        return second_model_memory(self.config, self.model_config, context)
 
 
 class DraftModelProposer:

@@ -233,4 +233,4 @@ def prepare_speculation(config: "EngineConfig", model_config: "ModelConfig") -> 
     def add_to(engine: "GuardedEngine") -> None:
         engine.add_extension(Speculation(engine, proposer.make))
 
-    return PreparedFeature(add_to, proposer.memory_beside)
+    return PreparedFeature(add_to, proposer.second_model_memory)

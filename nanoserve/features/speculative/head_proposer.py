@@ -14,7 +14,7 @@ import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.engine.executor import MemoryBeside
+from nanoserve.engine.executor import SecondModelMemory
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.features.speculative.hidden_head import HiddenHead, read_head
@@ -68,7 +68,7 @@ def prepare_hidden_head(config: EngineConfig, target: ModelConfig) -> PreparedPr
             HiddenHead.of(weights, replace(context, linear_method=method)), executor
         )
 
-    return PreparedProposer(make, lambda: MemoryBeside(num_bytes))
+    return PreparedProposer(make, lambda: SecondModelMemory(num_bytes))
 
 
 class DraftRows(NamedTuple):

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.engine.executor import Executor, MemoryBeside
+from nanoserve.engine.executor import Executor, SecondModelMemory
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 
@@ -50,11 +50,11 @@ MakeProposer = Callable[[Executor, Scheduler], Proposer]
 class PreparedProposer:
     """A proposer that has been checked for a model, whose weights are not read yet.
 
-    memory_beside: see `nanoserve.engine.extension.PreparedFeature`.
+    second_model_memory: see `nanoserve.engine.extension.PreparedFeature`.
     """
 
     make: MakeProposer
-    memory_beside: Callable[[], MemoryBeside] | None = None
+    second_model_memory: Callable[[], SecondModelMemory] | None = None
 
 
 # Raises `ValueError` if a method does not support this model, before any weight is read.

@@ -12,9 +12,8 @@ from nanoserve.kernels.triton.dependent_launch import launch_options, wait_for_p
 from nanoserve.kernels.triton.quantized_rows import (
     MAX_INPUTS,
     CodeFormat,
-    RowCodes,
-    attach_codes,
-    fused_options,
+    fused_codes,
+    row_block,
     store_codes,
 )
 
@@ -45,11 +44,11 @@ def act_and_mul(
         raise ValueError(f"activation={activation!r} must be one of {ACTIVATIONS}")
     num_tokens, size = shape[0], shape[1] // 2
     out = gate_up.new_empty(num_tokens, size)
-    block, num_warps, codes = _BLOCK, 4, None
-    if code_format is not None and size <= MAX_INPUTS:  # then a program has a whole row
-        block = max(1 << (size - 1).bit_length(), code_format.group_size or 1)
-        num_warps = min(max(block // 256, 1), 16)
-        codes = RowCodes.empty(out, code_format)
+    block, num_warps = _BLOCK, 4
+    if size > MAX_INPUTS:
+        code_format = None
+    if code_format is not None:
+        block, num_warps = row_block(size, code_format)
     num_blocks = -(-size // block)  # Triton's `cdiv` takes microseconds
     _act_and_mul[(num_tokens, num_blocks)](
         gate_up,
@@ -58,11 +57,9 @@ def act_and_mul(
         activation,
         block,
         num_warps=num_warps,
-        **fused_options(codes, code_format, block),
+        **fused_codes(out, code_format, block),
         **launch_options(is_dependent),
     )
-    if codes is not None and code_format is not None:
-        attach_codes(out, code_format, codes)
     return out
 
 

@@ -12,9 +12,8 @@ from triton.language.extra import cuda
 from nanoserve.kernels.triton.dependent_launch import launch_options
 from nanoserve.kernels.triton.quantized_rows import (
     CodeFormat,
-    RowCodes,
-    attach_codes,
-    fused_options,
+    fused_codes,
+    row_block,
     store_codes,
 )
 
@@ -85,12 +84,7 @@ def _launch(
             f"hidden={hidden} must be at most {_MAX_HIDDEN}, which one program can hold"
         )
     normed = torch.empty_like(x)
-    block = 1 << (hidden - 1).bit_length()  # Triton's `next_power_of_2` takes microseconds
-    codes = None
-    if code_format is not None:
-        codes, block = RowCodes.empty(x, code_format), max(block, code_format.group_size or 1)
-    # 8 values per thread are one 16-byte load of 16-bit values; 512 threads leave registers for 32.
-    num_warps = min(max(block // 256, 1), 16)
+    block, num_warps = row_block(hidden, code_format)
     _add_rms_norm[(num_tokens,)](
         x,
         residual,
@@ -101,11 +95,9 @@ def _launch(
         hidden,
         block,
         num_warps=num_warps,
-        **fused_options(codes, code_format, block),
+        **fused_codes(normed, code_format, block),
         **launch_options(is_dependent),
     )
-    if codes is not None and code_format is not None:
-        attach_codes(normed, code_format, codes)
     return normed
 
 

@@ -5,7 +5,7 @@ int8 rounds nearly all other inputs to 0; e4m3, which has an exponent, does not.
 
 `quantize_rows` is a kernel of its own. With `kernel_config={"fused_quantization": True}`, norms and
 activations compute the codes of their results, too, which are then an attribute of the result: see
-`attach_codes`.
+`fused_codes`.
 """
 
 from typing import Any, NamedTuple
@@ -49,35 +49,39 @@ class RowCodes(NamedTuple):
         return cls(torch.empty(x.shape, dtype=dtype, device=x.device), scale)
 
 
-def attach_codes(x: torch.Tensor, code_format: CodeFormat, codes: RowCodes) -> None:
-    """Attach the codes of x [rows, inputs] to x; they are freed with it.
-
-    x must not be changed any more. Views and copies of x do not have them.
-    """
-    x.row_codes = code_format, codes._replace(codes=codes.codes.view(code_format.dtype))  # type: ignore[attr-defined]
-
-
 def attached_codes(x: torch.Tensor, code_format: CodeFormat) -> RowCodes | None:
     """Return the codes of this format that are attached to x, or None."""
     attached_format, codes = getattr(x, "row_codes", (None, None))
     return codes if attached_format == code_format else None
 
 
-def fused_options(
-    codes: RowCodes | None, code_format: CodeFormat | None, block: int
-) -> dict[str, Any]:
-    """Return the arguments of a kernel that calls `store_codes`, or that does not without codes.
+def fused_codes(result: torch.Tensor, code_format: CodeFormat | None, block: int) -> dict[str, Any]:
+    """Attach codes to a result, and return the arguments of the kernel that computes both.
 
-    block: the inputs of a program, all of a row.
+    The kernel calls `store_codes`; without a format it does not. result: [rows, inputs], which must
+    not be changed later. Its views and copies have no codes, and they are freed with it.
+    block: from `row_block`.
     """
-    if codes is None or code_format is None:
+    if code_format is None:
         return {"codes_ptr": None, "scales_ptr": None, "LARGEST_CODE": 0.0, "GROUP": 1}
+    codes, scale = RowCodes.empty(result, code_format)
+    attached = RowCodes(codes.view(code_format.dtype), scale)
+    result.row_codes = code_format, attached  # type: ignore[attr-defined]
     return {
-        "codes_ptr": codes.codes,
-        "scales_ptr": codes.scale,
+        "codes_ptr": codes,
+        "scales_ptr": scale,
         "LARGEST_CODE": LARGEST_CODES[code_format.dtype],
         "GROUP": code_format.group_size or block,
     }
+
+
+def row_block(inputs: int, code_format: CodeFormat | None) -> tuple[int, int]:
+    """Return the block that a program needs for a whole row, and its number of warps."""
+    block = 1 << (inputs - 1).bit_length()  # Triton's `next_power_of_2` takes microseconds
+    if code_format is not None:
+        block = max(block, code_format.group_size or 1)
+    # 8 values per thread are one 16-byte load of 16-bit values; 512 threads leave registers for 32.
+    return block, min(max(block // 256, 1), 16)
 
 
 def quantize_rows(

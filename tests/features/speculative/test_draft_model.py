@@ -22,7 +22,7 @@ from transformers import Gemma3ForCausalLM, MistralForCausalLM
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig, KernelConfig
-from nanoserve.engine.executor import MemoryBeside
+from nanoserve.engine.executor import SecondModelMemory
 from nanoserve.engine.kv_groups import SequenceRoom
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
@@ -249,7 +249,9 @@ def test_it_tells_what_it_will_take_before_it_is_read(
     numbers = sum(weight.numel() for weight in weights.values())
     of_linears = sum(weight.numel() for name, weight in weights.items() if "_proj" in name)
     expected = 4 * numbers - (3 * of_linears if quantization else 0)
-    assert proposer.memory_beside() == MemoryBeside(expected, block_bytes=2 * 2 * 32 * 4 * 8)
+    assert proposer.second_model_memory() == SecondModelMemory(
+        expected, block_bytes=2 * 2 * 32 * 4 * 8
+    )
 
 
 def test_it_has_the_kernels_of_the_model_but_for_those_of_quantized_activations(path: Path) -> None:

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.checkpoint import Checkpoint
 from nanoserve.config import EngineConfig
-from nanoserve.engine.executor import MemoryBeside, SlotUpdate
+from nanoserve.engine.executor import SecondModelMemory, SlotUpdate
 from nanoserve.features.speculative.extension import Speculation
 from nanoserve.features.speculative.head_proposer import (
     DraftRows,
@@ -141,8 +141,8 @@ def test_it_tells_what_it_will_take(head: Path, dtype: str) -> None:
     )
     numbers = sum(weight.numel() for weight in load_file(head).values())
     itemsize = {"float32": 4, "bfloat16": 2}[dtype]
-    memory = prepare_hidden_head(config, model_config).memory_beside
-    assert memory is not None and memory() == MemoryBeside(itemsize * numbers)
+    memory = prepare_hidden_head(config, model_config).second_model_memory
+    assert memory is not None and memory() == SecondModelMemory(itemsize * numbers)
 
 
 def test_a_head_of_another_model_or_none_is_refused(tmp_path: Path) -> None:

@@ -197,7 +197,7 @@ class TwoStages:
     """Plays a pipeline in one process: a step runs when it is collected, two later than others."""
 
     def __init__(
-        self, config: EngineConfig, model_config: ModelConfig, path: Path, beside: Any = ()
+        self, config: EngineConfig, model_config: ModelConfig, path: Path, second_models: Any = ()
     ) -> None:
         own = replace(config, pipeline_parallel_size=1, async_scheduling=False)
         self.runner = make_runner(own, model_config, path, ParallelContext())
