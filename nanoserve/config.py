@@ -216,6 +216,12 @@ class EngineConfig:
     # selects numba if it is installed, else torch, and triton on a GPU. With "flash_attn" on Hopper
     # and FlashAttention-3 installed, decode rows stay triton's.
     attention_backend: str = "auto"
+    # Guarantee that a request's tokens and log-probabilities depend on no other request, and on no
+    # chunk, prefix-cache hit, preemption or draft token, to the bit. Requires a CPU with numba. The
+    # number of ranks, and the processor, may still change them. Without this option the same holds
+    # unless the startup summary shows that oneDNN computes the matrix products, because it is
+    # faster on this processor, or that there are more than two ranks.
+    batch_invariant: bool = False
     # Disable CUDA graphs. GPU options are accepted and checked on a CPU, too, so that scripts stay
     # portable.
     enforce_eager: bool = False

@@ -62,8 +62,9 @@ class SamplingParams:
     logits_processors: callables (output_token_ids, logits [vocab_size]) -> logits, called in turn
         for this request alone, after everything else that changes its logits. They return
         floating-point logits of the same shape; -inf forbids a token, NaN and +inf are errors.
-    seed: same seed, same tokens, whatever else runs (in float32; 16-bit dtypes, integer weights and
-        an 8-bit KV cache may round differently in another batch). None or -1: the engine draws one.
+    seed: same seed, same tokens, whatever else runs (in float32 and on a CPU with numba; elsewhere
+        16-bit dtypes, integer weights and an 8-bit KV cache may round differently in another
+        batch). None or -1: the engine draws one.
     max_tokens: maximum number of output tokens; None is up to `max_model_len`.
     stop: strings; the output ends before the first of them that appears.
     stop_token_ids: end at one of these tokens, in addition to the model's own EOS.

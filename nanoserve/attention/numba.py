@@ -1,4 +1,4 @@
-"""Attention on a CPU with numba (extra: `nanoserve[cpu]`): a compiled kernel for short rows."""
+"""Attention on a CPU with numba (extra: `nanoserve[cpu]`): a compiled kernel."""
 
 import math
 import os
@@ -10,19 +10,19 @@ from torch import Tensor
 
 from nanoserve.attention.interface import AttentionBackend, AttentionLayer, AttentionMetadata
 from nanoserve.attention.kv_cache import KVCache
-from nanoserve.attention.numba_checks import check_attention, check_row, refuse_rows
-from nanoserve.attention.torch import attend_rows
-from nanoserve.kernels.cpu.attention import attend_decode
+from nanoserve.attention.numba_checks import check_attention, refuse_rows
+from nanoserve.kernels.cpu.attention import attend
 from nanoserve.kernels.cpu.elements import ELEMENTS, address
 
-# Maximum number of tokens of a row that the kernel computes: the last one and its draft tokens.
-FEW = 33
+# Tokens of a row that the kernel computes at a time: a multiple of its `QUERIES`, and so few that
+# queries and scores stay in the processor's cache.
+PIECE = 36
 
 
 class NumbaAttention(AttentionBackend):
-    """A backend with a compiled kernel for rows of few tokens, and torch for longer ones.
+    """A backend with a compiled kernel, whose results do not depend on the batch, to the bit.
 
-    The kernel reads the K and V of a row in place and once for all its tokens. It also reads an
+    The kernel reads the K and V of a row in place, and once for `PIECE` tokens. It also reads an
     8-bit KV cache, which takes half the bytes of a 16-bit cache.
     """
 
@@ -40,31 +40,28 @@ class NumbaAttention(AttentionBackend):
         check_attention(layer, q, cache, scales, metadata)
         q = q.contiguous()
         out = torch.empty_like(q)
-        num_tokens, num_single = q.shape[0], metadata.num_decode_rows
-        few_at, num_few, longer = 0, 0, []
-        if num_single < num_tokens:
-            few, rows = _few_and_longer(metadata)
-            few_at, num_few, longer = address(few), len(few), rows.tolist()
-        if num_single or num_few:
-            starts, tables = metadata.cu_seqlens_q, metadata.block_tables
-            tensors = q, out, starts, tables, metadata.context_lens, cache
-            sizes = *tables.shape, *cache.shape[1:]
-            num_wrong = attend_decode(
-                (*map(address, tensors), 0 if scales is None else address(scales), few_at),
-                (num_single, num_few, num_tokens, layer.num_heads, *sizes),
-                layer.scale,
-                layer.sliding_window or 2**31 - 1,
-                layer.soft_cap or 0.0,
-                # Threads split every row as evenly as its heads allow.
-                math.gcd(layer.num_kv_heads, get_num_threads()),
-                ELEMENTS[q.dtype],
-                ELEMENTS[cache.dtype],
-            )
-            if num_wrong:
-                refuse_rows(layer, num_tokens, cache.shape, metadata)
-        for row, start, end in longer:
-            check_row(row, layer, num_tokens, cache.shape, metadata)
-            out[start:end] = attend_rows(layer, q, kv_cache, metadata, row, row + 1)
+        tables, pieces = metadata.block_tables, _pieces(metadata)
+        tensors = q, out, metadata.cu_seqlens_q, tables, metadata.context_lens, cache
+        num_wrong = attend(
+            (*map(address, tensors), 0 if scales is None else address(scales), address(pieces)),
+            (
+                metadata.num_decode_rows,
+                len(pieces),
+                q.shape[0],
+                layer.num_heads,
+                *tables.shape,
+                *cache.shape[1:],
+            ),
+            layer.scale,
+            layer.sliding_window or 2**31 - 1,
+            layer.soft_cap or 0.0,
+            # Threads split every decode row as evenly as its heads allow.
+            math.gcd(layer.num_kv_heads, get_num_threads()),
+            ELEMENTS[q.dtype],
+            ELEMENTS[cache.dtype],
+        )
+        if num_wrong:
+            refuse_rows(layer, q.shape[0], cache.shape, metadata)
         return out
 
 
@@ -82,18 +79,25 @@ def _refuse_forks() -> None:
         )
 
 
-def _few_and_longer(metadata: AttentionMetadata) -> tuple[Tensor, ...]:
-    """Return the rows after the decode rows, split by length, both int32.
+def _pieces(metadata: AttentionMetadata) -> Tensor:
+    """Return the pieces of the rows after the decode rows, int32 [num_pieces, 4].
 
-    Rows of few tokens: [num_few]. Longer rows: [num_longer, 3], each (row, its first token, the
-    next row's first token).
+    A piece is up to `PIECE` tokens: (row, its first token, the next piece's first token, the
+    context length of its last token).
     """
     if "numba" not in metadata.scratch:
-        first, starts = metadata.num_decode_rows, metadata.cu_seqlens_q.numpy()
-        is_few = np.diff(starts[first:]) <= FEW
-        few, longer = (np.flatnonzero(rows) + first for rows in (is_few, ~is_few))
-        longer = np.stack([longer, starts[longer], starts[longer + 1]], axis=1)
-        metadata.scratch["numba"] = tuple(
-            torch.from_numpy(rows.astype(np.int32)) for rows in (few, longer)
-        )
-    return metadata.scratch["numba"]
+        num_single, starts = metadata.num_decode_rows, metadata.cu_seqlens_q.numpy()
+        first, end = starts[num_single:-1], starts[num_single + 1 :]
+        lens = metadata.context_lens.numpy()[num_single:]
+        counts = np.maximum(1, -(-(end - first) // PIECE))  # 1: the kernel refuses an empty row
+        row = np.repeat(np.arange(len(counts)), counts)
+        number = np.arange(len(row)) - np.repeat(counts.cumsum() - counts, counts)
+        starts = first[row] + PIECE * number
+        ends = np.minimum(starts + PIECE, end[row])
+        pieces = np.stack([row + num_single, starts, ends, lens[row] - (end[row] - ends)], axis=1)
+        # Later pieces of a row take longer. First, last, second, last but one, and so on: of this
+        # order, consecutive parts take equally long.
+        order = np.arange(len(pieces)) // 2
+        order[1::2] = len(pieces) - 1 - order[1::2]
+        metadata.scratch["numba"] = (torch.from_numpy(pieces[order].astype(np.int32)),)
+    return metadata.scratch["numba"][0]

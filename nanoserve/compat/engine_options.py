@@ -323,6 +323,7 @@ class EngineOptions(VllmOptions, total=False):
     num_threads: int | None
     device: Literal["auto", "cpu", "cuda"] | None
     attention_backend: str | None
+    batch_invariant: bool
     enforce_eager: bool
     capture_sampling: bool
     capture_mixed_steps: bool | None

@@ -48,12 +48,12 @@ def _nucleus_border(
     `largest` has each row's largest logits in descending order. A row is sorted completely only if
     top_p is not reached within these.
     """
-    border, reached = _crossing(largest, torch.logsumexp(logits, dim=-1), top_p)
+    log_total = torch.logsumexp(logits, dim=-1)
+    border, reached = _crossing(largest, log_total, top_p)
     for row in (~reached).nonzero().flatten().tolist():
-        everything = logits[row : row + 1].sort(dim=-1, descending=True).values
-        border[row], _ = _crossing(
-            everything, torch.logsumexp(everything, dim=-1), top_p[row : row + 1]
-        )
+        one = slice(row, row + 1)
+        everything = logits[one].sort(dim=-1, descending=True).values
+        border[one], _ = _crossing(everything, log_total[one], top_p[one])
     return border
 
 

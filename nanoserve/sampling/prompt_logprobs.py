@@ -31,12 +31,13 @@ class PromptLogprobs:
 
         A slice has as many rows as a decode step can have.
         """
-        k, size = int(self._num_logprobs[slots].max()), self._rows_at_once
-        parts = []
-        for rows, ids in zip(hidden.split(size), next_ids.split(size), strict=True):
-            logits = compute_logits(rows)
+        k, size = self._num_logprobs[slots], self._rows_at_once
+        most, parts = int(k.max()), []
+        for first in range(0, len(hidden), size):
+            rows = slice(first, first + size)
+            logits = compute_logits(hidden[rows])
             if logits is not None:  # on rank 0
-                parts.append(gather_logprobs(logits, ids, k))
+                parts.append(gather_logprobs(logits, next_ids[rows], k[rows], most))
         if not parts:
             return None
         return LogprobTensors(*map(torch.cat, zip(*parts, strict=True))).to_host()

@@ -232,4 +232,4 @@ class Sampler:
             return None, rows
         from nanoserve.sampling.logprobs import logprobs_of_rows
 
-        return logprobs_of_rows(logits, token_ids, rows, settings["num_logprobs"].max()), rows
+        return logprobs_of_rows(logits, token_ids, rows, settings["num_logprobs"][rows]), rows

@@ -97,6 +97,16 @@ def check_kernels(
     )
 
 
+def check_batch_invariant(name: str, device: torch.device) -> None:
+    """Raise `ValueError` unless the attention backend `name` makes results batch-invariant."""
+    require(
+        name == "numba",
+        f"batch_invariant=True needs attention_backend='numba', which runs on a CPU with the "
+        f"package numba in float32 and bfloat16 (pip install 'nanoserve[cpu]'); got {name!r} on "
+        f"{device}: results of its kernels depend on the batch in their last bits",
+    )
+
+
 def check_graphs(
     config: EngineConfig, is_capturable: bool, captures_mixed_steps: bool = False
 ) -> None:

@@ -24,6 +24,7 @@ from nanoserve.worker.backend_checks import (
     TRITON_ATTENTION,
     TRITON_OPERATIONS,
     check_attention_backend,
+    check_batch_invariant,
     check_kernels,
 )
 from nanoserve.worker.cpu_device import CpuDevice
@@ -102,6 +103,8 @@ def make_context(
     logger.info("device %s, attention backend %s", device, name)
     quantized = config.quantization, config.quantization_activations
     check_kernels(KernelConfig.of(config.kernel_config), name, device, *quantized)
+    if config.batch_invariant:
+        check_batch_invariant(name, device)
     attention, ops = _backend(name, config)
     num_bytes = weight_bytes(model_config)
     num_threads = choose_num_threads(config.num_threads, num_bytes)

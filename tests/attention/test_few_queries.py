@@ -1,4 +1,4 @@
-"""Rows of a few tokens in numba's kernel, as speculation makes them: against torch, and bit for bit
+"""Rows of several tokens in numba's kernel, chunks and draft tokens: against torch, and bit for bit
 against rows of one token.
 
 Slots that no token was written to hold NaN.
@@ -16,10 +16,10 @@ from numba import config, set_num_threads
 
 from nanoserve.attention.interface import AttentionBackend, AttentionLayer, AttentionMetadata
 from nanoserve.attention.kv_cache import KVCache
-from nanoserve.attention.numba import FEW, NumbaAttention
+from nanoserve.attention.numba import PIECE, NumbaAttention
 from nanoserve.attention.quantized_kv import quantize
-from nanoserve.attention.torch import TorchAttention, attend_rows
-from nanoserve.kernels.cpu.attention import attend_decode
+from nanoserve.attention.torch import TorchAttention
+from nanoserve.kernels.cpu.attention import attend
 
 # The model's numbers, and what K and V are kept as. bfloat16 over int8 is `fixed_point`.
 FLOAT, BFLOAT = torch.float32, torch.bfloat16
@@ -34,8 +34,8 @@ KINDS = {
 CODE_DTYPES = {"int8": torch.int8, "fp8": torch.uint8}
 # What else the small suite and `example.py` compile: numba takes ten seconds of a core for each.
 FEW_KINDS = ["float32", "bfloat16", "float32 over int8"]
-# (new tokens, context): rows of few tokens stand between chunks, and may be whole prompts.
-ROWS = [(1, 37), (1, 5), (2, 2), (34, 50), (5, 64), (40, 40), (3, 33), (33, 71), (9, 17), (20, 90)]
+# (new tokens, context): draft tokens stand between chunks, which are of one to three pieces.
+ROWS = [(1, 37), (1, 5), (2, 2), (34, 50), (5, 64), (40, 40), (3, 33), (36, 71), (9, 17), (80, 90)]
 # (window, soft cap, group, head_dim, block size)
 SHAPES = [
     (None, None, 2, 16, 16),
@@ -103,20 +103,14 @@ class Batch:
         return KVCache(self.kv.to(self.q.dtype))
 
     def one_by_one(self) -> torch.Tensor:
-        """Each token of rows of few as a row of its own: [their tokens, num_heads, head_dim]."""
+        """Compute each token as a row of its own: [num_tokens, num_heads, head_dim]."""
         ones, tables = [], []
         for row, (n, context) in enumerate(self.rows):
-            if n <= FEW:
-                ones += [(1, context - n + 1 + j) for j in range(n)]
-                tables += [self.tables[row]] * n
+            ones += [(1, context - n + 1 + j) for j in range(n)]
+            tables += [self.tables[row]] * n
         alone = object.__new__(Batch)
         vars(alone).update(vars(self), rows=ones, tables=torch.stack(tables))
-        alone.q = self.q[self.of_few()]
         return alone.attend()
-
-    def of_few(self) -> torch.Tensor:
-        """bool [num_tokens]: those of rows that the kernel takes."""
-        return torch.tensor([n <= FEW for n, _ in self.rows for _ in range(n)])
 
 
 @pytest.mark.small(codes=[None, "int8"], shape=SHAPES[1:4])
@@ -132,9 +126,9 @@ def test_mixed_batches_against_torch(codes: str | None, shape: tuple[Any, ...]) 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_token_is_what_it_is_in_a_row_of_its_own(kind: str, shape: tuple[Any, ...]) -> None:
-    """Bit for bit: what is checked and taken is what plain decoding would have chosen."""
+    """Bits depend neither on chunks, nor on draft tokens, nor on prefix hits."""
     batch = Batch(kind, shape, ROWS)
-    assert torch.equal(batch.attend()[batch.of_few()], batch.one_by_one())
+    assert torch.equal(batch.attend(), batch.one_by_one())
 
 
 @pytest.mark.parametrize("num_threads", [1, 2])
@@ -167,29 +161,24 @@ def test_no_token_touches_what_it_does_not_see(kind: str, window: int | None) ->
     assert after[2:].isfinite().all() if window else after[2:].isnan().all()
 
 
-def test_which_rows_go_where_is_found_once_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-
-    def remembered(*args: Any) -> torch.Tensor:
-        asked.append(args[-2:])
-        return attend_rows(*args)
-
+def test_pieces_are_found_once_a_step() -> None:
     batch = Batch("float32", SHAPES[0], ROWS)
-    metadata, cache = batch.metadata(), batch.cache()
-    monkeypatch.setattr("nanoserve.attention.numba.attend_rows", remembered)
+    metadata, cache, backend = batch.metadata(), batch.cache(), NumbaAttention()
     with torch.inference_mode():
-        first = NumbaAttention().attend(batch.layer, batch.q, cache, metadata)
-        assert asked == [(3, 4), (5, 6)]
-        found = metadata.scratch["numba"]
-        second = NumbaAttention().attend(batch.layer, batch.q, cache, metadata)
-    assert metadata.scratch["numba"] is found
+        first = backend.attend(batch.layer, batch.q, cache, metadata)
+        (found,) = metadata.scratch["numba"]
+        second = backend.attend(batch.layer, batch.q, cache, metadata)
+    assert metadata.scratch["numba"][0] is found
     assert torch.equal(first, second)
+    tokens = [token for _, start, end, _ in found.tolist() for token in range(start, end)]
+    assert sorted(tokens) == [*range(2, len(batch.q))]  # two decode rows, and everything else once
+    assert max(end - start for _, start, end, _ in found.tolist()) == PIECE
 
 
 def test_nothing_is_compiled_for_rows_of_several_tokens() -> None:
     """What `compile_ahead` compiles with a row of one token serves all."""
     Batch("bfloat16", SHAPES[0], [(1, 9)]).attend()
-    compiled = list(attend_decode.signatures)
+    compiled = list(attend.signatures)
     for rows in ([(5, 30)], [(1, 9), (2, 30), (20, 40)]):
         Batch("bfloat16", SHAPES[2], rows).attend()
-    assert attend_decode.signatures == compiled
+    assert attend.signatures == compiled

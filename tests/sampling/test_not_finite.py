@@ -337,8 +337,8 @@ def test_a_prompt_without_log_probabilities_ends_its_request(
     """In the middle of its prompt, or in the chunk that yields the first token."""
     gather = prompt_logprobs.gather_logprobs
 
-    def spoilt(logits: torch.Tensor, token_ids: torch.Tensor, k: int) -> Any:
-        return gather(logits.masked_fill((token_ids == 250).unsqueeze(1), NAN), token_ids, k)
+    def spoilt(logits: torch.Tensor, token_ids: torch.Tensor, *numbers: Any) -> Any:
+        return gather(logits.masked_fill((token_ids == 250).unsqueeze(1), NAN), token_ids, *numbers)
 
     monkeypatch.setattr(prompt_logprobs, "gather_logprobs", spoilt)
     prompt = [11, 12, 13, 14, 15, 16, 17, 18]

@@ -39,16 +39,16 @@ def require(condition: bool, what: str) -> None:
         raise Difference(what)
 
 
-def reference_engine(checkpoint: Any) -> LLM:
+def reference_engine(checkpoint: Any, **options: Any) -> LLM:
     """One for all runs: nothing is shared in it, and each request is alone."""
-    return LLM(
-        checkpoint,
-        tokenizer="tiny-qwen3",
-        max_model_len=MAX_MODEL_LEN,
-        num_kv_blocks=128,
-        enable_prefix_caching=False,
-        attention_backend="torch",
-    )
+    own: dict[str, Any] = {
+        "tokenizer": "tiny-qwen3",
+        "max_model_len": MAX_MODEL_LEN,
+        "num_kv_blocks": 128,
+        "enable_prefix_caching": False,
+        "attention_backend": "torch",
+    }
+    return LLM(checkpoint, **own | options)
 
 
 @dataclass
@@ -113,8 +113,19 @@ def _roll(output_token_ids: list[int], logits: Any) -> Any:
 
 
 class ModelRun:
-    def __init__(self, seed: int, checkpoint: Any, reference: LLM, **options: Any) -> None:
-        """`options` of the engine go before those that chance chooses."""
+    def __init__(
+        self,
+        seed: int,
+        checkpoint: Any,
+        reference: LLM,
+        tolerance: float = LOGPROB_TOLERANCE,
+        **options: Any,
+    ) -> None:
+        """`options` of the engine go before those that chance chooses.
+
+        tolerance: of log-probabilities; 0 requires equal bits.
+        """
+        self.tolerance = tolerance
         self.rng = rng = random.Random(seed)
         self.reference = reference
         self.counts: Counter[str] = Counter()
@@ -316,10 +327,10 @@ class ModelRun:
         self.counts["requests"] += 1
         self.counts["completions"] += len(alone.outputs)
         for expected in alone.outputs:
-            _compare_completions(case.pieces[expected.index], expected, who)
+            _compare_completions(case.pieces[expected.index], expected, self.tolerance, who)
         of_prompt = case.final.prompt_logprobs
         require((of_prompt is None) == (alone.prompt_logprobs is None), f"{who}: prompt_logprobs")
-        _compare_logprobs(of_prompt, alone.prompt_logprobs, who)
+        _compare_logprobs(of_prompt, alone.prompt_logprobs, self.tolerance, who)
 
     def _compare_beginnings(self, case: Case, alone: RequestOutput, who: str) -> None:
         """It was ended, by somebody or by its own code: what it got is right as far as it goes."""
@@ -389,12 +400,14 @@ class ModelRun:
         return settings
 
 
-def _compare_completions(given: CompletionOutput, alone: CompletionOutput, who: str) -> None:
+def _compare_completions(
+    given: CompletionOutput, alone: CompletionOutput, tolerance: float, who: str
+) -> None:
     for name in ("token_ids", "text", "finish_reason", "stop_reason"):
         found, expected = getattr(given, name), getattr(alone, name)
         require(found == expected, f"{who}: {name} {found!r}, alone {expected!r}")
     require((given.logprobs is None) == (alone.logprobs is None), f"{who}: logprobs")
-    _compare_logprobs(given.logprobs, alone.logprobs, who)
+    _compare_logprobs(given.logprobs, alone.logprobs, tolerance, who)
     if given.logprobs is not None:
         chosen = [
             at[token].logprob for at, token in zip(given.logprobs, given.token_ids, strict=True)
@@ -406,11 +419,15 @@ def _compare_completions(given: CompletionOutput, alone: CompletionOutput, who: 
 def _compare_logprobs(
     given: list[dict[int, Logprob] | None] | None,
     alone: list[dict[int, Logprob] | None] | None,
+    tolerance: float,
     who: str,
 ) -> None:
     require(len(given or ()) == len(alone or ()), f"{who}: so many logprobs")
     for found, expected in zip(given or (), alone or (), strict=True):
         require((found is None) == (expected is None), f"{who}: the first token has no logprob")
+        if not tolerance:
+            require(found == expected, f"{who}: {found}, alone {expected}")
+            continue
         for token_id in (found or {}).keys() & (expected or {}).keys():
             difference = abs(found[token_id].logprob - expected[token_id].logprob)
-            require(difference < LOGPROB_TOLERANCE, f"{who}: logprob of {token_id}")
+            require(difference < tolerance, f"{who}: logprob of {token_id}")

@@ -33,11 +33,18 @@ class Group:
     groups abort the process if they still exist when Python exits.
     """
 
-    def __init__(self, process_group: Any, store: dist.Store, device: torch.device) -> None:
+    def __init__(
+        self,
+        process_group: Any,
+        store: dist.Store,
+        device: torch.device,
+        sums_in_order: bool = False,
+    ) -> None:
         self._process_group: Any = process_group  # like the store, None after `close`
         self._store: Any = store
         self._device = device
         self._is_cuda = device.type == "cuda"
+        self._sums_in_order = sums_in_order and process_group.size() > 2
         self._is_aborted = False
         self._left: Any = None  # a collective that was abandoned
         self.device_bytes = 0  # memory of NCCL on the GPU, outside torch's own
@@ -51,7 +58,18 @@ class Group:
                 options.asyncOp = False
 
     def all_reduce(self, x: torch.Tensor) -> None:
-        self.wait(self._process_group.allreduce([x], self._sum))
+        """Replace each element by its sum over all ranks."""
+        if not self._sums_in_order:
+            self.wait(self._process_group.allreduce([x], self._sum))
+            return
+        # Gloo sums pieces of the tensor in different orders of the ranks: the bits of a token's
+        # sums would depend on how many tokens there are.
+        parts = [torch.empty_like(x) for _ in range(self._process_group.size())]
+        self.wait(self._process_group.allgather([parts], [x.contiguous()]))
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        x.copy_(total)
 
     def largest(self, x: torch.Tensor) -> None:
         """Replace each element by its maximum over all ranks."""
@@ -132,11 +150,13 @@ def join_group(
     device: torch.device,
     timeout: float,
     host: str = LOOPBACK,
+    sums_in_order: bool = False,
 ) -> Group:
     """Join the other ranks. Returns when all have joined, and raises if a rank does not in time.
 
     timeout: in seconds; it also limits how long a collective waits for a rank.
     host: an address of this machine that the other ranks can reach.
+    sums_in_order: on a CPU, add up the ranks' tensors in the order of the ranks.
     """
     if device.type == "cuda":
         return _join_nccl(rank, size, store, device, timeout)
@@ -144,7 +164,8 @@ def join_group(
     # An address, because the machine's own name may not resolve.
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
     options._timeout = timedelta(seconds=timeout)
-    return Group(dist.ProcessGroupGloo(store, rank, size, options), store, device)
+    process_group = dist.ProcessGroupGloo(store, rank, size, options)
+    return Group(process_group, store, device, sums_in_order)
 
 
 def _join_nccl(

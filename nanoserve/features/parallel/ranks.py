@@ -28,8 +28,9 @@ def join_ranks(
 
     def join(name: str, rank: int, size: int) -> Group:
         own, timeout = dist.PrefixStore(name, store), config.distributed_timeout_seconds
-        groups.append(join_group(rank, size, own, device, timeout, host))
-        return groups[-1]
+        group = join_group(rank, size, own, device, timeout, host, config.batch_invariant)
+        groups.append(group)
+        return group
 
     tp_size, num_stages = config.tensor_parallel_size, config.pipeline_parallel_size
     if num_stages == 1:

@@ -1,4 +1,4 @@
-"""Decode attention for CPUs, compiled by numba from the Python below (extra: `nanoserve[cpu]`).
+"""Attention for CPUs, compiled by numba from the Python below (extra: `nanoserve[cpu]`).
 
 A decode row reads the K and V of its whole context to compute a single token, so memory bandwidth
 is the limit: every value should be read once, in order, without intermediate copies. torch has no
@@ -7,8 +7,9 @@ and a range of KV heads. It iterates over the row's blocks in place; the heads o
 adjacent in memory, so a block is one contiguous run. Hardware prefetchers stop at the end of a
 memory page, so a task also prefetches the following head while it computes.
 
-A row may have several tokens: its last one, followed by draft tokens. All their query heads that
-share a KV head process one block of it before the next, so that it is read from memory once.
+A row with several tokens is cut into pieces. All query heads of a piece that share a KV head
+process one block of it before the next, so that it is read from memory once. For every token, the
+additions have the same order, however many tokens a piece has: attention is batch-invariant.
 """
 
 import math
@@ -32,7 +33,7 @@ SOURCES = (
 )  # see `written_by`
 _LARGEST = np.float32(fixed_point.LARGEST)
 _AHEAD = 8192  # prefetch distance in bytes
-_INNER = {**FAST, "cache": False}  # inner functions are cached as parts of `attend_decode`
+_INNER = {**FAST, "cache": False}  # inner functions are cached as parts of `attend`
 
 
 def _walking(inner):
@@ -59,20 +60,25 @@ def _walking(inner):
                 soon = _following(cache, blocks, i, kv_head, kv_heads, seen[-1, 1]).ctypes.data
                 head, end = (kv_head - kv_heads[0]) * share, (kv_head - kv_heads[0] + 1) * share
                 while head < end:
-                    is_pair = head + 2 <= end
                     if not is_same:
                         low, high = _within(seen[head], start, block_size)
-                        is_pair = is_pair and seen[head + 1, 1] == seen[head, 1]
+                    count = 1
+                    for size in (6, 2):  # as in `QUERIES`
+                        fits = count == 1 and head + size <= end
+                        if fits and (is_same or seen[head + size - 1, 1] == seen[head, 1]):
+                            count = size
                     if low < high:
                         head_at = heads.ctypes.data + head * head_bytes, head_bytes
                         at = of_tokens[head, start + low :].ctypes.data, token_bytes
                         here = own + low * cache.strides[2], own_scales + low * scales.strides[2]
                         given = *here, high - low, head_dim, soon
-                        if is_pair:
+                        if count == 6:
+                            inner(6, elements, head_at, at, given)
+                        elif count == 2:
                             inner(2, elements, head_at, at, given)
                         else:
                             inner(1, elements, head_at, at, given)
-                    head += 2 if is_pair else 1
+                    head += count
 
     return walk
 
@@ -177,15 +183,18 @@ def _exists(of_row, blocks, num_tokens, num_blocks, block_size, window):
 
 
 @njit(**_INNER)
-def _attend_row(q, out, cache, scales, blocks, kv_heads, length, options, element):
+def _attend_row(q, out, cache, scales, blocks, kv_heads, of_row, options, element):
     """Compute attention of a row's last n tokens, for a range of KV heads.
 
-    q, out: [n, num_kv_heads, group, head_dim].
+    q, out: [num_tokens, num_kv_heads, group, head_dim], of the batch. of_row: as for `_exists`.
 
     Positions outside of a token's range are skipped, not masked: the cache may hold NaN there, or
     K and V of rejected draft tokens. So the result equals, bit for bit, the result of a decode row
     with this token alone.
     """
+    start, end, length = of_row
+    q = q[start:end, kv_heads[0] : kv_heads[1]]
+    out = out[start:end, kv_heads[0] : kv_heads[1]]
     scale, window, soft_cap = options
     n, num_kv_heads, group, head_dim = q.shape
     queries, factors = _for_scores(q, scale, element)
@@ -209,18 +218,17 @@ def _attend_row(q, out, cache, scales, blocks, kv_heads, length, options, elemen
 
 
 def _made(sources):
-    """Return `attend_decode`, with a hash of its sources for numba's cache: see `written_by`."""
+    """Return `attend`, with a hash of its sources for numba's cache: see `written_by`."""
 
     @njit(parallel=True, **FAST)
-    def attend_decode(addresses, sizes, scale, window, soft_cap, parts, element, cache_element):
-        """Compute decode attention of a batch.
+    def attend(addresses, sizes, scale, window, soft_cap, parts, element, cache_element):
+        """Compute attention of a batch.
 
         The cache is [2, num_blocks, num_kv_heads, block_size, head_dim], K before V; the first
         lines of the body show the shapes of the other arrays.
 
-        The rows are the first `num_single`, which have one token each, and those listed in `few`.
-        Both run the same code, so no compilation is needed when the first row of several tokens
-        arrives.
+        The first `num_single` rows have one token each. The other rows are cut into pieces:
+        (row, first token, the next piece's first token, the last token's context length).
 
         A quantized cache has a scale for each token and head; otherwise the address of scales is 0.
         As a scale applies to a whole head, it is multiplied into the score, or the weight.
@@ -228,44 +236,42 @@ def _made(sources):
         Returns the number of rows with tokens or blocks that do not exist; these are skipped.
         """
         _ = sources
-        num_single, num_few, num_tokens, num_heads, num_rows, columns = sizes[:6]
+        num_single, num_pieces, num_tokens, num_heads, num_rows, columns = sizes[:6]
         num_blocks, num_kv_heads, block_size, head_dim = sizes[6:]
-        q_at, out_at, starts_at, tables_at, lens_at, cache_at, scales_at, few_at = addresses
+        q_at, out_at, starts_at, tables_at, lens_at, cache_at, scales_at, pieces_at = addresses
         by_token = (num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
         q, out = array_at(q_at, by_token, element), array_at(out_at, by_token, element)
         starts = array_at(starts_at, (num_rows + 1,), np.int32(0))
-        few = array_at(few_at, (num_few,), np.int32(0))
+        pieces = array_at(pieces_at, (num_pieces, 4), np.int32(0))
         block_tables = array_at(tables_at, (num_rows, columns), np.int32(0))
         context_lens = array_at(lens_at, (num_rows,), np.int32(0))
         shape = (2, num_blocks, num_kv_heads, block_size)
         cache = array_at(cache_at, (*shape, head_dim), cache_element)
         scales = array_at(scales_at, shape, np.float32(0))
         options = np.float32(scale), window, np.float32(soft_cap)
-        kv_heads, num_taken = num_kv_heads // parts, num_single + num_few  # per task; total rows
         num_wrong = 0 if starts[0] == 0 and starts[num_rows] == num_tokens else 1
-        for task in prange(parts * num_taken):  # consecutive tasks run on one thread
-            part, row = task // num_taken, task % num_taken
-            if row >= num_single:
-                row = few[row - num_single]
-            first, end = part * kv_heads, (part + 1) * kv_heads
-            of_row = starts[row], starts[row + 1], context_lens[row]
-            if _exists(of_row, block_tables[row], num_tokens, num_blocks, block_size, window):
-                _attend_row(
-                    q[starts[row] : starts[row + 1], first:end],
-                    out[starts[row] : starts[row + 1], first:end],
-                    cache,
-                    scales,
-                    block_tables[row],
-                    (first, end),
-                    context_lens[row],
-                    options,
-                    cache_element,
-                )
-            else:
-                num_wrong += 1
+        # Threads share the decode rows, and then the pieces. Both run the same code, because code
+        # that is compiled twice may add up in two orders.
+        for is_piece in (False, True):
+            count = num_pieces if is_piece else num_single
+            size = 1 if is_piece else num_kv_heads // parts  # KV heads per task
+            for task in prange(num_kv_heads // size * count):  # a thread runs consecutive tasks
+                part, row = task // count, task % count
+                if is_piece:
+                    row, first, end, length = pieces[row]
+                else:
+                    first, end, length = starts[row], starts[row + 1], context_lens[row]
+                blocks, of_row = block_tables[row], (first, end, length)
+                heads = part * size, (part + 1) * size
+                if _exists(of_row, blocks, num_tokens, num_blocks, block_size, window):
+                    _attend_row(
+                        q, out, cache, scales, blocks, heads, of_row, options, cache_element
+                    )
+                else:
+                    num_wrong += 1
         return num_wrong
 
-    return attend_decode
+    return attend
 
 
-attend_decode = _made(written_by(*SOURCES))
+attend = _made(written_by(*SOURCES))

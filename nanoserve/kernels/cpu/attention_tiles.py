@@ -1,10 +1,12 @@
-"""Inner loops of decode attention: one or two queries with the K, or the V, of some tokens.
+"""Inner loops of attention: a few queries with the K, or the V, of some tokens.
 
 They are explicit vector code, see `vectors`, for two reasons. The partial sums of a score are
 spread over a vector's lanes, and adding these up for each score separately would cost as much as
 the products: here four scores share the additions. And the sums of values stay in registers during
 the loop over a block's tokens.
 """
+
+from collections.abc import Iterator
 
 from llvmlite import ir
 from numba import types
@@ -32,11 +34,15 @@ from nanoserve.kernels.cpu.vectors import (
     store,
 )
 
-_TOKENS = 4  # in one tile of scores
-# (vectors, lanes) of the sums of values per pass: with two queries, half of the registers.
-_WIDTHS: tuple[tuple[int, int], ...] = ((4, REGISTER), (2, REGISTER), (1, REGISTER), (1, 1))
-if has("avx512f"):
-    _WIDTHS = ((8, REGISTER), *_WIDTHS)
+# Queries per call, the largest number first. More queries share the conversion of a K or V to
+# floats; decode rows have few, so that a call for one or two is needed as well.
+QUERIES = (6, 2, 1)
+# By queries: the tokens in one tile of scores, and the vectors of values per pass. Their sums take
+# up to three quarters of the registers, 32 of AVX-512 or 16 of others.
+_TOKENS = {6: 4, 2: 4, 1: 4} if has("avx512f") else {6: 2, 2: 4, 1: 4}
+_WIDTHS = {6: (4, 2, 1), 2: (8, 4, 2, 1), 1: (8, 4, 2, 1)}
+if not has("avx512f"):
+    _WIDTHS = {6: (2, 1), 2: (4, 2, 1), 1: (4, 2, 1)}
 _BYTES = {types.float32: 4, types.uint16: 2, types.int16: 2, types.int8: 1, types.uint8: 1}
 _CODES = (types.int8, types.uint8)
 _GIVEN = [types.UniTuple(types.intp, size) for size in (2, 2, 5)]
@@ -103,6 +109,15 @@ def _sums(b: ir.IRBuilder, vectors: list[ir.Value]) -> ir.Value:
     return total
 
 
+def _sums_of_rows(b: ir.IRBuilder, vectors: list[ir.Value], size: int) -> Iterator[ir.Value]:
+    """Yield <size x float>, the sum of each vector, for every `size` vectors; size is 1, 2 or 4."""
+    for i in range(0, len(vectors), 4):
+        four = vectors[i : i + 4]
+        found = _sums(b, four + [constant(FLOAT, 0.0, REGISTER)] * (4 - len(four)))
+        for first in range(0, len(four), size):
+            yield part(b, found, first, size)
+
+
 def _joined(b: ir.IRBuilder, numbers: list[ir.Value]) -> ir.Value:
     """Join vectors of one lane each into one vector."""
     total = ir.Constant(ir.VectorType(FLOAT, len(numbers)), ir.Undefined)
@@ -142,26 +157,34 @@ def scores_of(typing_context, num_queries, elements, queries, scores, given):
                     for i, key in enumerate(keys):
                         sums[query, i] = kind.add(b, own, key, sums[query, i])
 
-        for tokens in (_TOKENS, 1):
+        def add_rests(found, token, tokens):
+            """Add the products of the head's last values, if it is no multiple of a vector."""
+            rest = Accumulators(b, count, tokens, constant(kind.sums, 0, 1))
+            add_products(rest, token, tokens, whole, head_dim, 1)
+            for query in range(count):
+                sums = [kind.floats(b, rest[query, i]) for i in range(tokens)]
+                found[query, 0] = b.fadd(found[query, 0], _joined(b, sums))
+
+        whole = b.and_(head_dim, number(-kind.step))
+        has_rest = b.icmp_signed("<", whole, head_dim)
+        for tokens in (_TOKENS[count], 1):
             tiles = b.udiv(b.sub(num_tokens, first), number(tokens))
             with cgutils.for_range(b, tiles, intp=number) as tile:
                 token = b.add(first, b.mul(tile.index, number(tokens)))
                 _prefetch_bytes(b, soon.at(b, token), b.mul(row_bytes, number(tokens)))
-                sums = Accumulators(b, count, _TOKENS, constant(kind.sums, 0, REGISTER))
-                rest = Accumulators(b, count, _TOKENS, constant(kind.sums, 0, 1))
-                whole = b.and_(head_dim, number(-kind.step))
+                sums = Accumulators(b, count, tokens, constant(kind.sums, 0, REGISTER))
                 add_products(sums, token, tokens, number(0), whole, kind.step)
-                add_products(rest, token, tokens, whole, head_dim, 1)
+                vectors = [kind.floats(b, sums[place]) for place in sums.places]
+                found = Accumulators(b, count, 1, constant(FLOAT, 0.0, tokens))
+                for query, scores_of_query in enumerate(_sums_of_rows(b, vectors, tokens)):
+                    found[query, 0] = scores_of_query
+                with b.if_then(has_rest):
+                    add_rests(found, token, tokens)
                 for query in range(count):
-                    both = (
-                        [kind.floats(b, own[query, i]) for i in range(_TOKENS)]
-                        for own in (sums, rest)
-                    )
-                    found = b.fadd(_sums(b, next(both)), _joined(b, next(both)))
-                    found = part(b, found, 0, tokens)
+                    own = found[query, 0]
                     if is_coded:
-                        found = b.fmul(found, load(b, offset(b, scales, (token, 4)), found.type, 4))
-                    store(b, found, scores.at(b, query, (token, 4)))
+                        own = b.fmul(own, load(b, offset(b, scales, (token, 4)), own.type, 4))
+                    store(b, own, scores.at(b, query, (token, 4)))
             first = b.add(first, b.mul(tiles, number(tokens)))
         return context.get_dummy_value()
 
@@ -191,7 +214,7 @@ def add_values(typing_context, num_queries, elements, sums, weights, given):
         def add_floats(start):
             """Add the values of the tokens from `start` on, in float32."""
             first = number(0)
-            for width, lanes in _WIDTHS:
+            for width, lanes in (*((width, REGISTER) for width in _WIDTHS[count]), (1, 1)):
                 chunks = b.udiv(b.sub(head_dim, first), number(width * lanes))
                 with cgutils.for_range(b, chunks, intp=number) as chunk:
                     d = b.add(first, b.mul(chunk.index, number(width * lanes)))
@@ -207,11 +230,11 @@ def add_values(typing_context, num_queries, elements, sums, weights, given):
                         for line in range(0, width * lanes * own_bytes, 64):
                             prefetch(b, soon.at(b, t, (d, own_bytes), (line, 1)))
                         here = v.at(b, t, (d, own_bytes))
-                        splats = [splat(b, factor, lanes) for factor in factors(t)]
-                        for i in range(width):
-                            address = offset(b, here, (i, lanes * own_bytes))
-                            value = _widened(b, address, element, lanes)
-                            for query, factor in enumerate(splats):
+                        at_values = [offset(b, here, (i, lanes * own_bytes)) for i in range(width)]
+                        values = [_widened(b, place, element, lanes) for place in at_values]
+                        for query, factor in enumerate(factors(t)):
+                            factor = splat(b, factor, lanes)
+                            for i, value in enumerate(values):
                                 own[query, i] = multiply_add(b, factor, value, own[query, i])
                     for place, address in at.items():
                         store(b, own[place], address)

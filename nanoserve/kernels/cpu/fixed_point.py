@@ -34,7 +34,8 @@ from nanoserve.kernels.cpu.vectors import (
 TOKENS = 16  # tokens whose weights share a scale
 UNIT = 2 * REGISTER  # values multiplied by one instruction
 LARGEST = 32767
-_WIDTHS = (4, 1) if has("avx512f") else (2, 1)  # units whose sums stay in registers
+# Units whose sums stay in registers, by queries.
+_WIDTHS = {6: (2, 1), 2: (4, 1), 1: (4, 1)} if has("avx512f") else {6: (1,), 2: (2, 1), 1: (2, 1)}
 # The values of a unit that are interleaved in one vector: within 16 bytes it is one instruction.
 _HALVES = [[at + i for at in range(half, UNIT, 16) for i in range(8)] for half in (0, 8)]
 _PLACES = sorted(range(UNIT), key=[i for half in _HALVES for i in half].__getitem__)
@@ -88,7 +89,7 @@ def add_values(
     """
     number, first = head_dim.type, head_dim.type(0)
     coded = [_coded(b, weights.at(b, query), scales) for query in range(count)]
-    for width in _WIDTHS:
+    for width in _WIDTHS[count]:
         chunks = b.udiv(b.sub(head_dim, first), number(width * UNIT))
         with cgutils.for_range(b, chunks, intp=number) as chunk:
             d = b.add(first, b.mul(chunk.index, number(width * UNIT)))

@@ -45,10 +45,21 @@ def forms(dtype: torch.dtype) -> dict[str, Callable[[Tensor], Form]]:
     return found | {"torch": Plain}
 
 
-def choose_form(dtype: torch.dtype, num_bytes: int) -> Choice:
-    """Return the form for a model of `num_bytes`; for a small one, no benchmark is run."""
+def choose_form(dtype: torch.dtype, num_bytes: int, batch_invariant: bool = False) -> Choice:
+    """Return the form for a model of `num_bytes`; for a small one, no benchmark is run.
+
+    batch_invariant: choose our own tiles, whose results for a row do not depend on the number of
+    rows. Raises `ValueError` if they are not available.
+    """
     found = forms(dtype)
     name = next(iter(found))
+    if batch_invariant:
+        if name != _OURS:
+            raise ValueError(
+                f"batch_invariant=True needs numba, and a processor that converts {dtype}, for the "
+                f"matrix products: pip install 'nanoserve[cpu]'"
+            )
+        return Choice(name, found[name])
     if find_spec("numba") is None:
         logger.info(
             "without numba, torch computes matrix products; for faster products: "

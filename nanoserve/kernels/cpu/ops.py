@@ -1,8 +1,10 @@
-"""RMSNorm and SiLU gates for CPUs, compiled by numba (extra: `nanoserve[cpu]`).
+"""RMSNorm and gated activations for CPUs, compiled by numba (extra: `nanoserve[cpu]`).
 
 A decode step calls these about a hundred times, on little data. Each torch operator has an overhead
 of a few microseconds, and an RMSNorm takes six operators: here it is one loop.
 """
+
+import math
 
 import numpy as np
 import torch
@@ -22,6 +24,7 @@ from nanoserve.kernels.cpu.elements import (
 )
 
 FEW = 2**15  # values; for so few, one thread is faster than waking more threads
+_TWICE_ROOT = np.float32(2 * math.sqrt(2 / math.pi))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -47,13 +50,17 @@ def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tup
     return x, residual
 
 
-def silu_and_mul(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up: [num_tokens, 2 x size] -> [num_tokens, size]."""
+def act_and_mul(gate_up: Tensor, is_gelu: bool = False) -> Tensor:
+    """Return act(gate) * up: [num_tokens, 2 x size] -> [num_tokens, size].
+
+    act is SiLU, or GELU in its tanh form. torch's own depend on a value's place in the tensor: the
+    last values, which do not fill a vector, are computed by another function.
+    """
     checks.check_gate_up(gate_up)
     num_rows, both = gate_up.shape
     out = gate_up.new_empty(num_rows, both // 2)
-    gate = _silu_and_mul if out.numel() <= FEW // 2 else _silu_and_mul_parallel
-    gate(address(gate_up), address(out), num_rows, both // 2, ELEMENTS[out.dtype])
+    gate = _act_and_mul if out.numel() <= FEW // 2 else _act_and_mul_parallel
+    gate(address(gate_up), address(out), num_rows, both // 2, is_gelu, ELEMENTS[out.dtype])
     return out
 
 
@@ -120,27 +127,47 @@ def _add_rms_norm_parallel(x, residual, weight, num_rows, size, eps, element, we
         _add_and_normalise(x[row], residual[row], weight, eps)
 
 
+@njit(inline="always", **EXACT)
+def _sigmoid(x):
+    magnitude = exp(-abs(x))  # without overflow, for either sign
+    return (np.float32(1) if x >= 0 else magnitude) / (np.float32(1) + magnitude)
+
+
 @njit(**EXACT)
-def _silu_and_mul_row(gate_up, out):
+def _silu_and_mul(gate_up, out):
     size = len(out)
     for i in range(size):
         gate, up = to_float(gate_up[i]), to_float(gate_up[size + i])
-        magnitude = exp(-abs(gate))  # sigmoid without overflow, for either sign
-        sigmoid = (np.float32(1) if gate >= 0 else magnitude) / (np.float32(1) + magnitude)
-        store(out, i, gate * sigmoid * up)
+        store(out, i, gate * _sigmoid(gate) * up)
 
 
 @njit(**EXACT)
-def _silu_and_mul(gate_up, out, num_rows, size, element):
+def _gelu_and_mul(gate_up, out):
+    """Compute gelu(gate) * up; (1 + tanh(x)) / 2 is the sigmoid of 2 x."""
+    size = len(out)
+    for i in range(size):
+        gate, up = to_float(gate_up[i]), to_float(gate_up[size + i])
+        x = _TWICE_ROOT * (gate + np.float32(0.044715) * gate * gate * gate)
+        store(out, i, gate * _sigmoid(x) * up)
+
+
+@njit(**EXACT)
+def _act_and_mul(gate_up, out, num_rows, size, is_gelu, element):
     gate_up = array_at(gate_up, (num_rows, 2 * size), element)
     out = array_at(out, (num_rows, size), element)
     for row in range(num_rows):
-        _silu_and_mul_row(gate_up[row], out[row])
+        if is_gelu:
+            _gelu_and_mul(gate_up[row], out[row])
+        else:
+            _silu_and_mul(gate_up[row], out[row])
 
 
 @njit(parallel=True, **EXACT)
-def _silu_and_mul_parallel(gate_up, out, num_rows, size, element):
+def _act_and_mul_parallel(gate_up, out, num_rows, size, is_gelu, element):
     gate_up = array_at(gate_up, (num_rows, 2 * size), element)
     out = array_at(out, (num_rows, size), element)
     for row in prange(num_rows):
-        _silu_and_mul_row(gate_up[row], out[row])
+        if is_gelu:
+            _gelu_and_mul(gate_up[row], out[row])
+        else:
+            _silu_and_mul(gate_up[row], out[row])

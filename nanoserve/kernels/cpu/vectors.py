@@ -5,7 +5,7 @@ generates LLVM instructions. LLVM splits a vector of 16 numbers into the process
 of AVX-512, two of AVX2, four of NEON.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 from llvmlite import ir
@@ -130,6 +130,11 @@ class Accumulators:
             for column in range(columns):
                 self._places[row, column] = cgutils.alloca_once(b, start.type)
         self.clear()
+
+    @property
+    def places(self) -> Iterable[tuple[int, int]]:
+        """The (row, column) of every vector, row by row."""
+        return self._places.keys()
 
     def clear(self) -> None:
         for place in self._places.values():

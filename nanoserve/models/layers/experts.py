@@ -9,6 +9,7 @@ with every expert's weights only once, pairs are sorted by expert.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +19,9 @@ from torch import Tensor, nn
 from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.models.layers.context import LayerContext, LinearMethod
+from nanoserve.models.layers.ops import TorchOps
+
+_act_and_mul = TorchOps().act_and_mul  # torch's
 
 
 class ExpertsMethod(LinearMethod, Protocol):
@@ -30,6 +34,9 @@ class ExpertsMethod(LinearMethod, Protocol):
 
     def process_experts(self, layer: nn.Module, name: str) -> None:
         """Replace the loaded parameter by a sequence of functions, one for each expert's input."""
+
+    def process_router(self, layer: nn.Module) -> None:
+        """Replace `layer.router`, whose weight is never quantized, by a function if that helps."""
 
 
 class SparseMoE(nn.Module):
@@ -59,7 +66,8 @@ class SparseMoE(nn.Module):
         self.method: Any = context.linear_method  # an `ExpertsMethod`, or None
         self._create("gate_up", (num_here, 2 * moe.intermediate_size, hidden), context)
         self._create("down", (num_here, hidden, moe.intermediate_size), context)
-        self.sum_of_experts, self.tp = context.ops.sum_of_experts or sum_of_experts, tp
+        one_by_one = partial(sum_of_experts, act_and_mul=context.ops.act_and_mul)
+        self.sum_of_experts, self.tp = context.ops.sum_of_experts or one_by_one, tp
 
     def _create(self, name: str, shape: tuple[int, int, int], context: LayerContext) -> None:
         if self.method is None:
@@ -71,6 +79,7 @@ class SparseMoE(nn.Module):
         if self.method is not None:
             self.method.process_experts(self, "gate_up")
             self.method.process_experts(self, "down")
+            self.method.process_router(self)
 
     def forward(self, hidden: Tensor) -> Tensor:
         expert_ids, expert_weights = self.route(hidden)
@@ -79,7 +88,7 @@ class SparseMoE(nn.Module):
 
     def route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return each token's experts, int64 [num_tokens, top_k], and weights of the same shape."""
-        logits = F.linear(hidden, self.router)
+        logits = _product(hidden, self.router)
         # In float32: among many experts, 16-bit values would often be equal.
         weights, ids = logits.softmax(dim=-1, dtype=torch.float32).topk(self.top_k, dim=-1)
         if self.norm_topk_prob:
@@ -110,6 +119,8 @@ def sum_of_experts(
     down: "Tensor | Sequence[Callable[[Tensor], Tensor]]",
     first_expert: int = 0,
     num_experts: int | None = None,
+    *,
+    act_and_mul: Callable[[Tensor, str], Tensor] = _act_and_mul,
 ) -> Tensor:
     """Return the weighted sum of each token's experts, over the experts of this rank.
 
@@ -119,6 +130,7 @@ def sum_of_experts(
     gate_up         [experts here, 2 x size, hidden]: of `first_expert` and those that follow it
     down            [experts here, hidden, size]; either may be a function for each expert
     num_experts     of all ranks together; None if all are here
+    act_and_mul     the gate of a feed-forward: see `TorchOps`
 
     Returns [num_tokens, hidden] in hidden's dtype. A token's experts are added in their order and
     in float32, so its sum does not depend on other tokens.
@@ -131,8 +143,8 @@ def sum_of_experts(
     for pairs, expert_gate_up, expert_down in zip(pairs_of_experts, gate_up, down, strict=True):
         if len(pairs):
             tokens = pairs // top_k
-            gate, up = _product(hidden[tokens], expert_gate_up).chunk(2, dim=-1)
-            product = _product(F.silu(gate) * up, expert_down)
+            gated = act_and_mul(_product(hidden[tokens], expert_gate_up), "silu")
+            product = _product(gated, expert_down)
             out.index_add_(0, tokens, product * weights[pairs, None].float())
     return out.to(hidden.dtype)
 

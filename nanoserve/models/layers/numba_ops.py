@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from nanoserve.kernels.cpu.ops import add_rms_norm, rms_norm, silu_and_mul
+from nanoserve.kernels.cpu.ops import act_and_mul, add_rms_norm, rms_norm
 from nanoserve.kernels.cpu.store_kv import store_kv
 from nanoserve.models.layers.ops import FusedOps
 
@@ -10,17 +10,14 @@ ACTIVATIONS = ("silu", "gelu_pytorch_tanh")
 
 
 class NumbaOps(FusedOps):
+    """Operations whose results for a token do not depend on the batch, to the bit."""
+
     rms_norm = staticmethod(rms_norm)
     add_rms_norm = staticmethod(add_rms_norm)
     store_kv = staticmethod(store_kv)
 
     def act_and_mul(self, gate_up: Tensor, activation: str) -> Tensor:
-        """Return activation(gate) * up, [num_tokens, 2 x size] -> [num_tokens, size].
-
-        SiLU is compiled; GELU is torch's.
-        """
-        if activation == "silu":
-            return silu_and_mul(gate_up)
+        """Return activation(gate) * up, [num_tokens, 2 x size] -> [num_tokens, size]."""
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation={activation!r:.80} must be one of {ACTIVATIONS}")
-        return super().act_and_mul(gate_up, activation)
+        return act_and_mul(gate_up, activation != "silu")

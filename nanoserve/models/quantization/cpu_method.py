@@ -38,6 +38,11 @@ class FormLinearMethod(UnquantizedLinearMethod):
         delattr(layer, name)  # nn.Module does not let a list replace a parameter
         setattr(layer, name, [self.make(weight) for weight in weights])
 
+    def process_router(self, layer: Any) -> None:
+        weight = layer.router.data
+        del layer.router
+        layer.router = self.make(weight)
+
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
         return layer.form(x)
 

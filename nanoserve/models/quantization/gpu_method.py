@@ -100,6 +100,9 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
     def process_experts(self, layer: nn.Module, name: str) -> None:
         """Do nothing: `fill` has set the codes of the experts."""
 
+    def process_router(self, layer: nn.Module) -> None:
+        """Do nothing: torch multiplies with the router."""
+
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
         return layer.form(x)
 

@@ -34,7 +34,7 @@ def choose_linear_method(
         scheme is None or not scheme.is_fp8,
         "quantization='fp8' of unquantized weights needs a GPU; on a CPU, use quantization='int8'",
     )
-    choice = choose_form(dtype, num_bytes)
+    choice = choose_form(dtype, num_bytes, config.batch_invariant)
     floats = FormLinearMethod(choice.make, choice.name)
     if scheme is None:
         return floats

@@ -209,6 +209,17 @@ def test_a_small_model_is_not_worth_a_measurement(monkeypatch: pytest.MonkeyPatc
     assert choose_form(torch.float32, 1).make is FloatPanels
 
 
+def test_a_batch_invariant_engine_never_multiplies_with_onednn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    faster = {OURS: of(9, 90, 300), ONEDNN: of(90, 900, 3000)}
+    assert choose(monkeypatch, faster).name == ONEDNN
+    assert choose_form(BF16, LARGE, batch_invariant=True) == (OURS, FloatPanels)
+    monkeypatch.setattr(gemm_select, "forms", lambda dtype: {"torch": Plain})
+    with pytest.raises(ValueError, match=r"torch\.float32.*pip install 'nanoserve\[cpu\]'"):
+        choose_form(torch.float32, 1, batch_invariant=True)
+
+
 def test_the_log_tells_what_was_chosen_and_why(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

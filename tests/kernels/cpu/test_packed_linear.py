@@ -143,7 +143,7 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory) -> Iterator[tup
 
 
 def logprobs(path: Path, form: Callable, monkeypatch: pytest.MonkeyPatch) -> list[dict]:
-    chosen = lambda dtype, num_bytes: Choice("this", form)  # noqa: E731
+    chosen = lambda dtype, num_bytes, batch_invariant: Choice("this", form)  # noqa: E731
     monkeypatch.setattr(linear_methods, "choose_form", chosen)
     params = SamplingParams(temperature=0, max_tokens=1, logprobs=5)
     options = {"device": "cpu", "attention_backend": "torch", "skip_tokenizer_init": True}
