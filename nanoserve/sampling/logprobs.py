@@ -68,22 +68,26 @@ def logprobs_of_rows(
     logits: torch.Tensor,
     processed: torch.Tensor | None,
     token_ids: torch.Tensor,
+    settings: np.ndarray,
     rows: np.ndarray,
-    k: int,
     logprobs_mode: str,
 ) -> LogprobTensors:
     """Return log-probabilities for the `rows` of a step that requested them, copied to the host.
 
+    Each row gets as many as the row that requested most.
+
     logits: [num_rows, vocab_size], of the model. processed: [len(rows), vocab_size], from
     `processed_logits`; None to use the model's. token_ids: [num_rows], the sampled tokens.
-    logprobs_mode: of the engine; "raw_logits" and "processed_logits" return logits instead.
+    settings: [num_rows] of `SETTINGS`. logprobs_mode: of the engine; "raw_logits" and
+    "processed_logits" return logits instead.
 
     If the logits are not finite, a row has no log-probabilities. Then it gets no token either,
     although a mask may have left it one: its entry of `token_ids` is set to -1.
     """
     index = tensor_of(rows, logits)
     chosen, of_rows = token_ids[index], logits[index] if processed is None else processed
-    gathered = gather_logprobs(of_rows, chosen.clamp(min=0), k, processed is not None)
+    most, is_filtered = settings["num_logprobs"].max(), processed is not None
+    gathered = gather_logprobs(of_rows, chosen.clamp(min=0), most, is_filtered)
     token_ids[index] = chosen.masked_fill(gathered.logprobs[:, 0].isnan(), -1)
     if logprobs_mode.endswith("logits"):
         gathered = gathered._replace(logprobs=of_rows.float().gather(1, gathered.token_ids))
@@ -91,9 +95,13 @@ def logprobs_of_rows(
 
 
 def processed_logits(
-    logits: torch.Tensor, rows: Rows, filter_rows: Callable[[torch.Tensor, Rows], None]
+    logits: torch.Tensor,
+    rows: Rows,
+    filter_rows: Callable[[torch.Tensor, Rows], None],
 ) -> torch.Tensor:
     """Return the logits of the distributions that rows with log-probabilities are sampled from.
+
+    They are float32 [num_rows_with_logprobs, vocab_size].
 
     logits: float32 [num_rows, vocab_size], changed by all stages before the temperature; they stay
     as they are. filter_rows: divides the logits of some rows by the temperature and filters them,

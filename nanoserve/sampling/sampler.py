@@ -147,7 +147,12 @@ class Sampler:
             token_ids, states, processed = self._choose_in_parts(logits, rows, draft_tokens)
         if token_masks and not self.masks_directly:
             token_ids = self._replace_illegal(token_ids, logits, rows)
-        logprobs, logprob_rows = self._logprobs(logits, processed, token_ids, rows.settings)
+        logprobs, logprob_rows = None, np.flatnonzero(rows.settings["num_logprobs"] >= 0)
+        if len(logprob_rows):
+            from nanoserve.sampling.logprobs import logprobs_of_rows
+
+            given = logits, processed, token_ids, rows.settings, logprob_rows
+            logprobs = logprobs_of_rows(*given, self._logprobs_mode)
         return Sampled(token_ids, logprobs, logprob_rows, states, rows.errors)
 
     def _choose_in_parts(
@@ -167,7 +172,11 @@ class Sampler:
         part = part._replace(states=self._states_of(part.slots, draft_tokens))
         apply_stages(self._changes, own, part)
         part = part._replace(masks=())
-        processed = self._processed(own, part)
+        processed = None
+        if self._logprobs_mode.startswith("processed"):
+            from nanoserve.sampling.logprobs import processed_logits
+
+            processed = processed_logits(own, part, self._filter)
         token_ids[index] = self._choose(own, part, last_of(part.settings["draw"]))
         by_row = [(row, self._states[rows.slots[row]]) for row in others.tolist()]
         states = [(row, state) for row, state in by_row if state is not None]
@@ -228,33 +237,6 @@ class Sampler:
                 apply_stages(self._draws, part, rows.take(at_random))
         return best_tokens(logits)
 
-    def _processed(self, logits: torch.Tensor, rows: Rows) -> torch.Tensor | None:
-        """Return the logits from which `_logprobs` is computed, if not from the model's."""
-        if not self._logprobs_mode.startswith("processed"):
-            return None
-        from nanoserve.sampling.logprobs import processed_logits
-
-        return processed_logits(logits, rows, self._filter)
-
     def _filter(self, logits: torch.Tensor, rows: Rows) -> None:
         """Divide float32 logits by the temperature and filter them, in place, as `_choose` does."""
         apply_stages(self._draws[:-1], logits, rows)  # without the race
-
-    def _logprobs(
-        self,
-        logits: torch.Tensor,
-        processed: torch.Tensor | None,
-        token_ids: torch.Tensor,
-        settings: np.ndarray,
-    ) -> "tuple[LogprobTensors | None, np.ndarray]":
-        """Compute log-probabilities of the rows that requested them; each gets the largest number.
-
-        They are computed from the model's unmodified logits, unless `logprobs_mode` differs.
-        """
-        rows = np.flatnonzero(settings["num_logprobs"] >= 0)
-        if not len(rows):
-            return None, rows
-        from nanoserve.sampling.logprobs import logprobs_of_rows
-
-        most, mode = settings["num_logprobs"].max(), self._logprobs_mode
-        return logprobs_of_rows(logits, processed, token_ids, rows, most, mode), rows
