@@ -237,6 +237,8 @@ def _run(
         for output in outputs:
             if output.error is not None:
                 raise output.error
+            if output.outputs[0].finish_reason == "abort":
+                raise RuntimeError("the requests of a beam search were aborted during the search")
         next_tokens = iter(step for output in outputs for step in output.outputs[0].logprobs or ())
         for search in running:
             search.advance([next(next_tokens) for _ in search.running])

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from nanoserve.compat.llm_methods import hugging_face_tokenizer
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.input_processor import Prompt
+from nanoserve.engine.pause import check_pause_options
 from nanoserve.engine.request import Request
 from nanoserve.llm import LLM
 from nanoserve.outputs import RequestOutput
@@ -26,7 +27,7 @@ from nanoserve.serve.engine_thread import Done, EngineDeadError, EngineThread, N
 from nanoserve.serve.response_stream import EngineOwner, OutputReader
 from nanoserve.text.chat import prompts_of
 from nanoserve.text.detokenizer import Detokenizer
-from nanoserve.utils.checks import check_choice, check_int, require
+from nanoserve.utils.checks import check_int
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -205,11 +206,7 @@ class AsyncLLM:
 
         Raises `ValueError` for vLLM's `wait_for_inflight_requests`, which is not supported.
         """
-        check_choice("mode", mode, ("abort", "keep"))
-        unsupported = (
-            "wait_for_inflight_requests=True is not supported; await the requests, then pause"
-        )
-        require(not wait_for_inflight_requests, unsupported)
+        check_pause_options(mode, wait_for_inflight_requests)
         if mode == "abort":
             for request_id in list(self._readers):
                 self.abort(request_id)
