@@ -275,6 +275,7 @@ NO_BOUNDS = """
     nanoserve.checkpoint.rope_types
     nanoserve.utils.checks
     nanoserve.config._SMALLEST
+    nanoserve.engine.pause._POLL_SECONDS
     nanoserve.engine.bad_words
     nanoserve.text.detokenizer
     nanoserve.text.incremental_decoder

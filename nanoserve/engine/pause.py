@@ -8,7 +8,7 @@ _POLL_SECONDS = 0.05
 
 
 class Pause:
-    """Tells whether an engine is paused, and lets a paused `step` wait for a moment.
+    """The state of an engine's pause, in which a paused `step` waits for a moment.
 
     A paused step returns nothing, after a moment, instead of waiting for the end of the pause. So a
     loop of steps in another thread waits, receives the last outputs of requests that are aborted
