@@ -238,13 +238,16 @@ def routes() -> dict[str, list[str]]:
 
     from nanoserve.serve.http.app import ApiServer
     from nanoserve.serve.http.dashboard import add_live
+    from nanoserve.serve.http.dev_endpoints import add_dev_endpoints
     from nanoserve.serve.http.page import add_page
+    from nanoserve.serve.http.settings import ServerSettings
 
     server: Any = object.__new__(ApiServer)
     server.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     server._add_routes()
     add_page(server.app)
     add_live(server.app, lambda function: None)
+    add_dev_endpoints(server.app, server, ServerSettings())
     found = {route.path: sorted(route.methods) for route in server.app.routes}
     same_names("endpoints", words.ENDPOINTS, found)
     return {path: found[path] for path in words.ENDPOINTS}

@@ -30,6 +30,17 @@ ENDPOINTS = {
     "requests and the KV pool, block by block.",
     "/": "A page for a browser: conversations with the model, and a view of the running engine.",
     "/page/{name}": "The files of that page.",
+    "/pause": "With `--enable-dev-endpoints`: stops stepping, `?mode=abort` (running requests end, "
+    "and with `clear_cache=true` the prefix cache is reset) or `?mode=keep` (they wait).",
+    "/resume": "With `--enable-dev-endpoints`: the end of a pause.",
+    "/is_paused": "With `--enable-dev-endpoints`: `is_paused`.",
+    "/sleep": "With `--enable-dev-endpoints`: aborts running requests and releases memory, "
+    "`?level=1` or `?level=2`; requests get 503 until `/wake_up`.",
+    "/wake_up": "With `--enable-dev-endpoints`: wakes all parts, or `?tags=weights` or "
+    "`?tags=kv_cache` alone.",
+    "/is_sleeping": "With `--enable-dev-endpoints`: `is_sleeping`.",
+    "/reset_prefix_cache": "With `--enable-dev-endpoints`: evicts all cached prefixes; with "
+    "`?reset_running_requests=true` running requests recompute theirs, too.",
 }
 
 # Fields of requests that are not sampling parameters of the same name.
@@ -264,6 +275,7 @@ NO_BOUNDS = """
     nanoserve.checkpoint.rope_types
     nanoserve.utils.checks
     nanoserve.config._SMALLEST
+    nanoserve.engine.pause._POLL_SECONDS
     nanoserve.engine.bad_words
     nanoserve.text.detokenizer
     nanoserve.text.incremental_decoder

@@ -48,6 +48,7 @@ _CHOICES = {
     "quantization_activations": ("int8", "none"),
     "generation_config": ("auto", "vllm"),
     "kv_cache_dtype": ("auto", "int8", "fp8", "fp8_e4m3"),
+    "logprobs_mode": ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
     "distributed_executor_backend": ("mp", "ray"),
 }
 # Default token budget of a step. nano-vllm's workload takes an H100 8.9 s with 2048 and 7.2 s with
@@ -199,6 +200,11 @@ class EngineConfig:
     logits_processors: tuple[Any, ...] = ()  # see nanoserve.sampling.processors
     # Maximum number of log-probabilities that a request may ask for; -1 is the whole vocabulary.
     max_logprobs: int = 20
+    # What `logprobs` of an output are: "raw_logprobs" of the model's distribution, or
+    # "processed_logprobs" of the distribution that the token is sampled from, after penalties,
+    # masks, logits processors, temperature and filters; a filtered token has -inf. "raw_logits" and
+    # "processed_logits" are the same before the softmax. `prompt_logprobs` are raw in all modes.
+    logprobs_mode: str = "raw_logprobs"
     # File for a record of every step, to be read by `nanoserve trace`. Default: none.
     trace: str | Path | None = None
     # Collect no statistics for `LLM.get_metrics`.

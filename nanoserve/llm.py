@@ -88,6 +88,7 @@ class LLM(LLMMethods):
         requests continue.
         """
         self._reject(lora_request, unknown)
+        self._check_paused()
         prompts = as_prompt_list(prompts)
         if tokenization_kwargs:
             prompts = tokenized(self.engine, prompts, tokenization_kwargs)
@@ -111,6 +112,7 @@ class LLM(LLMMethods):
         steps the engine for all of them. A stream that is dropped before its end is aborted. If the
         request ends with an error, that error is raised here.
         """
+        self._check_paused()
         if self._streams is None:
             self._streams = Streams(self.engine)
         self._streams.check_others()

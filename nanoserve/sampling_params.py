@@ -71,8 +71,8 @@ class SamplingParams:
     include_stop_str_in_output: keep the stop string in the output.
     ignore_eos: continue after the model's own EOS, as benchmarks do.
     logprobs: log-probabilities of this many most likely tokens and of the sampled one, at each
-        token; of the model's own distribution, before the parameters above change it. -1: the whole
-        vocabulary.
+        token; of the model's own distribution, before the parameters above change it, unless the
+        engine has another `logprobs_mode`. -1: the whole vocabulary.
     logprob_token_ids: return log-probabilities of these token ids, at most 128, instead of the most
         likely ones.
     prompt_logprobs: the same for the tokens of the prompt. Such a request reads nothing from the

@@ -128,6 +128,9 @@ def _parser() -> ArgumentParser:
     ):
         default, flag = getattr(usual, name), f"--{name.replace('_', '-')}"
         add(flag, type=type(default), metavar="X", help=f"{text} Default: {default}.")
+    dev = "Add endpoints that pause the engine, put it to sleep and reset its prefix cache. Any "
+    dev += "client may then stop it for all others."
+    add("--enable-dev-endpoints", action="store_true", help=dev)
     add = group.add_argument
     always = "Accepted for scripts that start vLLM; tool choice is always automatic."
     add("--enable-auto-tool-choice", action="store_true", help=always)

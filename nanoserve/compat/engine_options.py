@@ -153,7 +153,6 @@ class VllmOptions(TypedDict, total=False):
     log_level: Any
     logging_config: Any
     logits_processor_pattern: Any
-    logprobs_mode: Any
     long_lora_scaling_factors: Any
     long_prefill_token_threshold_adaptive: Any
     lora_dtype: Any
@@ -317,6 +316,7 @@ class EngineOptions(VllmOptions, total=False):
     structured_outputs_config: Mapping[str, Any] | StructuredOutputsConfig | None
     logits_processors: AbstractSequence[Callable[..., Any] | str] | None
     max_logprobs: int
+    logprobs_mode: str
     trace: str | Path | None
     disable_log_stats: bool
     kv_events_config: Mapping[str, Any] | KVEventsConfig | None

@@ -12,6 +12,7 @@ from nanoserve.compat.keywords import refuse_keywords
 from nanoserve.compat.metrics import Metric, snapshot
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.input_processor import Prompt, as_prompt_list
+from nanoserve.engine.pause import check_pause_options
 from nanoserve.features.beam_search import BeamSearchOutput, BeamSearchParams, search_all
 from nanoserve.features.sleep import Sleeper
 from nanoserve.outputs import EngineStats, RequestOutput
@@ -96,6 +97,7 @@ class LLMMethods:
             return self._complete(beams, [params] * size, [0] * size, False, params.logprobs)
 
         self._reject(lora_request)
+        self._check_paused()
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params must be BeamSearchParams, not {type(params).__name__}")
         listed = as_prompt_list(prompts)
@@ -158,6 +160,45 @@ class LLMMethods:
         other tags, and for a single tag with several ranks, which wake up as a whole.
         """
         self._get_sleeper().wake_up(tags)
+
+    def pause_generation(
+        self,
+        *,
+        mode: str = "abort",
+        wait_for_inflight_requests: bool | None = None,
+        clear_cache: bool = True,
+    ) -> None:
+        """Take no step until `resume_generation`, as `AsyncLLM.pause_generation` does.
+
+        Call it while another thread runs `generate`; it returns when the current step has ended. A
+        `generate` or a stream under way waits until this or another thread resumes; a new one
+        raises `ValueError`, because a program with a single thread would wait for itself.
+
+        mode: "abort" ends running requests, each with a last output. "keep" continues them where
+        they stopped when generation resumes.
+        clear_cache: after "abort", evict all blocks of the prefix cache, which is required before
+        the weights change.
+
+        Raises `ValueError` for vLLM's `wait_for_inflight_requests`, which is not supported.
+        """
+        check_pause_options(mode, wait_for_inflight_requests)
+        self.engine.pause_scheduler(aborts=mode == "abort")
+        if clear_cache and mode == "abort":
+            self.engine.reset_prefix_cache()
+
+    def resume_generation(self) -> None:
+        """Resume stepping after `pause_generation`."""
+        self.engine.resume_scheduler()
+
+    def is_paused(self) -> bool:
+        return self.engine.pause.is_on
+
+    def _check_paused(self) -> None:
+        """Raise `ValueError` if a call that runs requests begins during a pause."""
+        if self.engine.pause.is_on:
+            raise ValueError(
+                "generation is paused since pause_generation(): call resume_generation() first"
+            )
 
     def _get_sleeper(self) -> "Sleeper":
         if self._sleeper is None:

@@ -165,8 +165,6 @@ FOREIGN: dict[str, Foreign] = {
              "use_replayssm replayssm_buffer_len gdn_prefill_backend kda_prefill_backend "
              "kda_decode_backend", _STATE, _anything),
     **_known("diffusion_config engram_config mamba_config", _STATE),
-    **_known("logprobs_mode", "log-probabilities are of the model's own distribution",
-             _one_of("raw_logprobs")),
     **_known("stream_interval", "it is an option of AsyncLLM and of `nanoserve serve`", _one),
     # Compilers and graphs.
     **_known("compilation_config optimization_level", _COMPILED,

@@ -1,7 +1,9 @@
 """The less common methods of vLLM's `LLMEngine`, in addition to add_request, abort and step."""
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from nanoserve.engine.pause import Pause
 from nanoserve.utils.checks import attribute_error, require
 
 if TYPE_CHECKING:
@@ -9,6 +11,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from nanoserve.checkpoint.model_config import ModelConfig
+    from nanoserve.engine.interrupts import EngineLock
+    from nanoserve.engine.output_processor import OutputProcessor
 
 # Replacements for other attributes of vLLM's class. The table is here and not in
 # `nanoserve.compat` because the engine does not import that package.
@@ -46,6 +50,16 @@ class EngineMethods:
 
     model_config: "ModelConfig"
     tokenizer: Any
+    pause: Pause
+    output_processor: "OutputProcessor"
+    _lock: "EngineLock"
+
+    if TYPE_CHECKING:
+
+        @property
+        def is_stepping(self) -> bool: ...
+
+        def _abort(self, request_id: str, is_deferred: bool = False) -> Any: ...
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> "Self":
@@ -66,6 +80,23 @@ class EngineMethods:
             "this engine has no tokenizer: it was created with skip_tokenizer_init=True",
         )
         return self.tokenizer.hugging_face
+
+    def pause_scheduler(self, aborts: bool = False) -> None:
+        """Take no step until `resume_scheduler`; returns when the current step has ended.
+
+        Requests keep their state, and new ones wait. aborts: end all requests; their last outputs
+        go where their other outputs go. A call from inside a step takes effect after that step.
+        """
+        self.pause.begin(in_step=self.is_stepping)
+        if aborts:
+            for request_id in list(self.output_processor.requests):
+                self._lock.call_soon(partial(self._abort, request_id, True))
+        with self._lock.turn():
+            pass  # a step that had begun has ended now
+
+    def resume_scheduler(self) -> None:
+        """End the pause that `pause_scheduler` has begun."""
+        self.pause.end()
 
     if not TYPE_CHECKING:  # otherwise a type checker would accept every attribute name
 

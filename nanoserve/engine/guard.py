@@ -20,6 +20,7 @@ from nanoserve.engine.extension import Extension
 from nanoserve.engine.input_processor import Prompt
 from nanoserve.engine.interrupts import DeferredInterrupt, EngineLock
 from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.pause import Pause
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.request import Request
 from nanoserve.outputs import EngineStats, RequestOutput
@@ -49,7 +50,7 @@ class GuardedEngine(EngineMethods):
         loop = LLMEngine(config, model_config, executor, tokenizer, clock)
         self.loop = loop
         self.refusal: str | None = None  # why the engine rejects requests, such as "closed"
-        self._lock = EngineLock()
+        self._lock, self.pause = EngineLock(), Pause()
         self._unclaimed = loop.outputs.unclaimed
         # Parts of the loop, which callers may read between two steps.
         self.config, self.model_config = config, model_config
@@ -161,18 +162,21 @@ class GuardedEngine(EngineMethods):
         leaves all other outputs for later. If anything raises, the steps in flight are rolled back:
         all their sequences wait to be computed again, and the exception's `request_ids` are the
         requests of those steps. Ctrl-C is raised at the end of the step; the next step returns the
-        outputs of this one.
+        outputs of this one. During a pause, no sequence is advanced: see `pause_scheduler`.
         """
         if self.is_stepping:
             raise RuntimeError(
                 "step() was called from inside a step: wait until that step has ended"
             )
         outputs: list[RequestOutput] = []
+        if self.pause.is_on and not self.loop.outputs:
+            self.pause.wait_for_a_moment()  # outside: the thread that ends the pause needs a turn
         try:
             with self._lock.turn(gives_way=True):
-                with self._recovery():
-                    finished = self.loop.advance()
-                self.loop.report(finished)
+                if not self.pause.is_on:
+                    with self._recovery():
+                        finished = self.loop.advance()
+                    self.loop.report(finished)
                 self._lock.run_deferred()
                 if fetch:
                     outputs[:] = self._unclaimed

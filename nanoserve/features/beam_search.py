@@ -168,8 +168,15 @@ def search_all(
     """Search all prompts, at most `concurrency_limit` at a time, with a progress bar.
 
     `complete` runs one-token requests in this engine. Raises `ValueError` if a prompt leaves no
-    room for `max_tokens`. An error of a beam's request, such as non-finite logits, is raised too.
+    room for `max_tokens`, and if `logprobs_mode` of the engine is not one of log-probabilities. An
+    error of a beam's request, such as non-finite logits, is raised too.
     """
+    mode = engine.config.logprobs_mode
+    require(
+        mode.endswith("logprobs"),
+        f"beam search adds log-probabilities, but the engine's logprobs_mode={mode!r} returns "
+        f"logits: use 'raw_logprobs'",
+    )
     if concurrency_limit is not None:
         check_int("concurrency_limit", concurrency_limit, 1)
     searches = [_begin(engine, prompt, params) for prompt in prompts]
@@ -230,6 +237,8 @@ def _run(
         for output in outputs:
             if output.error is not None:
                 raise output.error
+            if output.outputs[0].finish_reason == "abort":
+                raise RuntimeError("the requests of a beam search were aborted during the search")
         next_tokens = iter(step for output in outputs for step in output.outputs[0].logprobs or ())
         for search in running:
             search.advance([next(next_tokens) for _ in search.running])

@@ -86,6 +86,11 @@ class Streams:
                         raise RuntimeError(
                             f"request {request_id!r} was lost because of an earlier error"
                         )
+                    if engine.pause.is_by_this_thread:
+                        raise ValueError(
+                            "this thread has paused generation, and would wait for itself to "
+                            "resume it: call resume_generation() first"
+                        )
                     engine.step(fetch=False)
                 output = unread.popleft()
                 finished = output.finished

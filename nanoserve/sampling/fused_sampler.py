@@ -38,8 +38,9 @@ class FusedSampler(Sampler):
         processors: "Sequence[BatchProcessor]" = (),
         *,
         is_dependent: bool = False,
+        logprobs_mode: str = "raw_logprobs",
     ) -> None:
-        super().__init__(num_slots, vocab_size, device, processors)
+        super().__init__(num_slots, vocab_size, device, processors, logprobs_mode=logprobs_mode)
         self._is_dependent = is_dependent
         self._host = torch.zeros(num_slots, SETTINGS_WORDS.value, dtype=torch.int32)
         self._on_device = torch.zeros_like(self._host, device=device)
@@ -102,6 +103,24 @@ class FusedSampler(Sampler):
             is_dependent = self._is_dependent
             borders = filter_borders(logits, row_slots, self._on_device, is_dependent=is_dependent)
         return self.choose(logits, row_slots, row_positions, borders, *self._fill_masks(rows))
+
+    def _filter(self, logits: torch.Tensor, rows: Rows) -> None:
+        """Filter with the borders that the sampling kernel uses, not with those of the stage.
+
+        The kernel's division by the temperature may differ from torch's in its last bits, but a
+        token that the kernel can sample must not be filtered here: hence the tolerance.
+        """
+        self.update_settings()
+        slots = rows.slots.astype(np.int32)
+        row_slots, temperatures = to_device(
+            logits.device, slots, rows.settings["temperature"].copy()
+        )
+        borders = filter_borders(
+            logits, row_slots, self._on_device, is_dependent=self._is_dependent
+        )
+        logits /= temperatures.unsqueeze(1)
+        borders -= borders.abs() * 2.0**-21
+        logits.masked_fill_(logits < borders.unsqueeze(1), -torch.inf)
 
     def _fill_masks(self, rows: Rows) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Return the token masks of these rows, and the index of the mask of each row.

@@ -1,5 +1,10 @@
-"""Log-probabilities of sampled and most likely tokens, computed from unmodified logits."""
+"""Log-probabilities of sampled and most likely tokens.
 
+The sampler passes the model's logits or, if `logprobs_mode` is "processed_logprobs", the logits of
+the distribution that the token is sampled from, in which filtered tokens have -inf.
+"""
+
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -7,7 +12,7 @@ import torch
 
 from nanoserve.outputs import TokenLogprobs
 from nanoserve.sampling.host_copies import to_host
-from nanoserve.sampling.rows import tensor_of
+from nanoserve.sampling.rows import Rows, rows_of, tensor_of
 
 
 class LogprobTensors(NamedTuple):
@@ -62,8 +67,9 @@ def _most_likely(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each row's k most likely tokens: log-probabilities and ids, [num_rows, most].
 
-    In 16 bits, logits are often equal, and which of the equal tokens `topk` selects depends on k.
-    So that a row does not depend on the others, rows with different k are selected from separately.
+    In 16 bits, logits are often equal, and filtered ones always; which of the equal tokens `topk`
+    selects depends on k. So that a row does not depend on the others, rows with different k are
+    selected from separately.
     """
     k, most = np.minimum(k, logprobs.shape[1]), min(int(most), logprobs.shape[1])
     if (k == most).all():
@@ -79,18 +85,51 @@ def _most_likely(
 
 
 def logprobs_of_rows(
-    logits: torch.Tensor, token_ids: torch.Tensor, rows: np.ndarray, k: np.ndarray
+    logits: torch.Tensor,
+    processed: torch.Tensor | None,
+    token_ids: torch.Tensor,
+    settings: np.ndarray,
+    rows: np.ndarray,
+    logprobs_mode: str,
 ) -> LogprobTensors:
     """Return log-probabilities for the `rows` of a step that requested them, copied to the host.
 
-    k: the number of most likely tokens for each of `rows`.
+    Each row gets as many as the row that requested most.
 
-    logits: [num_rows, vocab_size], of the model; token_ids: [num_rows], the sampled tokens. If the
-    model's logits are not finite, a row has no log-probabilities. Then it gets no token either,
+    logits: [num_rows, vocab_size], of the model. processed: [len(rows), vocab_size], from
+    `processed_logits`; None to use the model's. token_ids: [num_rows], the sampled tokens.
+    settings: [num_rows] of `SETTINGS`. logprobs_mode: of the engine; "raw_logits" and
+    "processed_logits" return logits instead.
+
+    If the logits are not finite, a row has no log-probabilities. Then it gets no token either,
     although a mask may have left it one: its entry of `token_ids` is set to -1.
     """
     index = tensor_of(rows, logits)
-    chosen = token_ids[index]
-    gathered = gather_logprobs(logits[index], chosen.clamp(min=0), k)
+    chosen, of_rows = token_ids[index], logits[index] if processed is None else processed
+    gathered = gather_logprobs(of_rows, chosen.clamp(min=0), settings["num_logprobs"][rows])
     token_ids[index] = chosen.masked_fill(gathered.logprobs[:, 0].isnan(), -1)
+    if logprobs_mode.endswith("logits"):
+        gathered = gathered._replace(logprobs=of_rows.float().gather(1, gathered.token_ids))
     return gathered.to_host()
+
+
+def processed_logits(
+    logits: torch.Tensor,
+    rows: Rows,
+    filter_rows: Callable[[torch.Tensor, Rows], None],
+) -> torch.Tensor:
+    """Return the logits of the distributions that rows with log-probabilities are sampled from.
+
+    They are float32 [num_rows_with_logprobs, vocab_size].
+
+    logits: float32 [num_rows, vocab_size], changed by all stages before the temperature; they stay
+    as they are. filter_rows: divides the logits of some rows by the temperature and filters them,
+    in place. It is not called for greedy rows, as in vLLM.
+    """
+    wanted = np.flatnonzero(rows.settings["num_logprobs"] >= 0)
+    processed, rows = logits[tensor_of(wanted, logits)], rows.take(wanted)
+    at_random = np.flatnonzero(rows.settings["draw"])  # not Program.GREEDY, which is 0
+    if len(at_random):
+        with rows_of(processed, at_random) as part:
+            filter_rows(part, rows.take(at_random))
+    return processed

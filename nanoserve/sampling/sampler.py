@@ -91,7 +91,10 @@ class Sampler:
         vocab_size: int,
         device: torch.device,
         processors: "Sequence[BatchProcessor]" = (),
+        *,
+        logprobs_mode: str = "raw_logprobs",
     ) -> None:
+        self._logprobs_mode = logprobs_mode
         self._settings = np.zeros(num_slots, SETTINGS)
         self._states: list[SlotState | None] = [None] * num_slots
         self._vocab_size = vocab_size
@@ -106,7 +109,9 @@ class Sampler:
         changes = [stage for stage in self._changes if stage.wants(update)]
         wanted = changes + [stage for stage in self._draws if stage.wants(update)]
         stages = sum(stage.bit for stage in wanted)
-        self._settings[update.slot] = settings_of(update, stages, is_changed=bool(changes))
+        self._settings[update.slot] = settings_of(
+            update, stages, bool(changes), self._logprobs_mode.startswith("processed")
+        )
         state = None
         if changes:
             from nanoserve.sampling.slot_state import SlotState
@@ -135,18 +140,24 @@ class Sampler:
         if token_masks:
             rows = self._with_masks(rows, token_masks)
         states: list[tuple[int, SlotState]] = []
+        processed: torch.Tensor | None = None
         if (last := last_of(rows.settings["program"])) <= self.direct:
             token_ids = self._choose(logits, rows, last)
         else:
-            token_ids, states = self._choose_in_parts(logits, rows, draft_tokens)
+            token_ids, states, processed = self._choose_in_parts(logits, rows, draft_tokens)
         if token_masks and not self.masks_directly:
             token_ids = self._replace_illegal(token_ids, logits, rows)
-        logprobs, logprob_rows = self._logprobs(logits, token_ids, rows.settings)
+        logprobs, logprob_rows = None, np.flatnonzero(rows.settings["num_logprobs"] >= 0)
+        if len(logprob_rows):
+            from nanoserve.sampling.logprobs import logprobs_of_rows
+
+            given = logits, processed, token_ids, rows.settings, logprob_rows
+            logprobs = logprobs_of_rows(*given, self._logprobs_mode)
         return Sampled(token_ids, logprobs, logprob_rows, states, rows.errors)
 
     def _choose_in_parts(
         self, logits: torch.Tensor, rows: Rows, draft_tokens: Mapping[int, list[int]]
-    ) -> "tuple[torch.Tensor, list[tuple[int, SlotState]]]":
+    ) -> "tuple[torch.Tensor, list[tuple[int, SlotState]], torch.Tensor | None]":
         """Sample rows with unmodified logits first, then copies of the logits of all other rows."""
         token_ids = torch.empty(len(rows.slots), dtype=torch.int64, device=logits.device)
         is_direct = rows.settings["program"] <= int(self.direct)
@@ -161,9 +172,15 @@ class Sampler:
         part = part._replace(states=self._states_of(part.slots, draft_tokens))
         apply_stages(self._changes, own, part)
         part = part._replace(masks=())
+        processed = None
+        if self._logprobs_mode.startswith("processed"):
+            from nanoserve.sampling.logprobs import processed_logits
+
+            processed = processed_logits(own, part, self._filter)
         token_ids[index] = self._choose(own, part, last_of(part.settings["draw"]))
         by_row = [(row, self._states[rows.slots[row]]) for row in others.tolist()]
-        return token_ids, [(row, state) for row, state in by_row if state is not None]
+        states = [(row, state) for row, state in by_row if state is not None]
+        return token_ids, states, processed
 
     def _with_masks(self, rows: Rows, token_masks: Mapping[int, TokenMask]) -> Rows:
         from nanoserve.sampling.token_masks import masks_of_rows
@@ -220,16 +237,6 @@ class Sampler:
                 apply_stages(self._draws, part, rows.take(at_random))
         return best_tokens(logits)
 
-    def _logprobs(
-        self, logits: torch.Tensor, token_ids: torch.Tensor, settings: np.ndarray
-    ) -> "tuple[LogprobTensors | None, np.ndarray]":
-        """Compute log-probabilities of the rows that requested them; each gets the largest number.
-
-        They are computed from the model's unmodified logits.
-        """
-        rows = np.flatnonzero(settings["num_logprobs"] >= 0)
-        if not len(rows):
-            return None, rows
-        from nanoserve.sampling.logprobs import logprobs_of_rows
-
-        return logprobs_of_rows(logits, token_ids, rows, settings["num_logprobs"][rows]), rows
+    def _filter(self, logits: torch.Tensor, rows: Rows) -> None:
+        """Divide float32 logits by the temperature and filter them, in place, as `_choose` does."""
+        apply_stages(self._draws[:-1], logits, rows)  # without the race

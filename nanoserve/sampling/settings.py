@@ -52,10 +52,17 @@ def last_of(programs: np.ndarray) -> int:
     return int(np.maximum.reduce(programs))
 
 
-def settings_of(update: SlotUpdate, stages: int, is_changed: bool) -> Settings:
-    """Return a slot's row. is_changed: True if one of `stages` comes before the temperature."""
+def settings_of(
+    update: SlotUpdate, stages: int, is_changed: bool, processes_logprobs: bool = False
+) -> Settings:
+    """Return a slot's row.
+
+    is_changed: True if one of `stages` comes before the temperature. processes_logprobs: True if
+    log-probabilities are those of the changed logits; such a row needs the copy, too.
+    """
     params = update.params
     draw = draw_of(params)
+    is_copied = is_changed or (processes_logprobs and params.logprobs is not None)
     return Settings(
         temperature=0.0 if params.is_greedy else params.temperature,
         top_k=params.top_k,
@@ -65,7 +72,7 @@ def settings_of(update: SlotUpdate, stages: int, is_changed: bool) -> Settings:
         completion=update.completion,
         num_logprobs=-1 if params.logprobs is None else params.logprobs,
         stages=stages,
-        program=Program.GENERAL if is_changed else draw,
+        program=Program.GENERAL if is_copied else draw,
         draw=draw,
         has_grammar=params.structured_outputs is not None,
     )

@@ -11,22 +11,30 @@ from collections.abc import Sequence as AbstractSequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import count
+from operator import methodcaller
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanoserve.compat.llm_methods import hugging_face_tokenizer
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.input_processor import Prompt
+from nanoserve.engine.pause import check_pause_options
 from nanoserve.engine.request import Request
 from nanoserve.llm import LLM
 from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.serve.engine_process import EngineProcess
-from nanoserve.serve.engine_thread import Done, EngineDeadError, EngineThread, News
+from nanoserve.serve.engine_thread import (
+    Done,
+    EngineAsleepError,
+    EngineDeadError,
+    EngineThread,
+    News,
+)
 from nanoserve.serve.response_stream import EngineOwner, OutputReader
 from nanoserve.text.chat import prompts_of
 from nanoserve.text.detokenizer import Detokenizer
-from nanoserve.utils.checks import check_choice, check_int, require
+from nanoserve.utils.checks import check_choice, check_int
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -80,6 +88,7 @@ class AsyncLLM:
         )
         self._num_preparing = 0
         self._is_paused = False
+        self._refusal: str | None = None  # why requests are rejected, while the engine sleeps
         self._loop: asyncio.AbstractEventLoop | None = None
         self._posted: deque[News | None] = deque()  # not delivered yet
         self._is_woken = False
@@ -184,10 +193,49 @@ class AsyncLLM:
         if self.stall is not None:
             raise EngineDeadError(self.stall)
 
-    async def reset_prefix_cache(self) -> bool:
+    async def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
         """Evict all blocks of the prefix cache; see `GuardedEngine.reset_prefix_cache`."""
-        await self.call_in_engine(_forget_prefixes)
+        options = reset_running_requests, reset_connector
+        await self.call_in_engine(methodcaller("reset_prefix_cache", *options))
         return True
+
+    async def sleep(self, level: int = 1, *, mode: str = "abort") -> None:
+        """Release the memory of the KV cache and of the weights until `wake_up`: see `LLM.sleep`.
+
+        Running requests are aborted, each with a last output, and new ones raise
+        `EngineAsleepError`. mode: "abort" is supported only.
+
+        Raises `ValueError` for other modes, and where `LLM.sleep` does; the engine is then awake.
+        """
+        check_choice("mode", mode, ("abort",))
+        before = self._refusal
+        self._refusal = before or "this engine is about to sleep: wake_up() first"
+        try:
+            if before is None:
+                for request_id in list(self._readers):
+                    self.abort(request_id)
+            self._refusal = await self._call_llm(partial(_sleep, level))
+        except BaseException:
+            self._refusal = before
+            raise
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Resume after `sleep`: see `LLM.wake_up`. Requests are accepted once all parts are back.
+
+        Raises `ValueError` where `LLM.wake_up` does.
+        """
+        self._refusal = await self._call_llm(partial(_wake_up, tags))
+
+    async def is_sleeping(self) -> bool:
+        """Return True from `sleep` until all parts have been woken."""
+        return self._refusal is not None
+
+    def check_awake(self) -> None:
+        """Raise `EngineAsleepError` if the engine sleeps."""
+        if self._refusal is not None:
+            raise EngineAsleepError(self._refusal)
 
     async def pause_generation(
         self,
@@ -205,11 +253,7 @@ class AsyncLLM:
 
         Raises `ValueError` for vLLM's `wait_for_inflight_requests`, which is not supported.
         """
-        check_choice("mode", mode, ("abort", "keep"))
-        unsupported = (
-            "wait_for_inflight_requests=True is not supported; await the requests, then pause"
-        )
-        require(not wait_for_inflight_requests, unsupported)
+        check_pause_options(mode, wait_for_inflight_requests)
         if mode == "abort":
             for request_id in list(self._readers):
                 self.abort(request_id)
@@ -263,10 +307,11 @@ class AsyncLLM:
     def open(self, requests: list[Request]) -> OutputReader:
         """Queue requests made by `engine.input_processor`; return the reader of their outputs.
 
-        Raises `ValueError` for a `request_id` that is in use, and `EngineDeadError` if the engine
-        is not running.
+        Raises `ValueError` for a `request_id` that is in use, `EngineAsleepError` if the engine
+        sleeps, and `EngineDeadError` if it is not running.
         """
         self._check_is_running()
+        self.check_awake()
         self._join_loop()
         for request in requests:
             if request.request_id in self._readers:
@@ -283,6 +328,10 @@ class AsyncLLM:
         With `engine_process=True`, `function` and its result are pickled.
         """
         return await self._result_of(partial(self.owner.call, function))
+
+    async def _call_llm(self, function: Callable[[LLM], T]) -> T:
+        """Call `function(llm)` like `call_in_engine`, with the `LLM` that has the engine."""
+        return await self._result_of(partial(self.owner.call_llm, function))
 
     async def _result_of(self, start: Callable[[Done], None]) -> Any:
         """Call `start(done)`; return the value that `done` receives later, or raise its error."""
@@ -420,6 +469,18 @@ class _Done:
     def __await__(self) -> Generator[Any, None, None]:
         return
         yield
+
+
+def _sleep(level: int, llm: LLM) -> str | None:
+    """Put an engine to sleep; return why it rejects requests now."""
+    llm.sleep(level)
+    return llm.engine.refusal
+
+
+def _wake_up(tags: list[str] | None, llm: LLM) -> str | None:
+    """Wake parts of an engine; return why it still rejects requests, or None."""
+    llm.wake_up(tags)
+    return llm.engine.refusal
 
 
 def _forget_prefixes(engine: GuardedEngine) -> None:

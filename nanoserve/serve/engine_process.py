@@ -127,10 +127,16 @@ class EngineProcess:
         self._send("pause", is_paused)
 
     def call(self, function: Callable[[GuardedEngine], Any], done: Done) -> None:
+        self._send_call("call", function, done)
+
+    def call_llm(self, function: Callable[[LLM], Any], done: Done) -> None:
+        self._send_call("call_llm", function, done)
+
+    def _send_call(self, name: str, function: Callable[..., Any], done: Done) -> None:
         # Pickle first, so that no call is registered if pickling raises.
         number, content = next(self._call_numbers), pickle.dumps(function)
         self._calls[number] = done
-        self._send("call", number, content)
+        self._send(name, number, content)
 
     def stop(self) -> None:
         self._send("stop")
@@ -419,15 +425,16 @@ def _execute(orders: Connection, thread: EngineThread, sender: _Sender) -> None:
             thread.abort(*arguments)
         elif name == "pause":
             thread.pause(*arguments)
-        elif name == "call":
+        elif name in ("call", "call_llm"):
             number, function = arguments
-            thread.call(partial(_call, function), partial(sender.send, "result", number))
+            call = thread.call if name == "call" else thread.call_llm
+            call(partial(_call, function), partial(sender.send, "result", number))
         else:
             return
 
 
-def _call(function: bytes, engine: GuardedEngine) -> Any:
-    """Unpickle and call a function of the engine.
+def _call(function: bytes, engine: "GuardedEngine | LLM") -> Any:
+    """Unpickle and call a function of the engine or of its `LLM`.
 
     Unpickling happens here, so that its errors are reported like any other error of the call.
     """

@@ -39,6 +39,10 @@ class EngineDeadError(RuntimeError):
         super().__init__(message)
 
 
+class EngineAsleepError(RuntimeError):
+    """Raised for a request to an engine that sleeps; its message says which parts are missing."""
+
+
 class News(NamedTuple):
     """The updates of a step: new tokens of followed requests (see `TokenFeed`), and outputs."""
 
@@ -104,6 +108,10 @@ class EngineThread:
     def call(self, function: Callable[[GuardedEngine], Any], done: Done) -> None:
         """Call `function(engine)`, and then `done` with its result or its error."""
         self._orders.put(partial(self._call, function, done))
+
+    def call_llm(self, function: Callable[[LLM], Any], done: Done) -> None:
+        """Call `function(llm)` as `call` does, for methods that only the engine's `LLM` has."""
+        self.call(lambda _: function(self._llm), done)
 
     def stop(self) -> None:
         """Execute earlier commands, abort the remaining requests, and close the engine."""

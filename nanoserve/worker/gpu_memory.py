@@ -130,7 +130,8 @@ def run_worst_case(executor: Executor, batch: Batch, config: EngineConfig) -> No
         return
     vocab_size, most_logprobs = logits.shape[1], config.max_logprobs
     most_logprobs = vocab_size if most_logprobs == -1 else most_logprobs
-    sampler = FusedSampler(rows, vocab_size, logits.device)
+    mode = config.logprobs_mode
+    sampler = FusedSampler(rows, vocab_size, logits.device, logprobs_mode=mode)
     slots = batch.output_slots[:outputs].copy()
     # The most expensive request: float32 logits, filtered, with log-probabilities.
     params = SamplingParams(

@@ -310,6 +310,7 @@ class ModelRunner:
             self.model_config.vocab_size,
             self.context.device,
             self.config.logits_processors,
+            logprobs_mode=self.config.logprobs_mode,
         )
 
     def _prepare_device(self) -> None:

@@ -54,7 +54,6 @@ def test_every_option_of_vllms_is_accepted_where_it_asks_for_nothing(name: str) 
     )
     if asked is ...:
         asked = {
-            "logprobs_mode": "raw_logprobs",
             "kv_offloading_backend": "native",
             "log_level": "info",
             "performance_mode": "balanced",
@@ -82,7 +81,7 @@ def test_every_option_of_vllms_is_accepted_where_it_asks_for_nothing(name: str) 
         ({"load_format": "pt"}, "safetensors"),
         ({"kv_cache_dtype": "fp8_e5m2"}, "use 'fp8'"),
         ({"attention_backend": "FLASHINFER"}, "use 'triton'"),
-        ({"logprobs_mode": "processed_logprobs"}, "own distribution"),
+        ({"logprobs_mode": "processed"}, "'processed_logprobs'"),
         ({"gpu_mem_utilization": 0.5}, "did you mean gpu_memory_utilization?"),
         ({"max_model_length": 5}, "did you mean max_model_len?"),
         ({"tensor_parallel": 2}, "did you mean tensor_parallel_size"),

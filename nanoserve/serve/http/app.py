@@ -17,7 +17,7 @@ from nanoserve import __version__
 from nanoserve.engine.text_limit import ContextLengthError
 from nanoserve.features.metrics import exposition, start_metrics
 from nanoserve.serve.async_llm import AsyncLLM
-from nanoserve.serve.engine_thread import EngineDeadError
+from nanoserve.serve.engine_thread import EngineAsleepError, EngineDeadError
 from nanoserve.serve.http.chat_completions import ChatAnswer, chat_prompt, chat_requests
 from nanoserve.serve.http.completions import (
     CompletionAnswer,
@@ -25,6 +25,7 @@ from nanoserve.serve.http.completions import (
     completion_requests,
 )
 from nanoserve.serve.http.dashboard import LiveView, add_live
+from nanoserve.serve.http.dev_endpoints import add_dev_endpoints
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.middleware import Guard, RequestId, SharedAnswer, named, read_body
 from nanoserve.serve.http.page import add_page
@@ -83,9 +84,11 @@ class ApiServer:
             redirect_slashes=False,
         )
         self._add_routes()
+        if settings.enable_dev_endpoints:
+            add_dev_endpoints(self.app, llm, settings)
         add_page(self.app)
         self.live = self._show_live()
-        for kind in (ApiError, HTTPException, EngineDeadError, Exception):
+        for kind in (ApiError, HTTPException, EngineDeadError, EngineAsleepError, Exception):
             self.app.add_exception_handler(kind, _error_response)
         self.app.add_middleware(Guard, settings=settings)
         if settings.allowed_origins:
@@ -272,6 +275,7 @@ class ApiServer:
             raise ApiError(400, message, "prompt_logprobs", "unsupported")
         if self.is_draining:
             raise ApiError(503, "the server is stopping", code="stopping", headers=_later(5))
+        self.llm.check_awake()
         if self.llm.is_running and (stall := self.llm.stall) is not None:
             raise ApiError(503, stall, code="engine_stalled", headers=_later(5))
         longest, waiting = self.settings.max_queue, self.llm.num_waiting

@@ -8,7 +8,7 @@ from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
 from nanoserve.engine.text_limit import ContextLengthError
-from nanoserve.serve.engine_thread import EngineDeadError
+from nanoserve.serve.engine_thread import EngineAsleepError, EngineDeadError
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -61,6 +61,8 @@ class ApiError(Exception):
         if isinstance(error, ValueError):  # engine messages begin with `name=value` or `name: `
             found = re.match(r"(\w+)(=|: )", str(error))
             return cls(400, str(error), found[1] if found else None)
+        if isinstance(error, EngineAsleepError):
+            return cls(503, str(error), code="engine_asleep", headers={"retry-after": "5"})
         if isinstance(error, EngineDeadError):
             return cls(503, str(error), code="engine_dead")
         return cls.internal()

@@ -7,6 +7,7 @@ from typing import Any
 from nanoserve.serve.http.tools.parsers import FORMATS
 from nanoserve.serve.http.tools.reasoning import STARTS
 from nanoserve.utils.checks import (
+    check_bool,
     check_choice,
     check_int,
     check_list,
@@ -43,6 +44,7 @@ class ServerSettings:
     heartbeat_interval: float = 15.0  # proxies close a stream that is silent for a minute
     allowed_origins: list[str] = field(default_factory=list)  # of pages of other sites (CORS)
     metrics_prefix: str = "vllm:"  # so that dashboards made for vLLM work
+    enable_dev_endpoints: bool = False  # pause, sleep, reset: `nanoserve.serve.http.dev_endpoints`
     tool_call_parser: str | None = None  # format of tool calls; None: detected from the template
     reasoning_parser: str | None = None  # format of the reasoning before the answer
     # Default variables for chat templates; chat_template_kwargs of a request override them.
@@ -53,6 +55,7 @@ class ServerSettings:
             setattr(self, name, check_int(name, getattr(self, name), smallest))
         if self.max_queue is not None:
             self.max_queue = check_int("max_queue", self.max_queue, 1)
+        check_bool("enable_dev_endpoints", self.enable_dev_endpoints)
         for name in ("body_timeout", "heartbeat_interval"):
             check_number(name, getattr(self, name), 0, None, excludes_low=True)
         if self.tool_call_parser is not None:

@@ -8,6 +8,7 @@ _NO_LORA = "merge the adapter into its base (peft: merge_and_unload) and serve t
 _TEXT_ONLY = "nanoserve runs text models only"
 _STATELESS = f"nothing is stored between requests: {_CHAT} with the complete conversation"
 _BATCH = "`nanoserve batch IN.jsonl OUT.jsonl` answers a file of requests"
+_FOR_DEVELOPERS = "start the server with --enable-dev-endpoints, or use the class LLM in a program"
 _IN_A_PROGRAM = "the server does not offer it; the class LLM in a program does"
 _DOCS = "README.md and docs/ describe the server; /v1/models lists the models that it serves"
 
@@ -52,8 +53,9 @@ _OTHERS = {
     **dict.fromkeys(("slots", "load", "server_info", "get_server_info"), "use /metrics"),
     "tokenizer_info": "use /tokenize",
     "lora-adapters": _NO_LORA,
-    **dict.fromkeys(("sleep", "wake_up", "is_sleeping", "reset_prefix_cache"), _IN_A_PROGRAM),
-    **dict.fromkeys(("pause", "resume", "collective_rpc", "update_weights"), _IN_A_PROGRAM),
+    **dict.fromkeys(("sleep", "wake_up", "is_sleeping", "reset_prefix_cache"), _FOR_DEVELOPERS),
+    **dict.fromkeys(("pause", "resume", "is_paused"), _FOR_DEVELOPERS),
+    **dict.fromkeys(("collective_rpc", "update_weights"), _IN_A_PROGRAM),
     **dict.fromkeys(("start_profile", "stop_profile", "flush_cache"), _IN_A_PROGRAM),
     **dict.fromkeys(("docs", "redoc", "openapi.json", "swagger"), _DOCS),
     **dict.fromkeys(("readyz", "healthz", "livez", "ready", "live_check"), "use /health"),

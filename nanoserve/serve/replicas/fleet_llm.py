@@ -45,6 +45,13 @@ class FleetLLM(AsyncLLM):
         """
         return await self._result_of(partial(self.owner.call_one, number, function))
 
+    async def sleep(self, level: int = 1, *, mode: str = "abort") -> None:
+        """Raise `ValueError`: replicas are replaced and added at any time, and are then awake."""
+        raise ValueError("sleep() is not supported with replicas: stop the server instead")
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Do nothing, since replicas do not sleep."""
+
     def _make_owner(  # type: ignore[override]  # as above
         self,
         model: str | Path,

@@ -361,3 +361,29 @@ def test_steps_without_a_filter_do_not_look_for_borders(monkeypatch: pytest.Monk
         sampler.set_slot(SlotUpdate(2, SamplingParams(), seed=0))
     sample_both(both, logits, np.array([2, 1], dtype=np.int32), positions)
     assert len(searched) == 3
+
+
+def test_processed_logprobs_are_filtered_as_the_kernel_filters() -> None:
+    """A sampled token is never -inf, and the kept tokens are those of torch's stages."""
+    num_rows, vocab_size = 12, 500
+    logits = 3 * torch.randn(num_rows, vocab_size, generator=torch.Generator().manual_seed(0))
+    logits = logits.to(DEVICE)
+    filters = [{}, {"top_k": 4}, {"top_p": 0.7}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.9}]
+    sampled = []
+    for sampler_class in (FusedSampler, Sampler):
+        sampler = sampler_class(num_rows, vocab_size, DEVICE, logprobs_mode="processed_logprobs")
+        for slot in range(num_rows):
+            temperature = 0 if slot == 7 else 0.7 + slot / 10
+            own = {"temperature": temperature, "logprobs": vocab_size, **filters[slot % 5]}
+            if slot == 3:
+                del own["logprobs"]  # this row is sampled without a copy
+            sampler.set_slot(SlotUpdate(slot, SamplingParams(**own), seed=slot))
+        slots = np.arange(num_rows)
+        sampled.append(sampler.sample(logits, slots, slots + 5))
+    fused, plain = sampled
+    assert fused.token_ids.tolist() == plain.token_ids.tolist()
+    assert fused.logprob_rows.tolist() == [i for i in range(num_rows) if i != 3]
+    assert fused.logprobs.token_ids.tolist() == plain.logprobs.token_ids.tolist()
+    assert fused.logprobs.logprobs[:, 0].isfinite().all()
+    torch.testing.assert_close(fused.logprobs.logprobs, plain.logprobs.logprobs)
+    assert fused.logprobs.logprobs[1].isfinite().sum() == 5  # the token and four candidates
