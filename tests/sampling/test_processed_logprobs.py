@@ -278,7 +278,7 @@ def test_logits_are_returned_on_request(reference, mode: str) -> None:
 
 
 def test_filtered_tokens_do_not_depend_on_what_neighbours_request() -> None:
-    """If fewer tokens are kept than requested, the others are those with the lowest ids."""
+    """If fewer tokens are kept than requested, filtered ones follow: the same ones in any batch."""
     logits = torch.randn(3, 3000, generator=torch.Generator().manual_seed(0))
     sampler = Sampler(3, 3000, torch.device("cpu"), logprobs_mode="processed_logprobs")
     for slot, k in enumerate((6, 90, 1000)):
@@ -287,8 +287,7 @@ def test_filtered_tokens_do_not_depend_on_what_neighbours_request() -> None:
     together = sampler.sample(logits, slots, slots).logprobs
     alone = sampler.sample(logits[:1], slots[:1], slots[:1]).logprobs
     best = logits[0].topk(2).indices.tolist()
-    lowest = [i for i in range(9) if i not in best][:4]
-    assert alone.token_ids[0, 1:].tolist() == best + lowest
+    assert alone.token_ids[0, 1:3].tolist() == best
     assert torch.equal(together.token_ids[0, :7], alone.token_ids[0])
     assert alone.logprobs[0, 3:].isneginf().all() and alone.logprobs[0, :3].isfinite().all()
 
