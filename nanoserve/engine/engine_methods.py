@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from nanoserve.checkpoint.model_config import ModelConfig
+    from nanoserve.engine.output_processor import OutputProcessor
 
 # Replacements for other attributes of vLLM's class. The table is here and not in
 # `nanoserve.compat` because the engine does not import that package.
@@ -29,7 +30,7 @@ _ELSEWHERE = {
     **dict.fromkeys(
         ("model_executor", "driver_worker", "model_runner", "engine_core"),
         "with one process, llm.engine.executor.model is the model, for inspection only: most "
-        "weights are stored in other layouts",
+        "weights are stored in other layouts; llm.update_weights() replaces them",
     ),
     "cache_config": "use llm.engine.config.block_size and llm.engine.executor.num_kv_blocks",
     "max_model_len": "use llm.engine.input_processor.max_model_len",
@@ -38,6 +39,7 @@ _ELSEWHERE = {
     "generate": "use LLM(...).generate(); an engine has add_request() and step()",
     "sleep": "use llm.sleep()",
     "wake_up": "use llm.wake_up()",
+    "update_weights": "use llm.update_weights()",
 }
 
 
@@ -45,12 +47,18 @@ class EngineMethods:
     """The base class of `GuardedEngine` with the less common methods of vLLM's class."""
 
     model_config: "ModelConfig"
+    output_processor: "OutputProcessor"
     tokenizer: Any
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> "Self":
         """Create an engine from `nanoserve.EngineArgs`, as scripts for vLLM do."""
         return engine_args.create_engine()
+
+    @property
+    def weights_version(self) -> int | str:
+        """The version of the weights in use: 0 for those of the checkpoint."""
+        return self.output_processor.weights_version
 
     def get_model_config(self) -> "ModelConfig":
         """Return the model's configuration, read from the checkpoint."""

@@ -18,6 +18,8 @@ from nanoserve.compat.llm_methods import hugging_face_tokenizer
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.input_processor import Prompt
 from nanoserve.engine.request import Request
+from nanoserve.features.sleep import Sleeper
+from nanoserve.features.weight_update import WeightUpdater
 from nanoserve.llm import LLM
 from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import SamplingParams
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from nanoserve.cli.engine_args import EngineArgs
     from nanoserve.compat.engine_options import EngineOptions
     from nanoserve.features.structured.params import StructuredOutputsParams
+    from nanoserve.features.weight_update import Source
     from nanoserve.serve.engine_process import EngineFront
     from nanoserve.text.prompt_types import ChatOptions
     from nanoserve.text.tokenizer import Message
@@ -188,6 +191,21 @@ class AsyncLLM:
         """Evict all blocks of the prefix cache; see `GuardedEngine.reset_prefix_cache`."""
         await self.call_in_engine(_forget_prefixes)
         return True
+
+    async def update_weights(
+        self, source: "Source", *, mode: str | None = None, version: int | str | None = None
+    ) -> int | str:
+        """Replace all weights between two steps; return their version. See `LLM.update_weights`.
+
+        With `engine_process=True`, `source` is pickled: pass a folder. During the update no request
+        makes progress. Outputs of streams that are made of tokens alone, without log-probabilities
+        or stop strings, have no `weights_versions`.
+
+        Raises `ValueError` as `LLM.update_weights` does, and for mode "wait".
+        """
+        require(mode != "wait", "mode='wait' is not supported: await the requests, then update")
+        update = partial(_update_weights, source=source, mode=mode, version=version)
+        return await self.call_in_engine(update)
 
     async def pause_generation(
         self,
@@ -424,6 +442,13 @@ class _Done:
 
 def _forget_prefixes(engine: GuardedEngine) -> None:
     engine.reset_prefix_cache()
+
+
+def _update_weights(
+    engine: GuardedEngine, source: "Source", mode: str | None, version: int | str | None
+) -> int | str:
+    updater = WeightUpdater(engine, Sleeper(engine))
+    return updater.update(source, mode=mode, version=version)
 
 
 def _do_nothing(engine: GuardedEngine) -> None:
