@@ -77,8 +77,8 @@ def checked_pairs(pairs: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Te
     """
     names: set[str] = set()
     for pair in pairs:
-        is_pair = isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)
-        require(is_pair, f"{shown(pair)} is not a pair (name, tensor)")
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str)):
+            raise ValueError(f"{shown(pair)} is not a pair (name, tensor)")
         name, tensor = pair
         what = f"{name:.99} is"
         require(isinstance(tensor, Tensor), f"{what} {type(tensor).__name__}, not a torch.Tensor")
@@ -105,11 +105,11 @@ def named_tensors(source: Any) -> Iterable[tuple[str, Tensor]]:
         source = source.state_dict()
     if isinstance(source, Mapping):
         return source.items()
-    require(
-        isinstance(source, Iterable) and not isinstance(source, (str, bytes, Tensor)),
-        f"source={shown(source)} is neither a folder nor a mapping of names to tensors, nor an "
-        f"iterable of (name, tensor), nor a torch.nn.Module",
-    )
+    if not isinstance(source, Iterable) or isinstance(source, (str, bytes, Tensor)):
+        raise ValueError(
+            f"source={shown(source)} is neither a folder nor a mapping of names to tensors, nor an "
+            f"iterable of (name, tensor), nor a torch.nn.Module"
+        )
     return source
 
 

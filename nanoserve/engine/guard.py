@@ -152,10 +152,8 @@ class GuardedEngine(EngineMethods):
     def change_weights(self, change: Callable[[], None], version: int | str | None = None) -> None:
         """Call `change`, which gives the executor other weights, when no step is in flight.
 
-        If it raises, the version stays. Raises `RuntimeError` inside a step.
+        If it raises, the version stays. Not for use inside a step.
         """
-        if self.is_stepping:
-            raise RuntimeError("the weights cannot be replaced inside a step: wait for its end")
         with self._lock.turn():
             with self._recovery():
                 self.loop.finish_steps()

@@ -39,7 +39,7 @@ class _Asleep(Protocol):
         """Wake the parts that `tags` name."""
 
     def take_weights(self, source: Weights) -> None:
-        """Wake with the weights in `source`; if this raises, the weights stay as they were."""
+        """Replace the weights by those in `source`; if this raises, they stay as they were."""
 
 
 class Sleeper:
@@ -92,31 +92,29 @@ class Sleeper:
             self._suspend_or_resume(asleep)
 
     @property
-    def is_asleep(self) -> bool:
-        """True until weights and KV cache are awake."""
-        return self._asleep is not None
+    def awake(self) -> list[str]:
+        """The tags of the parts that are awake."""
+        return [tag for tag in TAGS if self._asleep is None or tag not in self._asleep.missing]
 
     def wake_weights(self, source: Weights) -> None:
         """Wake a sleeping engine's weights, or replace those it has woken, by those in `source`.
 
-        If this raises, nothing has changed.
+        If this raises, nothing has changed. The engine stays asleep until `wake_up`, even if
+        nothing is missing any more.
         """
         asleep = self._asleep
         if asleep is not None:
-            try:
-                asleep.take_weights(source)
-            finally:
-                self._suspend_or_resume(asleep)
+            asleep.take_weights(source)
+            self._engine.suspend(_refusal(asleep))
 
-    def reload(self, source: Weights) -> None:
-        """Drop the weights of a single rank and the KV cache, and load those in `source`.
-
-        If this raises, the engine stays asleep.
-        """
+    def drop(self) -> None:
+        """Drop the weights of a single rank and the KV cache, awake or not."""
         self._engine.loop.reset_prefix_cache()
-        self._asleep = self._put_to_sleep(2)
-        self.wake_weights(source)
-        self.wake_up()
+        if self._asleep is None:
+            self._asleep = self._put_to_sleep(2)
+        else:
+            self._asleep.sleep(2)
+        self._engine.suspend(_refusal(self._asleep))
 
     def _note_reread(self) -> None:
         """Note that the weights in use are those of the checkpoint again."""
@@ -204,7 +202,6 @@ class _SleepingRunner:
         self._runner.use_model(exchange.take_model())
         self._are_weights_awake = True
         exchange.drop_weights()  # what is left of the old ones
-        self._resume()
 
     def _resume(self) -> None:
         """Make the runner ready for steps if all parts are awake."""

@@ -26,7 +26,7 @@ from nanoserve.checkpoint.checkpoint import Checkpoint, local_checkpoint
 from nanoserve.checkpoint.formats.fields import method_of
 from nanoserve.checkpoint.state_dict import StateDict, named_tensors, write_files
 from nanoserve.checkpoint.weight_files import Weights
-from nanoserve.features.sleep import Sleeper
+from nanoserve.features.sleep import TAGS, Sleeper
 from nanoserve.models.registry import supported_architectures, weight_bytes
 from nanoserve.utils.checks import is_int, require, shown
 from nanoserve.worker.model_runner import ModelRunner
@@ -71,9 +71,12 @@ class WeightUpdater:
             keep_old or mode != "keep",
             "mode='keep' needs keep_old=True: without weights no request can go on",
         )
+        if engine.is_stepping:
+            raise RuntimeError("the weights cannot be replaced inside a step: wait for its end")
         if not keep_old:
             self._runner()  # raises for several ranks
         self._sleeper.check_refusal()
+        awake = self._sleeper.awake
         has_one_rank = isinstance(engine.executor, ModelRunner)
         # The source is read before the engine is locked: an iterator may take long.
         with self._opened(source, in_memory=has_one_rank) as weights:
@@ -82,6 +85,8 @@ class WeightUpdater:
                     engine.step(fetch=False)
             number = int(version) if is_int(version) else version
             engine.change_weights(partial(self._change, weights, mode, keep_old), number)
+        # The weights and their version have changed; an error from here on leaves it asleep.
+        self._sleeper.wake_up(awake)
         return engine.weights_version
 
     def _change(self, weights: Weights, mode: str | None, keep_old: bool) -> None:
@@ -93,18 +98,18 @@ class WeightUpdater:
             f"{num_unfinished} requests are unfinished; finish or abort them, or choose "
             f"mode='wait', 'abort' or 'keep'",
         )
-        if self._sleeper.is_asleep:
-            self._sleeper.wake_weights(weights)
-        elif keep_old:
-            # An error of the source comes before anything has changed, and before any abort.
-            exchange = self._exchange()
-            exchange.load_weights(weights)
-            self._abort(mode)
-            exchange.use_weights()
-        else:
+        # An error of the source comes before anything has changed, and before any abort.
+        if not keep_old:
             WeightExchange(self._runner()).check(weights)
             self._abort(mode)
-            self._sleeper.reload(weights)
+            self._sleeper.drop()
+        if self._sleeper.awake != [*TAGS]:
+            self._sleeper.wake_weights(weights)
+            return
+        exchange = self._exchange()
+        exchange.load_weights(weights)
+        self._abort(mode)
+        exchange.use_weights()
 
     def _exchange(self) -> TakesWeights:
         executor: Any = self._engine.executor

@@ -18,7 +18,7 @@ from nanoserve.worker.model_runner import ModelRunner
 
 
 class TakesWeights(Protocol):
-    """What exchanges the weights of an engine: a `WeightExchange`, or an executor of several ranks.
+    """The interface of a `WeightExchange`, and of executors of several ranks.
 
     No step may be in flight.
     """

@@ -571,7 +571,8 @@ def test_many_updates_leave_nothing_behind(folders: list[Path], by_size: Any) ->
 # ---------------------------------------------------------------------- sleep
 
 
-def test_the_order_of_reinforcement_learning(folders: list[Path]) -> None:
+@pytest.mark.parametrize("keep_old", [True, False])
+def test_the_order_of_reinforcement_learning(folders: list[Path], keep_old: bool) -> None:
     """Weights are replaced after they have woken, or while they sleep; the KV cache wakes later."""
     with LLM(folders[1], **OPTIONS) as llm:
         expected = answers(llm)
@@ -586,7 +587,7 @@ def test_the_order_of_reinforcement_learning(folders: list[Path]) -> None:
                 with pytest.raises(ValueError, match="missing: "):  # of the source
                     llm.update_weights({})
                 assert "asleep" in str(llm.engine.refusal)
-                version = llm.update_weights(weights_of(folders[1]))
+                version = llm.update_weights(weights_of(folders[1]), keep_old=keep_old)
                 is_awake = llm.engine.refusal is None
                 assert is_awake == (first == ["kv_cache"])
                 llm.wake_up(["kv_cache"])
@@ -606,6 +607,26 @@ def test_level_2_reads_the_checkpoint_again(folders: list[Path]) -> None:
         llm.wake_up()
         assert llm.weights_version == 0 and answers(llm) == old
         assert llm.update_weights(folders[1]) == 3  # no number is used twice
+
+
+def test_a_failure_behind_the_exchange_keeps_the_new_version(
+    folders: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with LLM(folders[1], **OPTIONS) as llm:
+        expected = answers(llm)
+    with LLM(folders[0], **OPTIONS) as llm:
+        answers(llm)
+
+        def fails(runner: ModelRunner) -> None:
+            raise MemoryError("no room for the KV cache")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ModelRunner, "restore_kv_caches", fails)
+            with pytest.raises(MemoryError):
+                llm.update_weights(folders[1], keep_old=False)
+        assert llm.weights_version == 1 and "missing: kv_cache" in str(llm.engine.refusal)
+        llm.wake_up()
+        assert llm.weights_version == 1 and answers(llm) == expected
 
 
 def test_without_the_old_weights_a_failure_puts_it_to_sleep(
