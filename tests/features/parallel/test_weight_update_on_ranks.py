@@ -15,7 +15,7 @@ from tiny_checkpoints import edit_json, make_qwen3
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.features.parallel.worker_processes import WorkerError
-from nanoserve.models.registry import register_model
+from nanoserve.models.registry import MODELS, register_model
 from nanoserve.worker.weight_exchange import WeightExchange
 
 PROMPTS = [[5, 6, 7], [*range(40)]]
@@ -104,6 +104,7 @@ def failing(
     path, order = tmp_path / "model", tmp_path / "order"
     make_qwen3(path, tie_word_embeddings=True)
     edit_json(path / "config.json", architectures=["FailingQwen3"])
+    monkeypatch.setattr(MODELS, "_entries", MODELS.entries())  # of this test only
     register_model("FailingQwen3", "failing_rank:FailingForCausalLM")
     monkeypatch.setenv("FAILING_RANK", str(order))
     monkeypatch.setenv("PYTHONPATH", str(Path(failing_rank.__file__).parent))
