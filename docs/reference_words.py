@@ -38,6 +38,8 @@ ENDPOINTS = {
     "`?level=1` or `?level=2`; requests get 503 until `/wake_up`.",
     "/wake_up": "With `--enable-dev-endpoints`: wakes all parts, or `?tags=weights` or "
     "`?tags=kv_cache` alone.",
+    "/update_weights": "With `--enable-dev-endpoints`: replaces all weights by those in a folder "
+    "on the server, `?path=FOLDER`, with `version` and `mode` as for `AsyncLLM.update_weights`.",
     "/is_sleeping": "With `--enable-dev-endpoints`: `is_sleeping`.",
     "/reset_prefix_cache": "With `--enable-dev-endpoints`: evicts all cached prefixes; with "
     "`?reset_running_requests=true` running requests recompute theirs, too.",

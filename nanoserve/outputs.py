@@ -1,7 +1,7 @@
 """The outputs of a request, with vLLM's names."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -95,6 +95,9 @@ class CompletionOutput:
     stop_reason: the stop token's id or the stop string; None for the model's own EOS.
     logprobs: for each token the requested candidates, by token id; the sampled one is among them.
     cumulative_logprob: the sum over the sampled tokens.
+    weights_versions: (index in `token_ids`, version) of the first token that each version of the
+        weights has made, in order; one pair unless the weights were replaced while it ran. See
+        `LLM.update_weights`.
     """
 
     index: int
@@ -104,6 +107,7 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+    weights_versions: list[tuple[int, int | str]] = field(default_factory=list)
 
     @property
     def finished(self) -> bool:

@@ -9,11 +9,10 @@ Memory never holds the model twice, not even a model in a single file.
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,8 @@ from tqdm import tqdm
 
 from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
 from nanoserve.checkpoint.errors import describe_mismatches
-from nanoserve.checkpoint.weight_files import SINGLE_FILE, open_weights, shard_files
+from nanoserve.checkpoint.state_dict import StateDict
+from nanoserve.checkpoint.weight_files import SINGLE_FILE, Weights, open_weights, shard_files
 
 # Bytes of a value. Any other type is a quantized format, whose values need decoding.
 _STORED_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -32,7 +32,7 @@ _MAX_PIECE = 64 * 2**20  # bytes that a thread copies before it unmaps the file
 
 def load_weights(
     model: nn.Module,
-    path: Path,
+    path: Weights,
     load_format: str = "auto",
     elsewhere: Set[str] = frozenset(),
     *,
@@ -40,11 +40,11 @@ def load_weights(
 ) -> None:
     """Fill the parameters of `model` from the safetensors files in `path`.
 
-    Reads a single file or sharded files with an index, and only this rank's slice of each tensor.
-    The `load_format` "dummy" fills the parameters with random values instead. The files may also
-    hold the tensors named in `elsewhere`, which belong to other pipeline stages. Raises
-    `ValueError` as `check_weights` does, before anything is copied. A progress bar appears after
-    one second.
+    `path` may also be a state dictionary. Reads a single file or sharded files with an index, and
+    only this rank's slice of each tensor. The `load_format` "dummy" fills the parameters with
+    random values instead. The files may also hold the tensors named in `elsewhere`, which belong to
+    other pipeline stages. Raises `ValueError` as `check_weights` does, before anything is copied. A
+    progress bar appears after one second.
     """
     early: list[nn.Module] = []
     if load_format == "dummy":
@@ -116,7 +116,7 @@ def _as_stored(
 class Stored(NamedTuple):
     """A tensor stored in a file."""
 
-    file: Path
+    file: Weights
     shape: tuple[int, ...]
     value_bytes: int
 
@@ -128,7 +128,7 @@ class Stored(NamedTuple):
 class _Copy(NamedTuple):
     """Rows of a stored tensor and their destination."""
 
-    file: Path
+    file: Weights
     name: str
     part: tuple[slice, ...]
     destination: Tensor
@@ -136,7 +136,7 @@ class _Copy(NamedTuple):
 
 
 def check_weights(
-    model: nn.Module, path: Path, elsewhere: Set[str] = frozenset()
+    model: nn.Module, path: Weights, elsewhere: Set[str] = frozenset()
 ) -> tuple[dict[str, list[CheckpointTensor]], dict[str, Stored]]:
     """Return the tensors that `model` needs, and those in the files in `path`, in file order.
 
@@ -155,7 +155,7 @@ def check_weights(
 
 
 def _load_safetensors(
-    model: nn.Module, path: Path, elsewhere: Set[str], shows_progress: bool
+    model: nn.Module, path: Weights, elsewhere: Set[str], shows_progress: bool
 ) -> list[nn.Module]:
     """Fill `model`; return the modules whose `process_after_loading` has been called.
 
@@ -199,7 +199,7 @@ def _load_safetensors(
     return early
 
 
-def stored_tensors(path: Path) -> dict[str, Stored]:
+def stored_tensors(path: Weights) -> dict[str, Stored]:
     """Return the tensors in the files in `path`, in file order.
 
     Raises `ValueError` for a name that is stored twice, and for a type that is not a float.
@@ -277,14 +277,16 @@ def _one_thread_each(num_threads: int) -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(before)  # otherwise later threads would be limited to one as well
 
 
-def _weight_files(path: Path) -> list[Path]:
+def _weight_files(path: Weights) -> Sequence[Weights]:
+    if isinstance(path, StateDict):
+        return [path]
     single = path / SINGLE_FILE
     if single.is_file():
         return [single]
     return shard_files(path)
 
 
-def check_tied(tied: Mapping[str, str], files: Mapping[str, Path]) -> None:
+def check_tied(tied: Mapping[str, str], files: Mapping[str, Weights]) -> None:
     """Raise `ValueError` if a stored tensor differs from the one to which it is tied.
 
     `tied` maps a tensor's name to its twin's name; `files` maps each stored tensor to its file.

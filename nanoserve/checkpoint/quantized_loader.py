@@ -9,7 +9,6 @@ weight.
 
 from collections.abc import Callable, Iterator, Set
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from nanoserve.checkpoint.formats.source import (
     open_quantized,
 )
 from nanoserve.checkpoint.loader import expected_tensors
+from nanoserve.checkpoint.weight_files import Weights
 from nanoserve.kernels.cpu.memory import give_back_freed
 
 Weight = Tensor | QuantizedMatrix
@@ -42,7 +42,7 @@ def deferred_weight(shape: tuple[int, ...], bits: int) -> nn.Parameter:
 
 def load_deferred(
     model: nn.Module,
-    path: Path,
+    path: Weights,
     load_format: str = "auto",
     elsewhere: Set[str] = frozenset(),
     *,
@@ -61,7 +61,7 @@ def load_deferred(
     fill(model, source, to_integers, shows_progress, elsewhere)
 
 
-def check_weights(model: nn.Module, path: Path, elsewhere: Set[str] = frozenset()) -> None:
+def check_weights(model: nn.Module, path: Weights, elsewhere: Set[str] = frozenset()) -> None:
     """Check a quantized checkpoint, like `nanoserve.checkpoint.loader.check_weights`."""
     source = open_quantized(path, model.config.quantization_config)
     _check(expected_tensors(model), source, model, elsewhere)

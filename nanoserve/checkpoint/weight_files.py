@@ -8,21 +8,25 @@ from safetensors import SafetensorError, safe_open
 
 from nanoserve.checkpoint.config_json import describe_damage, read_json
 from nanoserve.checkpoint.errors import describe_missing_weights, some
+from nanoserve.checkpoint.state_dict import SINGLE_FILE, StateDict
 from nanoserve.utils.checks import require, shown
 
-SINGLE_FILE = "model.safetensors"  # the complete checkpoint, if it is not sharded
+Weights = Path | StateDict  # a folder of safetensors files, or what takes their place
 
 
 class open_weights:
-    """Context manager: `safe_open`, with errors that name the file."""
+    """Context manager: `safe_open`, with errors that name the file. A `StateDict` is open."""
 
-    def __init__(self, file: Path) -> None:
+    def __init__(self, file: Weights) -> None:
+        self._file: Any = file
+        if isinstance(file, StateDict):
+            return
         try:
             self._file = safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
             raise ValueError(describe_damage(file, error)) from error
 
-    def __enter__(self) -> safe_open:
+    def __enter__(self) -> Any:  # a `safe_open` or a `StateDict`
         return self._file.__enter__()
 
     def __exit__(self, *exc: object) -> None:

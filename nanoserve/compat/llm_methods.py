@@ -15,6 +15,7 @@ from nanoserve.engine.input_processor import Prompt, as_prompt_list
 from nanoserve.engine.pause import check_pause_options
 from nanoserve.features.beam_search import BeamSearchOutput, BeamSearchParams, search_all
 from nanoserve.features.sleep import Sleeper
+from nanoserve.features.weight_update import Source, WeightUpdater
 from nanoserve.outputs import EngineStats, RequestOutput
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.text.chat import prompts_of
@@ -199,6 +200,49 @@ class LLMMethods:
             raise ValueError(
                 "generation is paused since pause_generation(): call resume_generation() first"
             )
+
+    @property
+    def weights_version(self) -> int | str:
+        """The version of the weights in use, which is 0 for those of the checkpoint."""
+        return self.engine.weights_version
+
+    def update_weights(
+        self,
+        source: "Source",
+        *,
+        mode: str | None = None,
+        version: int | str | None = None,
+        keep_old: bool = True,
+    ) -> int | str:
+        """Replace all weights while the engine runs, and return their version.
+
+        The engine then answers as one that was created with these weights, bit for bit. Cached
+        prefixes of other weights are never reused.
+
+        source: all tensors of a checkpoint by name, as in the model's own files: a mapping such as
+        a state dictionary, an iterable of (name, tensor), a `torch.nn.Module`, or a folder. They
+        are read, and neither kept nor changed. Tied tensors may be given twice if they are equal.
+        If the engine quantizes while it loads, it quantizes these weights; a checkpoint that is
+        itself quantized needs a folder or file of the same format.
+
+        mode: what happens to unfinished requests. None rejects the update; "wait" runs them to
+        their end before it; "abort" ends them, and the next step returns their last outputs; "keep"
+        continues them with the new weights and the K and V that the old weights have computed. See
+        `CompletionOutput.weights_versions`.
+
+        version: an integer or a string of your own; None counts updates.
+
+        keep_old: by default the old weights stay in memory until the new ones have been loaded, so
+        that an error changes nothing. False drops them before, for half of the peak memory; only
+        names, shapes and data types are checked before. If the update then fails, the engine is
+        asleep: `wake_up()` reads the checkpoint, and another update is possible too.
+
+        An engine whose weights are asleep wakes them with the new ones. Raises `ValueError`, before
+        anything changes, for missing, unexpected, or misshapen tensors and for those that are not
+        floats; errors of an iterator are raised as they are.
+        """
+        updater = WeightUpdater(self.engine, self._get_sleeper())
+        return updater.update(source, mode=mode, version=version, keep_old=keep_old)
 
     def _get_sleeper(self) -> "Sleeper":
         if self._sleeper is None:

@@ -6,15 +6,14 @@ _POOLING = "nanoserve generates text; use sentence-transformers or vLLM for embe
 _PROFILING = "trace='run.jsonl' records every step, and torch.profiler profiles a program"
 _WORKERS = (
     "functions of a program cannot run in the workers. To replace weights, call "
-    "llm.sleep(level=2), write them with save_pretrained() into the folder that the model came "
-    "from, and call llm.wake_up(). Do not copy into the parameters of llm.engine.executor.model: "
+    "llm.update_weights(state_dict). Do not copy into the parameters of llm.engine.executor.model: "
     "most weights are kept in other forms, which load_state_dict(strict=False) leaves unchanged "
     "without an error"
 )
 
 _MODEL = (
     "with one process, llm.engine.executor.model is the model, for inspection: most weights are "
-    "kept in other forms"
+    "kept in other forms; llm.update_weights() replaces them"
 )
 
 # Attributes of `LLM`.

@@ -106,7 +106,7 @@ FOREIGN: dict[str, Foreign] = {
     **_known("hf_token", "set HF_TOKEN, or log in with `hf auth login`", _on),
     **_known("model_class_overrides", "nanoserve.register_model(name, class) adds a model"),
     **_known("quantization_config", "the checkpoint's config is read; set quantization= otherwise"),
-    **_known("weight_transfer_config", "construct a new LLM for new weights"),
+    **_known("weight_transfer_config", "llm.update_weights() replaces weights"),
     **_known("code_revision", "code in a checkpoint is never run for a model"),
     **_known("tokenizer_revision", "pass tokenizer=FOLDER with the version to use"),
     **_known("rope_scaling rope_theta", "pass hf_overrides={'rope_scaling': ...}, as in "

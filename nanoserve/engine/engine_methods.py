@@ -33,7 +33,7 @@ _ELSEWHERE = {
     **dict.fromkeys(
         ("model_executor", "driver_worker", "model_runner", "engine_core"),
         "with one process, llm.engine.executor.model is the model, for inspection only: most "
-        "weights are stored in other layouts",
+        "weights are stored in other layouts; llm.update_weights() replaces them",
     ),
     "cache_config": "use llm.engine.config.block_size and llm.engine.executor.num_kv_blocks",
     "max_model_len": "use llm.engine.input_processor.max_model_len",
@@ -42,6 +42,7 @@ _ELSEWHERE = {
     "generate": "use LLM(...).generate(); an engine has add_request() and step()",
     "sleep": "use llm.sleep()",
     "wake_up": "use llm.wake_up()",
+    "update_weights": "use llm.update_weights()",
 }
 
 
@@ -65,6 +66,11 @@ class EngineMethods:
     def from_engine_args(cls, engine_args: Any) -> "Self":
         """Create an engine from `nanoserve.EngineArgs`, as scripts for vLLM do."""
         return engine_args.create_engine()
+
+    @property
+    def weights_version(self) -> int | str:
+        """The version of the weights in use: 0 for those of the checkpoint."""
+        return self.output_processor.weights_version
 
     def get_model_config(self) -> "ModelConfig":
         """Return the model's configuration, read from the checkpoint."""

@@ -150,6 +150,17 @@ class GuardedEngine(EngineMethods):
         self._lock.call_soon(lambda: self._reset_prefix_cache(reset_running_requests))
         return True
 
+    def change_weights(self, change: Callable[[], None], version: int | str | None = None) -> None:
+        """Call `change`, which gives the executor other weights, when no step is in flight.
+
+        If it raises, the version stays. Not for use inside a step.
+        """
+        with self._lock.turn():
+            with self._recovery():
+                self.loop.finish_steps()
+            change()
+            self.loop.begin_weights(version)
+
     def has_unfinished_requests(self) -> bool:
         """Return True if `step` has anything left to compute or to return."""
         with self._lock.turn():

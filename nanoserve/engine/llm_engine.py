@@ -76,6 +76,7 @@ class LLMEngine:
         self._planned: Plan | None = None  # names the requests of that step
         self._launched: Step | None = None  # has to be cancelled
         self._in_flight: deque[Step] = deque()  # launched and not collected, oldest first
+        self.weights_id = 0  # of the weights in use: each other set of weights gets another number
         self._num_arrivals = 0
         self._rng = random.Random(config.seed)
         self._stats = EngineStats()
@@ -123,7 +124,7 @@ class LLMEngine:
         for seq in request.sequences:
             self._num_arrivals += 1
             seq.arrival = self._num_arrivals
-            seq.seed = seed
+            seq.seed, seq.weights_id = seed, self.weights_id
         self.scheduler.add(request.sequences[0], held_for)  # siblings wait for its prompt
         self.output_processor.add(request)
         if self.listeners:
@@ -298,10 +299,24 @@ class LLMEngine:
         `reset_running_requests` they recompute their KV, too, after the steps in flight have ended.
         """
         if reset_running_requests:
-            while self._in_flight:
-                self._finish_step()
+            self.finish_steps()
             self.scheduler.reset(self._sequences())
         self.scheduler.block_manager.prefix_cache.clear()
+
+    def finish_steps(self) -> None:
+        """Wait for the steps in flight, and keep their outputs for the next `step`."""
+        while self._in_flight:
+            self._finish_step()
+
+    def begin_weights(self, version: int | str | None) -> None:
+        """Note that the executor has other weights; no step may be in flight.
+
+        Sequences that are added from now on share no KV blocks with earlier ones. `version` is the
+        one in later outputs; None is the number of these weights.
+        """
+        self.weights_id += 1
+        self.output_processor.begin_weights(self.weights_id if version is None else version)
+        self.reset_prefix_cache()  # nothing could find its entries, which drafts take for useful
 
     def replace_executor(self, executor: Executor) -> None:
         """Replace a closed executor with another one that has a pool of the same size."""

@@ -35,6 +35,7 @@ class OutputProcessor:
 
     def __init__(self, tokenizer: "Tokenizer | None") -> None:
         self.requests: dict[str, Request] = {}
+        self.weights_version: int | str = 0
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
         self._text_of_token: Callable[[int], str] = _no_text
         if self._detokenizer is not None:
@@ -47,9 +48,16 @@ class OutputProcessor:
     def add(self, request: Request) -> None:
         """Keep a queued request, and let stop strings end its sequences."""
         self.requests[request.request_id] = request
+        request.begin_weights(self.weights_version)
         if request.params.stop and self._detokenizer is not None:
             for seq in request.sequences:
                 seq.stop_conditions.append(self._stop_at_string)
+
+    def begin_weights(self, version: int | str) -> None:
+        """Note in all requests that the next tokens are made by the weights `version`."""
+        self.weights_version = version
+        for request in self.requests.values():
+            request.begin_weights(version)
 
     def forget(self, outputs: Iterable[RequestOutput]) -> list[RequestOutput]:
         """Drop the requests whose last output is among `outputs`; returns these last outputs."""
@@ -252,6 +260,7 @@ class OutputProcessor:
             stop_reason=seq.stop_reason,
             logprobs=None if logprobs is None else logprobs[first_new:],
             cumulative_logprob=completion.cumulative_logprob,
+            weights_versions=completion.versions_from(first_new),
         )
         return completion.latest
 

@@ -35,6 +35,17 @@ def chain_hash(parent: bytes, token_ids: np.ndarray) -> bytes:
     return xxhash.xxh3_128_digest(parent + token_ids.astype(np.int32, copy=False).tobytes())
 
 
+def root_key(seq: Sequence) -> CacheKey:
+    """Return what K and V of `seq` depend on besides its tokens; it is hashed into the root.
+
+    Sequences with different keys share no blocks: those of different tenants, and those that were
+    added before and after the weights were replaced. So K and V of old weights are never found.
+    """
+    if not seq.weights_id:
+        return seq.cache_key
+    return (*seq.cache_key, "weights", str(seq.weights_id))
+
+
 @dataclass(slots=True, eq=False)
 class Prefix:
     """A full block of tokens and its chain of parents.
@@ -121,7 +132,7 @@ class PrefixCache:
         """
         self.hash_blocks(seq, max_blocks)
         chain: list[Prefix] = []
-        parent: Prefix | CacheKey = seq.cache_key
+        parent: Prefix | CacheKey = root_key(seq)
         for index in range(max_blocks):
             prefix = self._prefixes.get(seq.block_hashes[index])
             if prefix is None or not self._is_at(prefix, seq, index, parent):
@@ -169,7 +180,7 @@ class PrefixCache:
         other prefix stays, and neither this prefix nor its descendants are cached.
         """
         tables = seq.block_tables
-        parent = self._prefix_of[tables[0][index - 1]] if index else seq.cache_key
+        parent = self._prefix_of[tables[0][index - 1]] if index else root_key(seq)
         if parent is None:
             return []
         self.hash_blocks(seq, index + 1)
@@ -188,7 +199,7 @@ class PrefixCache:
                 own.append(block)
                 new.append(block)
                 if self.listeners:
-                    self._notify_cached(prefix, block, group, seq.cache_key)
+                    self._notify_cached(prefix, block, group, root_key(seq))
         return new
 
     def remove(self, block: int) -> None:
@@ -246,11 +257,8 @@ class PrefixCache:
         return prefix
 
     def _root_of(self, seq: Sequence) -> bytes:
-        """Return the root hash of a sequence, which includes its cache key.
-
-        So sequences with different keys, for example of different tenants, share no blocks.
-        """
-        return self._root + repr(seq.cache_key).encode() if seq.cache_key else self._root
+        key = root_key(seq)
+        return self._root + repr(key).encode() if key else self._root
 
     def _is_at(self, prefix: Prefix, seq: Sequence, index: int, parent: Prefix | CacheKey) -> bool:
         """Return True if `prefix` has the tokens and the parent of block `index` of `seq`."""

@@ -16,6 +16,21 @@ class Completion:
     num_sent: int = 0  # tokens already returned in deltas
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
+    weights_versions: list[tuple[int, int | str]] = field(default_factory=list)
+
+    def begin_weights(self, version: int | str) -> None:
+        """Note that the next tokens are made by the weights `version`."""
+        start, versions = self.seq.num_output_tokens, self.weights_versions
+        if versions and versions[-1][0] == start:
+            versions.pop()  # it has made no token
+        versions.append((start, version))
+
+    def versions_from(self, first: int) -> list[tuple[int, int | str]]:
+        """Return `weights_versions` of the output tokens from `first` on, counted from there."""
+        versions = self.weights_versions
+        known = [version for start, version in versions if start <= first]
+        later = [(start - first, version) for start, version in versions if start > first]
+        return [*((0, version) for version in known[-1:]), *later]
 
     def revert(self, num_tokens: int) -> None:
         """Restore the state in which the sequence had `num_tokens` tokens and had not ended."""
@@ -48,6 +63,11 @@ class Request:
 
     def __post_init__(self) -> None:
         self.completions = [Completion(seq) for seq in self.sequences]
+
+    def begin_weights(self, version: int | str) -> None:
+        """Note that the next tokens are made by the weights `version`."""
+        for completion in self.completions:
+            completion.begin_weights(version)
 
     @property
     def finished(self) -> bool:

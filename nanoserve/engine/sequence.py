@@ -81,6 +81,7 @@ class Sequence:
     metrics: RequestMetrics = field(default_factory=RequestMetrics)
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
     cache_key: CacheKey = ()  # only sequences with the same key share KV blocks
+    weights_id: int = 0  # of the engine when it was added: likewise
     siblings: list["Sequence"] = field(default_factory=list)
 
     status: SequenceStatus = SequenceStatus.WAITING

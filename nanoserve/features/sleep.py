@@ -5,16 +5,19 @@ weights from the checkpoint again. Cached prefixes are evicted in either case. T
 many blocks afterwards as before, so outputs are the same.
 
 Weights and KV cache can be woken one after the other. Reinforcement learning does so: it restores
-and updates the weights, and restores the KV cache after the trainer has released its memory. The
-engine is suspended, i.e. rejects requests, until both are restored.
+or replaces the weights (`nanoserve.features.weight_update`), and restores the KV cache after the
+trainer has released its memory. The engine is suspended, i.e. rejects requests, until both are
+restored.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol
 
+from nanoserve.checkpoint.weight_files import Weights
 from nanoserve.utils.checks import require
 from nanoserve.worker.model_runner import ModelRunner
+from nanoserve.worker.weight_exchange import WeightExchange
 
 if TYPE_CHECKING:
     from nanoserve.engine.guard import GuardedEngine
@@ -35,6 +38,9 @@ class _Asleep(Protocol):
     def wake(self, tags: list[str]) -> None:
         """Wake the parts that `tags` name."""
 
+    def take_weights(self, source: Weights) -> None:
+        """Replace the weights by those in `source`; if this raises, they stay as they were."""
+
 
 class Sleeper:
     """Controls the sleep mode of one engine, and holds the state of the sleeping executor."""
@@ -54,7 +60,7 @@ class Sleeper:
             not engine.has_unfinished_requests(),
             "sleep() needs an engine without requests; wait for unfinished requests or abort them",
         )
-        self._check_refusal()
+        self.check_refusal()
         if self._asleep is None:
             self._check_supported(level)
             engine.reset_prefix_cache()
@@ -79,11 +85,42 @@ class Sleeper:
         asleep = self._asleep
         if asleep is None:
             return
-        self._check_refusal()
+        self.check_refusal()
         try:
             asleep.wake([tag for tag in TAGS if tag in wanted])
         finally:
             self._suspend_or_resume(asleep)
+
+    @property
+    def awake(self) -> list[str]:
+        """The tags of the parts that are awake."""
+        return [tag for tag in TAGS if self._asleep is None or tag not in self._asleep.missing]
+
+    def wake_weights(self, source: Weights) -> None:
+        """Wake a sleeping engine's weights, or replace those it has woken, by those in `source`.
+
+        If this raises, nothing has changed. The engine stays asleep until `wake_up`, even if
+        nothing is missing any more.
+        """
+        asleep = self._asleep
+        if asleep is not None:
+            asleep.take_weights(source)
+            self._engine.suspend(_refusal(asleep))
+
+    def drop(self) -> None:
+        """Drop the weights of a single rank and the KV cache, awake or not."""
+        self._engine.loop.reset_prefix_cache()
+        if self._asleep is None:
+            self._asleep = self._put_to_sleep(2)
+        else:
+            self._asleep.sleep(2)
+        self._engine.suspend(_refusal(self._asleep))
+
+    def _note_reread(self) -> None:
+        """Note that the weights in use are those of the checkpoint again."""
+        loop = self._engine.loop
+        if loop.weights_id:
+            loop.begin_weights(0)
 
     def _suspend_or_resume(self, asleep: _Asleep) -> None:
         if asleep.missing:
@@ -95,10 +132,10 @@ class Sleeper:
     def _put_to_sleep(self, level: int) -> _Asleep:
         executor = self._engine.executor
         if isinstance(executor, ModelRunner):
-            return _SleepingRunner(executor, level)
-        return _DroppedRanks(self._engine)
+            return _SleepingRunner(executor, level, self._note_reread)
+        return _DroppedRanks(self._engine, self._note_reread)
 
-    def _check_refusal(self) -> None:
+    def check_refusal(self) -> None:
         """Raise `ValueError` if the engine rejects requests for a reason other than sleep."""
         own = None if self._asleep is None else _refusal(self._asleep)
         refusal = self._engine.refusal
@@ -128,8 +165,8 @@ def _refusal(asleep: _Asleep) -> str:
 class _SleepingRunner:
     """A runner without its KV cache. Its weights are in host memory, or dropped."""
 
-    def __init__(self, runner: ModelRunner, level: int) -> None:
-        self._runner = runner
+    def __init__(self, runner: ModelRunner, level: int, note_reread: Callable[[], None]) -> None:
+        self._runner, self._note_reread = runner, note_reread
         self._are_weights_awake = True
         self.sleep(level)
 
@@ -150,10 +187,24 @@ class _SleepingRunner:
     def wake(self, tags: list[str]) -> None:
         wanted = [tag for tag in self.missing if tag in tags]
         if "weights" in wanted:
+            is_kept = self._runner.model is not None
             self._runner.restore_weights()
             self._are_weights_awake = True
+            if not is_kept:
+                self._note_reread()
         if "kv_cache" in wanted:
             self._runner.restore_kv_caches()
+        self._resume()
+
+    def take_weights(self, source: Weights) -> None:
+        exchange = WeightExchange(self._runner)
+        exchange.load_weights(source)
+        self._runner.use_model(exchange.take_model())
+        self._are_weights_awake = True
+        exchange.drop_weights()  # what is left of the old ones
+
+    def _resume(self) -> None:
+        """Make the runner ready for steps if all parts are awake."""
         if self.missing:
             return
         try:
@@ -166,8 +217,8 @@ class _SleepingRunner:
 class _DroppedRanks:
     """The state of level 2 with several ranks: all processes have ended, and waking starts them."""
 
-    def __init__(self, engine: "GuardedEngine") -> None:
-        self._engine = engine
+    def __init__(self, engine: "GuardedEngine", note_reread: Callable[[], None]) -> None:
+        self._engine, self._note_reread = engine, note_reread
         self._are_awake = False
         engine.executor.close()
 
@@ -193,3 +244,10 @@ class _DroppedRanks:
         }
         engine.replace_executor(engine.make_executor(replace(engine.config, **same_pool)))
         self._are_awake = True
+        self._note_reread()
+
+    def take_weights(self, source: Weights) -> None:
+        raise ValueError(
+            "several ranks wake as a whole, with the weights of the checkpoint; call wake_up(), "
+            "and then update_weights()"
+        )

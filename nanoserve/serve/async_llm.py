@@ -34,7 +34,7 @@ from nanoserve.serve.engine_thread import (
 from nanoserve.serve.response_stream import EngineOwner, OutputReader
 from nanoserve.text.chat import prompts_of
 from nanoserve.text.detokenizer import Detokenizer
-from nanoserve.utils.checks import check_choice, check_int
+from nanoserve.utils.checks import check_choice, check_int, require
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from nanoserve.cli.engine_args import EngineArgs
     from nanoserve.compat.engine_options import EngineOptions
     from nanoserve.features.structured.params import StructuredOutputsParams
+    from nanoserve.features.weight_update import Source
     from nanoserve.serve.engine_process import EngineFront
     from nanoserve.text.prompt_types import ChatOptions
     from nanoserve.text.tokenizer import Message
@@ -236,6 +237,23 @@ class AsyncLLM:
         """Raise `EngineAsleepError` if the engine sleeps."""
         if self._refusal is not None:
             raise EngineAsleepError(self._refusal)
+
+    async def update_weights(
+        self, source: "Source", *, mode: str | None = None, version: int | str | None = None
+    ) -> int | str:
+        """Replace all weights between two steps; return their version. See `LLM.update_weights`.
+
+        With `engine_process=True`, `source` is pickled: pass a folder. During the update no request
+        makes progress. An engine whose weights are asleep wakes them with the new ones. Outputs of
+        streams that are made of tokens alone, without log-probabilities or stop strings, have no
+        `weights_versions`.
+
+        Raises `ValueError` as `LLM.update_weights` does, and for mode "wait".
+        """
+        require(mode != "wait", "mode='wait' is not supported: await the requests, then update")
+        update = partial(_update_weights, source=source, mode=mode, version=version)
+        result, self._refusal = await self._call_llm(update)
+        return result
 
     async def pause_generation(
         self,
@@ -485,6 +503,13 @@ def _wake_up(tags: list[str] | None, llm: LLM) -> str | None:
 
 def _forget_prefixes(engine: GuardedEngine) -> None:
     engine.reset_prefix_cache()
+
+
+def _update_weights(
+    llm: LLM, *, source: "Source", mode: str | None, version: int | str | None
+) -> tuple[int | str, str | None]:
+    """Replace the weights; return their version, and why the engine rejects requests, or None."""
+    return llm.update_weights(source, mode=mode, version=version), llm.engine.refusal
 
 
 def _do_nothing(engine: GuardedEngine) -> None:

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from weakref import WeakSet
 
 import numpy as np
 from torch import nn
@@ -16,6 +17,7 @@ from nanoserve.sampling.numba_sampler import NumbaSampler
 from nanoserve.sampling.sampler import Sampler
 from nanoserve.worker.dummy_rows import pack_dummy_step
 
+_COMPILED: "WeakSet[Executor]" = WeakSet()  # executors that have run these steps
 _PATIENCE = 1.0  # seconds of compilation after which a message is printed
 
 
@@ -26,8 +28,18 @@ def compile_ahead(
 
     The long prompt is long enough for threads to share the small operations, too, within the token
     capacity of `batch`. Numba saves compiled code next to the source, or in its cache folder, for
-    later starts.
+    later starts. An executor that has done this does it only once: its later models, after sleep or
+    with other weights, use the same kernels.
     """
+    if executor not in _COMPILED:
+        _run(executor, batch, block_size, model, sampler)
+        _COMPILED.add(executor)
+    _shorten_lookups(model)
+
+
+def _run(
+    executor: Executor, batch: Batch, block_size: int, model: nn.Module, sampler: Sampler
+) -> None:
     with _report_slow("compiling for this processor, once"):
         many = FEW // model.config.hidden_size + 1
         most = min(many, executor.max_model_len, batch.layout.max_num_tokens)
@@ -38,7 +50,6 @@ def compile_ahead(
         # Only rank 0 has logits, and samples.
         if logits is not None and isinstance(sampler, NumbaSampler):
             sampler.warm_up(logits.dtype)
-    _shorten_lookups(model)
 
 
 def _shorten_lookups(model: nn.Module) -> None:

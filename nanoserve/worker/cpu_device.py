@@ -208,7 +208,7 @@ class CpuDevice:
             batch = Batch(layout, self.host_memory(layout.num_bytes))
             parts = computation.block_size, computation.model, computation.sampler
             compile_ahead(executor, batch, *parts)
-            del self._tensors[batch]
+            self._tensors.pop(batch, None)
 
     def drop_programs(self) -> None:
         self._prepared = None

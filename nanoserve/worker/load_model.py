@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Set
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -13,6 +12,7 @@ from nanoserve.checkpoint.loader import check_weights, expected_tensors, load_we
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.quantized_loader import check_weights as check_quantized_weights
 from nanoserve.checkpoint.quantized_loader import load_deferred
+from nanoserve.checkpoint.weight_files import Weights
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import SecondModelMemory
 from nanoserve.models.layers.context import LayerContext, ParallelContext
@@ -26,10 +26,12 @@ logger = logging.getLogger(__name__)
 def load_model(
     config: EngineConfig,
     model_config: ModelConfig,
-    path: Path,
+    path: Weights,
     context: LayerContext,
     num_positions: int | None,
     memory_bytes: int,
+    *,
+    shows_progress: bool = True,
 ) -> nn.Module:
     """Return this rank's model with the weights in `path`.
 
@@ -38,29 +40,44 @@ def load_model(
     if it does not fit.
     """
     # 1) A model on the meta device, which has no memory, shows whether the weights will fit.
-    make = model_class(model_config.architecture)
-    meta = replace(context, device=torch.device("meta"), num_positions=1)
-    elsewhere: Set[str] = frozenset()
-    if context.pp.num_stages > 1:
-        elsewhere = tensors_of_other_stages(model_config, meta)
-    check_model(make(model_config, meta), config, model_config, path, memory_bytes, elsewhere)
+    elsewhere = check_source(config, model_config, path, context, memory_bytes)
     # 2) The model; its position tables have `num_positions` entries.
     context = replace(context, max_model_len=config.max_model_len, num_positions=num_positions)
-    model = make(model_config, context)
+    model = model_class(model_config.architecture)(model_config, context)
     is_deferred = any(hasattr(parameter, "bits") for parameter in model.parameters())
     load = load_weights
     if is_deferred or model_config.quantization_config:
         load = load_deferred
-    shows_progress = context.tp.rank == 0
+    shows_progress = shows_progress and context.tp.rank == 0
     load(model, path, config.load_format, elsewhere, shows_progress=shows_progress)
     return model
+
+
+def check_source(
+    config: EngineConfig,
+    model_config: ModelConfig,
+    path: Weights,
+    context: LayerContext,
+    memory_bytes: int,
+) -> Set[str]:
+    """Raise `ValueError` unless this rank's model can be filled from `path`, and fits into memory.
+
+    Reads no weights. Returns the names of the tensors that belong to other pipeline stages.
+    """
+    meta = replace(context, device=torch.device("meta"), num_positions=1)
+    elsewhere: Set[str] = frozenset()
+    if context.pp.num_stages > 1:
+        elsewhere = tensors_of_other_stages(model_config, meta)
+    model = model_class(model_config.architecture)(model_config, meta)
+    check_model(model, config, model_config, path, memory_bytes, elsewhere)
+    return elsewhere
 
 
 def check_model(
     model: nn.Module,
     config: EngineConfig,
     model_config: ModelConfig,
-    path: Path,
+    path: Weights,
     memory_bytes: int,
     elsewhere: Set[str] = frozenset(),
 ) -> None:

@@ -277,13 +277,18 @@ class ModelRunner:
     def restore_weights(self) -> None:
         """Bring the weights back to the device, from the host's memory or from the checkpoint."""
         with self.device.guard():
-            if self.model is not None:
+            if self.model is None:
+                source = self.config, self.model_config, self.path, self.context
+                memory_bytes = self.device.memory_bytes(self.context.parallel)
+                self.use_model(load_model(*source, self.max_model_len, memory_bytes))
+            else:
                 self.model.to(self.context.device)
-                return
-            memory_bytes = self.device.memory_bytes(self.context.parallel)
-            source = self.config, self.model_config, self.path, self.context
-            self.model = load_model(*source, self.max_model_len, memory_bytes)
-            self.sampler = self._make_sampler()
+
+    def use_model(self, model: nn.Module) -> None:
+        """Replace the model; no step is in flight, and none can run until `resume`."""
+        with self.device.guard():
+            self.device.drop_programs()  # graphs hold the addresses of the weights
+            self.model, self.sampler = model, self.sampler or self._make_sampler()
 
     def restore_kv_caches(self) -> None:
         """Allocate the KV cache again, with as many blocks as before."""

@@ -227,14 +227,14 @@ def test_it_sleeps_on_if_the_weights_are_gone(tmp_path: Path) -> None:
 def test_it_wakes_with_other_weights_if_its_files_have_them(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """What `collective_rpc` and `apply_model` say to do instead."""
+    """Level 2 reads the files again; `collective_rpc` and `apply_model` name `update_weights`."""
     make_qwen3(tmp_path, seed=2)
     with LLM(tmp_path, **OPTIONS, **options) as llm:
         expected = answers(llm)
     make_qwen3(tmp_path, seed=1)
     with LLM(tmp_path, **OPTIONS, **options) as llm:
         assert answers(llm) != expected
-        with pytest.raises(AttributeError, match=r"sleep\(level=2\), write them .*wake_up"):
+        with pytest.raises(AttributeError, match=r"llm\.update_weights\(state_dict\)"):
             llm.apply_model(print)
         llm.sleep(level=2)
         make_qwen3(tmp_path, seed=2)

@@ -14,7 +14,8 @@ from nanoserve.checkpoint.formats.fields import check_quantization_config, metho
 from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
 from nanoserve.checkpoint.formats.registry import FORMATS
 from nanoserve.checkpoint.loader import check_tied, expected_tensors, stored_tensors
-from nanoserve.checkpoint.weight_files import open_weights
+from nanoserve.checkpoint.weight_files import Weights, open_weights
+from nanoserve.utils.checks import require
 
 
 class WeightSource(Protocol):
@@ -40,24 +41,30 @@ class WeightSource(Protocol):
         """Return True if the checkpoint stores the tensor in quantized form."""
 
 
-def open_quantized(path: Path, quantization_config: Mapping[str, Any]) -> WeightSource:
+def open_quantized(path: Weights, quantization_config: Mapping[str, Any]) -> WeightSource:
     """Open the weights of the checkpoint in `path`, whose `config.json` has `quantization_config`.
 
     Reads headers, and small tensors that hold shapes. Raises `ValueError`, with the name of the
-    field or tensor, for a setting that is not supported, and for unknown or missing tensors.
+    field or tensor, for a setting that is not supported, for unknown or missing tensors, and for a
+    state dictionary, which has no such format.
     """
     check_quantization_config(quantization_config)
     method = method_of(quantization_config)
+    require(
+        isinstance(path, Path),
+        f"this model's checkpoint is quantized ({method}), and {path} has floats; pass a folder of "
+        f"the same format",
+    )
     return FORMATS.get(method)(path, quantization_config)
 
 
 class PlainSource:
-    """A source for unquantized safetensors files in a folder.
+    """A source for unquantized safetensors files in a folder, or a state dictionary.
 
     Raises `ValueError` if a tied tensor is stored and differs from its twin.
     """
 
-    def __init__(self, path: Path, tied: dict[str, str]) -> None:
+    def __init__(self, path: Weights, tied: dict[str, str]) -> None:
         self._stored = stored_tensors(path)
         if tied.keys() & self._stored.keys():
             check_tied(tied, {name: source.file for name, source in self._stored.items()})

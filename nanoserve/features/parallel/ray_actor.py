@@ -68,6 +68,9 @@ class SentSteps:
         step, self._content = received
         return step
 
+    def content(self) -> bytes:
+        return self._content
+
     def fetch(self, step: int, own: "Batch") -> "Batch":
         import numpy as np
 

@@ -101,6 +101,11 @@ class RayWorkers(Workers):
         used = batch.num_bytes_used(batch.header)
         self._send(message(batch.step, batch.memory[:used].tobytes()))
 
+    def send_order(self, order: int, content: bytes = b"") -> None:
+        self.check()
+        self.refusals.clear()
+        self._send(message(order, content))
+
     def _send_number(self, number: bytes) -> None:
         self._send(message(int.from_bytes(number, "little"), b""))
 

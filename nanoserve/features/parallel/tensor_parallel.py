@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.weight_files import Weights
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import ForwardInputs, SampleInputs, StepResult
@@ -33,12 +34,19 @@ from nanoserve.features.parallel.process_group import (
     serve_store,
 )
 from nanoserve.features.parallel.ranks import join_ranks
-from nanoserve.features.parallel.worker_processes import WorkerError, Workers
+from nanoserve.features.parallel.worker_processes import (
+    DROP_WEIGHTS,
+    LOAD_WEIGHTS,
+    USE_WEIGHTS,
+    WorkerError,
+    Workers,
+)
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.layers.tensor_parallel import TensorParallel
 from nanoserve.models.registry import MODELS, model_class
 from nanoserve.worker.heads import HEADS
 from nanoserve.worker.model_runner import ModelRunner
+from nanoserve.worker.weight_exchange import WeightExchange
 
 _START_TIMEOUT = 120.0  # seconds: importing torch on a busy machine
 _LOAD_TIMEOUT = 3600.0  # seconds: reading the weights, compiling and capturing
@@ -102,6 +110,7 @@ class TensorParallelExecutor:
             self._workers.call_on_failure(partial(_call_each, groups, Group.abort))
             self.runner = make_runner(parallel)
             self._stack.callback(self.runner.close)
+            self._exchange = WeightExchange(self.runner)
             num_bytes = self._num_batches * self.runner.layout.num_bytes
             os.ftruncate(memory, num_bytes)
             self.runner.use_memory(map_memory(memory, num_bytes))
@@ -160,6 +169,38 @@ class TensorParallelExecutor:
 
     def cancel(self, handles: list[Any]) -> None:
         """Discard steps. `next_batch` waits until the other ranks have read their batches."""
+
+    def load_weights(self, source: Weights) -> None:
+        """Load the weights in a folder beside those in use, on every rank; see `TakesWeights`.
+
+        Raises rank 0's error, or `RuntimeError` with those of the other ranks.
+        """
+        with self._recovery():
+            self._workers.send_order(LOAD_WEIGHTS, os.fsencode(str(source)))
+            error: Exception | None = None
+            try:
+                self._exchange.load_weights(source)
+            except Exception as raised:  # raised below: the other ranks are loading
+                error = raised
+            self._workers.wait_for("loaded", _LOAD_TIMEOUT)
+            refusals = sorted(self._workers.refusals.items())
+            if error is None and not refusals:
+                return
+            self._exchange.drop_weights()
+            self._workers.send_order(DROP_WEIGHTS)
+            self._workers.wait_for("dropped", _LOAD_TIMEOUT)
+            reasons = [f"rank {rank} could not load the weights: {why}" for rank, why in refusals]
+            raise error or RuntimeError("\n".join(reasons))
+
+    def use_weights(self) -> None:
+        """Use the loaded weights on every rank. If one of them cannot, the engine ends."""
+        try:
+            self._workers.send_order(USE_WEIGHTS)
+            self._exchange.use_weights()
+            self._workers.wait_for("using", _LOAD_TIMEOUT)
+        except BaseException as error:
+            self._end(error)
+            raise
 
     def close(self) -> None:
         """End the workers and release all resources. Idempotent."""

@@ -29,10 +29,16 @@ from nanoserve.engine.executor import ForwardInputs
 from nanoserve.features.parallel.heartbeat import beat_for_ever
 from nanoserve.features.parallel.process_group import LOOPBACK, find_store, map_memory
 from nanoserve.features.parallel.ranks import join_ranks
-from nanoserve.features.parallel.worker_processes import PING
+from nanoserve.features.parallel.worker_processes import (
+    DROP_WEIGHTS,
+    LOAD_WEIGHTS,
+    PING,
+    USE_WEIGHTS,
+)
 from nanoserve.models.registry import register_model, supported_architectures
 from nanoserve.worker.build_executor import choose_device, make_runner
 from nanoserve.worker.heads import register_head
+from nanoserve.worker.weight_exchange import WeightExchange
 
 
 def main() -> None:
@@ -67,7 +73,10 @@ class Steps(Protocol):
     """A source of the steps that rank 0 announces."""
 
     def next(self) -> int | None:
-        """Wait for and return the number of the next step, `PING`, or None at the end."""
+        """Wait for and return the number of the next step or order, or None at the end."""
+
+    def content(self) -> bytes:
+        """Return the content that came with an order."""
 
     def fetch(self, step: int, own: Batch) -> Batch:
         """Copy the batch of `step` into `own`, and return it."""
@@ -83,6 +92,13 @@ class SharedSteps:
     def next(self) -> int | None:
         number = os.read(self._steps, 4)
         return int.from_bytes(number, "little") if number else None
+
+    def content(self) -> bytes:
+        size = int.from_bytes(os.read(self._steps, 4), "little")
+        content = b""
+        while len(content) < size:
+            content += os.read(self._steps, size - len(content))
+        return content
 
     def fetch(self, step: int, own: Batch) -> Batch:
         """Copy the batch of `step` from shared memory into `own`, and return it.
@@ -135,10 +151,14 @@ def serve(job: dict[str, Any], steps: Steps, report: Reporter) -> None:
     parallel = join_ranks(config, model_config, job["rank"], store, device, [], own_host)
     runner = make_runner(config, model_config, path, parallel)
     report(state="built")
+    exchange = WeightExchange(runner)
     while (step := steps.next()) is not None:
         if step == PING:
             runner.device.finish()
             report(state="waiting")
+            continue
+        if step in (LOAD_WEIGHTS, USE_WEIGHTS, DROP_WEIGHTS):
+            exchange_weights(step, steps.content(), exchange, report)
             continue
         # Rank 0 does the same, up to the logits, which are gathered there.
         batch = steps.fetch(step, runner.next_batch())
@@ -147,6 +167,27 @@ def serve(job: dict[str, Any], steps: Steps, report: Reporter) -> None:
         if config.trace is not None and parallel.pp.num_stages > 1 and parallel.tp.rank == 0:
             pp = parallel.pp  # a stage works from its receive to its send
             report(step=step, span=[began if pp.is_first else pp.received_at, pp.sent_at])
+
+
+def exchange_weights(
+    order: int, content: bytes, exchange: WeightExchange, report: Reporter
+) -> None:
+    """Follow an order of rank 0, and report when it is done.
+
+    An error while weights are loaded is reported, and this rank goes on with the old ones.
+    """
+    if order == LOAD_WEIGHTS:
+        try:
+            exchange.load_weights(Path(os.fsdecode(content)))
+        except Exception as error:
+            report(refusal=f"{type(error).__name__}: {error}")
+        report(state="loaded")
+    elif order == USE_WEIGHTS:
+        exchange.use_weights()
+        report(state="using")
+    else:
+        exchange.drop_weights()
+        report(state="dropped")
 
 
 def _end_with(life: int) -> None:

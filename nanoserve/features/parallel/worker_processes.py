@@ -27,7 +27,11 @@ from nanoserve.features.parallel.heartbeat import BEAT, Pulse
 
 T = TypeVar("T")
 
-PING = 2**32 - 1  # a number that no step has: a worker replies when it waits for steps
+# Numbers that no step has.
+PING = 2**32 - 1  # a worker replies when it waits for steps
+LOAD_WEIGHTS = 2**32 - 2  # with the folder
+USE_WEIGHTS = 2**32 - 3
+DROP_WEIGHTS = 2**32 - 4
 _GRACE = 5.0  # seconds for a worker to exit by itself
 _HURRY = 2.0  # limit of silence in seconds while the caller waits for the end
 
@@ -39,7 +43,8 @@ class WorkerError(ExecutorDeadError):
 class Workers:
     """Starts, monitors and shuts down the processes of ranks 1, 2, ...
 
-    Each has three pipes. `steps` carries the number of the step to run next. Nothing is written on
+    Each has three pipes. `steps` carries the number of the step to run next, or an order with the
+    size of its content and the content. Nothing is written on
     `life`, which is closed when this process terminates. On `status` the worker writes lines of
     JSON with the state it has reached or an error; an empty line is a heartbeat. A worker that
     sends no heartbeat for `timeout` seconds is considered hung, and killed.
@@ -53,6 +58,7 @@ class Workers:
         # Start and end of each step of a traced pipeline, by (step, rank).
         self.spans: dict[tuple[int, int], list[float]] = {}
         self._messages: queue.Queue[tuple[int, str]] = queue.Queue()  # (rank, state)
+        self.refusals: dict[int, str] = {}  # by rank, why it could not load the last weights
         self._timeout = timeout
         self._is_closing = False
         self.are_built = False
@@ -116,6 +122,13 @@ class Workers:
         """Make every worker run the step of `batch`, which is packed in shared memory."""
         self.check()
         self._send_number(batch.step.to_bytes(4, "little"))
+
+    def send_order(self, order: int, content: bytes = b"") -> None:
+        """Make every worker follow an order, such as `LOAD_WEIGHTS`, after the announced steps."""
+        self.check()
+        self.refusals.clear()
+        size = len(content).to_bytes(4, "little")
+        self._send_number(order.to_bytes(4, "little") + size + content)
 
     def _send_number(self, message: bytes) -> None:
         for fd in self._steps:
@@ -307,6 +320,8 @@ class Workers:
     def _receive(self, rank: int, message: dict[str, Any]) -> None:
         if "error" in message:
             self.fail(f"rank {rank} failed:\n{message['error']}")
+        elif "refusal" in message:
+            self.refusals[rank] = message["refusal"]
         elif "span" in message:
             self.spans[message["step"], rank] = message["span"]
         else:

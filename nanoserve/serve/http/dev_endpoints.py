@@ -1,4 +1,4 @@
-"""Endpoints that pause the engine, put it to sleep and reset its prefix cache, as in vLLM.
+"""Endpoints that pause the engine, put it to sleep and replace its weights, as in vLLM.
 
 They are for reinforcement learning and experiments: anyone who may call them can stop the server
 for all others. So they exist only with `--enable-dev-endpoints`, and need the API key if one is
@@ -42,6 +42,7 @@ class DevEndpoints:
             "/sleep": self.sleep,
             "/wake_up": self.wake_up,
             "/reset_prefix_cache": self.reset_prefix_cache,
+            "/update_weights": self.update_weights,
         }
 
     def gets(self) -> dict[str, Callable[..., Any]]:
@@ -72,6 +73,14 @@ class DevEndpoints:
         options = self._query(request, reset_running_requests=_boolean)
         await _checked(self._llm.reset_prefix_cache, **options)
         return Response(status_code=200)
+
+    async def update_weights(self, request: Request) -> Response:
+        """Call `AsyncLLM.update_weights` with a folder that the server can read."""
+        options = self._query(request, path=str, mode=str, version=_version)
+        if "path" not in options:
+            raise ApiError(400, "path is missing: a folder that this server can read", "path")
+        version = await _checked(self._llm.update_weights, source=options.pop("path"), **options)
+        return JSONResponse({"weights_version": version})
 
     async def is_paused(self) -> dict[str, bool]:
         return {"is_paused": await self._llm.is_paused()}
@@ -132,9 +141,14 @@ def _integer(text: str) -> int:
     return int(text)
 
 
-async def _checked(call: Callable[..., Any], **options: Any) -> None:
-    """Await a call in the engine; arguments that it rejects return 400 with the reason."""
+def _version(text: str) -> int | str:
+    """Return the version of weights: an integer if the text is one."""
+    return int(text) if text.isascii() and text.isdecimal() and len(text) < 19 else text
+
+
+async def _checked(call: Callable[..., Any], **options: Any) -> Any:
+    """Return the result of a call in the engine; arguments that it rejects are a 400."""
     try:
-        await call(**options)
+        return await call(**options)
     except ValueError as error:
         raise ApiError.of(error) from None

@@ -49,6 +49,12 @@ class FleetLLM(AsyncLLM):
         """Raise `ValueError`: replicas are replaced and added at any time, and are then awake."""
         raise ValueError("sleep() is not supported with replicas: stop the server instead")
 
+    async def update_weights(
+        self, source: Any, *, mode: str | None = None, version: int | str | None = None
+    ) -> int | str:
+        """Raise `ValueError`: a replica that joins later would have the old weights."""
+        raise ValueError("update_weights() is not supported with replicas: restart them instead")
+
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """Do nothing, since replicas do not sleep."""
 

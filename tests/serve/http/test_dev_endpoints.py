@@ -4,14 +4,17 @@ import asyncio
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 pytest.importorskip("fastapi", reason="a server needs pip install 'nanoserve[serve]'")
 from serving import JSON, Served, ask, served
 
 from nanoserve import SamplingParams
+from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.cli.serve import parse_args
 from nanoserve.serve.async_llm import AsyncLLM
 from nanoserve.serve.engine_thread import EngineAsleepError
@@ -133,6 +136,25 @@ def test_the_prefix_cache_is_reset(server: Served) -> None:
     assert num_cached() == 0
 
 
+def test_weights_are_replaced_awake_and_asleep(server: Served, tmp_path: Path) -> None:
+    folder, before = bundled_checkpoint("tiny-qwen3"), text_of(server)
+    weights = load_file(folder / "model.safetensors")
+    other = {name: weight * (3 if "norm" in name else 1) for name, weight in weights.items()}
+    save_file(other, tmp_path / "model.safetensors")
+    assert post(server, f"/update_weights?path={tmp_path}&version=7") == (
+        200,
+        {"weights_version": 7},
+    )
+    assert text_of(server) != before
+    assert post(server, "/sleep?level=2")[0] == 200
+    assert post(server, f"/update_weights?path={folder}&version=step-8")[1] == {
+        "weights_version": "step-8"
+    }
+    assert get(server, "/is_sleeping") == {"is_sleeping": True}
+    assert post(server, "/wake_up?tags=kv_cache")[0] == 200
+    assert text_of(server) == before
+
+
 @pytest.mark.parametrize(
     ("path", "told"),
     [
@@ -144,6 +166,9 @@ def test_the_prefix_cache_is_reset(server: Served) -> None:
         ("/wake_up?tags=all", "must be a list of"),
         ("/pause?mode=wait", "mode='wait'"),
         ("/pause?clear_cache=2", "clear_cache='2' must be true or false"),
+        ("/update_weights", "path is missing"),
+        ("/update_weights?path=no/such/folder", "is neither a folder nor a GGUF file"),
+        ("/update_weights?path=.&mode=wait", "mode='wait' is not supported"),
         ("/resume?now=1", "'now' is not an argument of /resume: use none"),
         ("/reset_prefix_cache?reset_connector=true", "'reset_connector' is not an argument"),
     ],
