@@ -1,5 +1,6 @@
-"""The less common methods of vLLM's `LLMEngine`, in addition to add_request, abort and step."""
+"""The less common methods of an engine, in addition to add_request, abort and step."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -7,11 +8,15 @@ from nanoserve.engine.pause import Pause
 from nanoserve.utils.checks import attribute_error, require
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from transformers import PreTrainedTokenizerBase
     from typing_extensions import Self
 
     from nanoserve.checkpoint.model_config import ModelConfig
+    from nanoserve.engine.executor import Executor
     from nanoserve.engine.interrupts import EngineLock
+    from nanoserve.engine.llm_engine import LLMEngine
     from nanoserve.engine.output_processor import OutputProcessor
 
 # Replacements for other attributes of vLLM's class. The table is here and not in
@@ -47,11 +52,12 @@ _ELSEWHERE = {
 
 
 class EngineMethods:
-    """The base class of `GuardedEngine` with the less common methods of vLLM's class."""
+    """The base class of `GuardedEngine` with its less common methods."""
 
     model_config: "ModelConfig"
     tokenizer: Any
     pause: Pause
+    loop: "LLMEngine"
     output_processor: "OutputProcessor"
     _lock: "EngineLock"
 
@@ -61,6 +67,8 @@ class EngineMethods:
         def is_stepping(self) -> bool: ...
 
         def _abort(self, request_id: str, is_deferred: bool = False) -> Any: ...
+        def _recovery(self) -> AbstractContextManager[None]: ...
+        def _reset_prefix_cache(self, reset_running_requests: bool) -> None: ...
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> "Self":
@@ -71,6 +79,34 @@ class EngineMethods:
     def weights_version(self) -> int | str:
         """The version of the weights in use: 0 for those of the checkpoint."""
         return self.output_processor.weights_version
+
+    def reset_prefix_cache(
+        self, reset_running_requests: bool = False, reset_connector: bool = False
+    ) -> bool:
+        """Evict all cached prefixes; returns True.
+
+        Running sequences keep their blocks; with `reset_running_requests` they recompute their KV,
+        too. Raises `ValueError` for `reset_connector`: nanoserve has no KV connector.
+        """
+        if reset_connector:
+            raise ValueError("reset_connector=True: this engine has no KV connector; omit it")
+        self._lock.call_soon(lambda: self._reset_prefix_cache(reset_running_requests))
+        return True
+
+    def change_weights(self, change: Callable[[], None], version: int | str | None = None) -> None:
+        """Call `change`, which gives the executor other weights, when no step is in flight.
+
+        If it raises, the version stays. Not for use inside a step.
+        """
+        with self._lock.turn():
+            with self._recovery():
+                self.loop.finish_steps()
+            change()
+            self.loop.begin_weights(version)
+
+    def replace_executor(self, executor: "Executor") -> None:
+        """Replace a closed executor with another one that has a pool of the same size."""
+        self.loop.replace_executor(executor)
 
     def get_model_config(self) -> "ModelConfig":
         """Return the model's configuration, read from the checkpoint."""

@@ -137,30 +137,6 @@ class GuardedEngine(EngineMethods):
         withdrawn = frozenset(request_ids)
         self._lock.call_soon(lambda: self._withdraw(withdrawn))
 
-    def reset_prefix_cache(
-        self, reset_running_requests: bool = False, reset_connector: bool = False
-    ) -> bool:
-        """Evict all cached prefixes; returns True.
-
-        Running sequences keep their blocks; with `reset_running_requests` they recompute their KV,
-        too. Raises `ValueError` for `reset_connector`: nanoserve has no KV connector.
-        """
-        if reset_connector:
-            raise ValueError("reset_connector=True: this engine has no KV connector; omit it")
-        self._lock.call_soon(lambda: self._reset_prefix_cache(reset_running_requests))
-        return True
-
-    def change_weights(self, change: Callable[[], None], version: int | str | None = None) -> None:
-        """Call `change`, which gives the executor other weights, when no step is in flight.
-
-        If it raises, the version stays. Not for use inside a step.
-        """
-        with self._lock.turn():
-            with self._recovery():
-                self.loop.finish_steps()
-            change()
-            self.loop.begin_weights(version)
-
     def has_unfinished_requests(self) -> bool:
         """Return True if `step` has anything left to compute or to return."""
         with self._lock.turn():
@@ -204,10 +180,6 @@ class GuardedEngine(EngineMethods):
     def resume(self) -> None:
         """Accept requests again."""
         self.refusal = None
-
-    def replace_executor(self, executor: Executor) -> None:
-        """Replace a closed executor with another one that has a pool of the same size."""
-        self.loop.replace_executor(executor)
 
     def close(self) -> None:
         """Abort all unfinished requests and release the executor's memory; deferred in a step."""

@@ -187,11 +187,14 @@ class _SleepingRunner:
     def wake(self, tags: list[str]) -> None:
         wanted = [tag for tag in self.missing if tag in tags]
         if "weights" in wanted:
-            is_kept = self._runner.model is not None
-            self._runner.restore_weights()
-            self._are_weights_awake = True
-            if not is_kept:
+            if self._runner.model is None:
+                exchange = WeightExchange(self._runner, self._runner.config)
+                exchange.load_weights(self._runner.path)
+                self._runner.use_model(exchange.take_model())
                 self._note_reread()
+            else:
+                self._runner.restore_weights()
+            self._are_weights_awake = True
         if "kv_cache" in wanted:
             self._runner.restore_kv_caches()
         self._resume()

@@ -275,14 +275,9 @@ class ModelRunner:
             self.device.release_unused()
 
     def restore_weights(self) -> None:
-        """Bring the weights back to the device, from the host's memory or from the checkpoint."""
+        """Bring weights that were kept back to the device."""
         with self.device.guard():
-            if self.model is None:
-                source = self.config, self.model_config, self.path, self.context
-                memory_bytes = self.device.memory_bytes(self.context.parallel)
-                self.use_model(load_model(*source, self.max_model_len, memory_bytes))
-            else:
-                self.model.to(self.context.device)
+            self.model.to(self.context.device)
 
     def use_model(self, model: nn.Module) -> None:
         """Replace the model; no step is in flight, and none can run until `resume`."""

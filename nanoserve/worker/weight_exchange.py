@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import nn
 
 from nanoserve.checkpoint.weight_files import Weights
+from nanoserve.config import EngineConfig
 from nanoserve.kernels.cpu.memory import give_back_freed
 from nanoserve.utils.checks import require
 from nanoserve.worker.load_model import check_source, load_model, second_model_memory
@@ -31,13 +32,16 @@ class TakesWeights(Protocol):
 
 
 class WeightExchange:
-    """Exchanges the weights of one runner."""
+    """Exchanges the weights of one runner.
 
-    def __init__(self, runner: ModelRunner) -> None:
+    config: determines the format of the weights; by default they are read even if the runner's
+    first ones were random.
+    """
+
+    def __init__(self, runner: ModelRunner, config: EngineConfig | None = None) -> None:
         self._runner = runner
         self._next: nn.Module | None = None
-        # The weights come from a trainer, even if the first ones were random.
-        self._config = replace(runner.config, load_format="auto")
+        self._config = config or replace(runner.config, load_format="auto")
 
     def check(self, source: Weights) -> None:
         """Raise `ValueError` unless the runner's model can be filled from `source`."""

@@ -184,3 +184,14 @@ def test_ctrl_c_ends_a_call_that_waits(llm: LLM) -> None:
     call.end()
     llm.resume_generation()
     assert not llm.engine.has_unfinished_requests()
+
+
+def test_an_update_does_not_wait_for_requests_that_are_paused(llm: LLM) -> None:
+    llm.engine.add_request("0", PROMPTS[0], LONG)
+    llm.engine.step()
+    llm.pause_generation(mode="keep")
+    with pytest.raises(ValueError, match=r"mode='wait' would wait for ever .*resume_generation"):
+        llm.update_weights({}, mode="wait")
+    llm.resume_generation()
+    while llm.engine.has_unfinished_requests():
+        llm.engine.step()
