@@ -1,6 +1,7 @@
 """The trainer of training/grpo.py: rewards repair a damaged model, and both sides agree."""
 
 import pytest
+
 from training.grpo import train
 
 
