@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -21,7 +22,6 @@ from tqdm import tqdm
 
 from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
 from nanoserve.checkpoint.errors import describe_mismatches
-from nanoserve.checkpoint.state_dict import StateDict
 from nanoserve.checkpoint.weight_files import SINGLE_FILE, Weights, open_weights, shard_files
 
 # Bytes of a value. Any other type is a quantized format, whose values need decoding.
@@ -278,7 +278,7 @@ def _one_thread_each(num_threads: int) -> Iterator[ThreadPoolExecutor]:
 
 
 def _weight_files(path: Weights) -> Sequence[Weights]:
-    if isinstance(path, StateDict):
+    if not isinstance(path, Path):
         return [path]
     single = path / SINGLE_FILE
     if single.is_file():

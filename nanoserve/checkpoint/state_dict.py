@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from nanoserve.checkpoint.weight_files import SINGLE_FILE
 from nanoserve.utils.checks import require, shown
 
-SINGLE_FILE = "model.safetensors"  # the complete checkpoint, if it is not sharded
 _SHARD = 2**30  # bytes of a file: what is copied at a time
 _NAMES = {
     torch.float64: "F64",

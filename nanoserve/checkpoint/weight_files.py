@@ -2,31 +2,50 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from safetensors import SafetensorError, safe_open
 
 from nanoserve.checkpoint.config_json import describe_damage, read_json
 from nanoserve.checkpoint.errors import describe_missing_weights, some
-from nanoserve.checkpoint.state_dict import SINGLE_FILE, StateDict
 from nanoserve.utils.checks import require, shown
 
-Weights = Path | StateDict  # a folder of safetensors files, or what takes their place
+SINGLE_FILE = "model.safetensors"  # the complete checkpoint, if it is not sharded
+
+
+class OpenWeights(Protocol):
+    """The methods of an open safetensors file that the loader calls: see `StateDict`."""
+
+    def __enter__(self) -> "OpenWeights": ...
+
+    def __exit__(self, *exc: object) -> None: ...
+
+    def offset_keys(self) -> list[str]:
+        """Return the names of the tensors."""
+
+    def get_slice(self, name: str) -> Any:
+        """Return an object that reads parts of a tensor."""
+
+    def get_tensor(self, name: str) -> Any:
+        """Return a tensor on the CPU."""
+
+
+Weights = Path | OpenWeights  # a folder of safetensors files, or what takes their place
 
 
 class open_weights:
-    """Context manager: `safe_open`, with errors that name the file. A `StateDict` is open."""
+    """Context manager: `safe_open`, with errors that name the file."""
 
     def __init__(self, file: Weights) -> None:
         self._file: Any = file
-        if isinstance(file, StateDict):
+        if not isinstance(file, Path):
             return
         try:
             self._file = safe_open(file, framework="pt")
         except (SafetensorError, OSError) as error:
             raise ValueError(describe_damage(file, error)) from error
 
-    def __enter__(self) -> Any:  # a `safe_open` or a `StateDict`
+    def __enter__(self) -> Any:  # a `safe_open`, or other open weights
         return self._file.__enter__()
 
     def __exit__(self, *exc: object) -> None:

@@ -114,7 +114,9 @@ def test_bits_do_not_depend_on_the_schedule(
             pytest.fail(f"seed {seed}, {run.options}: {error!r}")
         counts += run.counts
     print(dict(counts))
-    assert all(counts[name] for name in ("requests", "preemptions", "hit tokens")), counts
+    # A few runs need not have all of these.
+    wanted = ["requests", *by_size([], ["hit tokens", "preemptions"])]
+    assert all(counts[name] for name in wanted), counts
 
 
 def test_results_of_the_torch_backend_do_depend_on_it(
