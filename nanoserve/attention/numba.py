@@ -17,6 +17,7 @@ from nanoserve.kernels.cpu.elements import ELEMENTS, address
 # Tokens of a row that the kernel computes at a time: a multiple of its `QUERIES`, and so few that
 # queries and scores stay in the processor's cache.
 PIECE = 36
+_NO_PIECES = torch.empty(0, 4, dtype=torch.int32)
 
 
 class NumbaAttention(AttentionBackend):
@@ -85,19 +86,30 @@ def _pieces(metadata: AttentionMetadata) -> Tensor:
     A piece is up to `PIECE` tokens: (row, its first token, the next piece's first token, the
     context length of its last token).
     """
+    num_single = metadata.num_decode_rows
+    if num_single == metadata.num_rows:
+        return _NO_PIECES
     if "numba" not in metadata.scratch:
-        num_single, starts = metadata.num_decode_rows, metadata.cu_seqlens_q.numpy()
-        first, end = starts[num_single:-1], starts[num_single + 1 :]
-        lens = metadata.context_lens.numpy()[num_single:]
-        counts = np.maximum(1, -(-(end - first) // PIECE))  # 1: the kernel refuses an empty row
-        row = np.repeat(np.arange(len(counts)), counts)
-        number = np.arange(len(row)) - np.repeat(counts.cumsum() - counts, counts)
-        starts = first[row] + PIECE * number
-        ends = np.minimum(starts + PIECE, end[row])
-        pieces = np.stack([row + num_single, starts, ends, lens[row] - (end[row] - ends)], axis=1)
-        # Later pieces of a row take longer. First, last, second, last but one, and so on: of this
-        # order, consecutive parts take equally long.
-        order = np.arange(len(pieces)) // 2
-        order[1::2] = len(pieces) - 1 - order[1::2]
-        metadata.scratch["numba"] = (torch.from_numpy(pieces[order].astype(np.int32)),)
+        starts, lens = metadata.cu_seqlens_q.numpy(), metadata.context_lens.numpy()[num_single:]
+        rows = np.arange(num_single, metadata.num_rows)
+        pieces = np.stack([rows, starts[num_single:-1], starts[num_single + 1 :], lens], axis=1)
+        if metadata.max_query_len > PIECE:
+            pieces = _cut(pieces)
+        metadata.scratch["numba"] = (torch.from_numpy(pieces.astype(np.int32)),)
     return metadata.scratch["numba"][0]
+
+
+def _cut(rows: np.ndarray) -> np.ndarray:
+    """Cut rows, (row, first token, end, context length), into pieces of up to `PIECE` tokens."""
+    _, first, end, lens = rows.T
+    counts = np.maximum(1, -(-(end - first) // PIECE))  # 1: the kernel refuses an empty row
+    row = np.repeat(np.arange(len(counts)), counts)
+    number = np.arange(len(row)) - np.repeat(counts.cumsum() - counts, counts)
+    starts = first[row] + PIECE * number
+    ends = np.minimum(starts + PIECE, end[row])
+    pieces = np.stack([rows[row, 0], starts, ends, lens[row] - (end[row] - ends)], axis=1)
+    # Later pieces of a row take longer. First, last, second, last but one, and so on: of this
+    # order, consecutive parts take equally long.
+    order = np.arange(len(pieces)) // 2
+    order[1::2] = len(pieces) - 1 - order[1::2]
+    return pieces[order]

@@ -254,6 +254,8 @@ def _made(sources):
         # that is compiled twice may add up in two orders.
         for is_piece in (False, True):
             count = num_pieces if is_piece else num_single
+            if not count:  # a parallel loop without iterations would cost ten microseconds
+                continue
             size = 1 if is_piece else num_kv_heads // parts  # KV heads per task
             for task in prange(num_kv_heads // size * count):  # a thread runs consecutive tasks
                 part, row = task // count, task % count
