@@ -183,6 +183,7 @@ def _four(logits: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("temperature", [0, 1.0])
 def test_a_grammar_forbids_with_negative_infinity(llm: LLM, temperature: float) -> None:
+    pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
     size = llm.engine.model_config.vocab_size
     choice = StructuredOutputsParams(choice=["yes", "no"])
     params = SamplingParams(
