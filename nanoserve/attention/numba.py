@@ -14,8 +14,8 @@ from nanoserve.attention.numba_checks import check_attention, refuse_rows
 from nanoserve.kernels.cpu.attention import attend
 from nanoserve.kernels.cpu.elements import ELEMENTS, address
 
-# Tokens of a row that the kernel computes at a time: a multiple of its `QUERIES`, and so few that
-# queries and scores stay in the processor's cache.
+# Tokens of a row that the kernel computes at a time: a multiple of the six queries of its inner
+# loops, and so few that queries and scores stay in the processor's cache.
 PIECE = 36
 _NO_PIECES = torch.empty(0, 4, dtype=torch.int32)
 

@@ -188,9 +188,7 @@ class _SleepingRunner:
         wanted = [tag for tag in self.missing if tag in tags]
         if "weights" in wanted:
             if self._runner.model is None:
-                exchange = WeightExchange(self._runner, self._runner.config)
-                exchange.load_weights(self._runner.path)
-                self._runner.use_model(exchange.take_model())
+                self._take(self._runner.path, WeightExchange(self._runner, self._runner.config))
                 self._note_reread()
             else:
                 self._runner.restore_weights()
@@ -200,10 +198,12 @@ class _SleepingRunner:
         self._resume()
 
     def take_weights(self, source: Weights) -> None:
-        exchange = WeightExchange(self._runner)
+        self._take(source, WeightExchange(self._runner))
+        self._are_weights_awake = True
+
+    def _take(self, source: Weights, exchange: WeightExchange) -> None:
         exchange.load_weights(source)
         self._runner.use_model(exchange.take_model())
-        self._are_weights_awake = True
         exchange.drop_weights()  # what is left of the old ones
 
     def _resume(self) -> None:

@@ -97,7 +97,10 @@ class SharedSteps:
         size = int.from_bytes(os.read(self._steps, 4), "little")
         content = b""
         while len(content) < size:
-            content += os.read(self._steps, size - len(content))
+            part = os.read(self._steps, size - len(content))
+            if not part:
+                raise EOFError("rank 0 has closed the pipe in the middle of an order")
+            content += part
         return content
 
     def fetch(self, step: int, own: Batch) -> Batch:

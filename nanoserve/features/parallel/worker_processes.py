@@ -44,10 +44,10 @@ class Workers:
     """Starts, monitors and shuts down the processes of ranks 1, 2, ...
 
     Each has three pipes. `steps` carries the number of the step to run next, or an order with the
-    size of its content and the content. Nothing is written on
-    `life`, which is closed when this process terminates. On `status` the worker writes lines of
-    JSON with the state it has reached or an error; an empty line is a heartbeat. A worker that
-    sends no heartbeat for `timeout` seconds is considered hung, and killed.
+    size of its content and the content. Nothing is written on `life`, which is closed when this
+    process terminates. On `status` the worker writes lines of JSON with the state it has reached or
+    an error; an empty line is a heartbeat. A worker that sends no heartbeat for `timeout` seconds
+    is considered hung, and killed.
     """
 
     def __init__(

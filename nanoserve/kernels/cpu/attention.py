@@ -63,7 +63,7 @@ def _walking(inner):
                     if not is_same:
                         low, high = _within(seen[head], start, block_size)
                     count = 1
-                    for size in (6, 2):  # as in `QUERIES`
+                    for size in (6, 2):  # as many as `inner` takes at once
                         fits = count == 1 and head + size <= end
                         if fits and (is_same or seen[head + size - 1, 1] == seen[head, 1]):
                             count = size

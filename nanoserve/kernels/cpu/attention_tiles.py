@@ -34,14 +34,14 @@ from nanoserve.kernels.cpu.vectors import (
     store,
 )
 
-# Queries per call, the largest number first. More queries share the conversion of a K or V to
-# floats; decode rows have few, so that a call for one or two is needed as well.
-QUERIES = (6, 2, 1)
-# By queries: the tokens in one tile of scores, and the vectors of values per pass. Their sums take
-# up to three quarters of the registers, 32 of AVX-512 or 16 of others.
-_TOKENS = {6: 4, 2: 4, 1: 4} if has("avx512f") else {6: 2, 2: 4, 1: 4}
-_WIDTHS = {6: (4, 2, 1), 2: (8, 4, 2, 1), 1: (8, 4, 2, 1)}
-if not has("avx512f"):
+# A call has 6, 2 or 1 queries. More queries share the conversion of a K or V to floats; decode rows
+# have few. By queries: the tokens in one tile of scores, and the vectors of values per pass. Their
+# sums take up to three quarters of the registers, 32 of AVX-512 or 16 of others.
+if has("avx512f"):
+    _TOKENS = {6: 4, 2: 4, 1: 4}
+    _WIDTHS = {6: (4, 2, 1), 2: (8, 4, 2, 1), 1: (8, 4, 2, 1)}
+else:
+    _TOKENS = {6: 2, 2: 4, 1: 4}
     _WIDTHS = {6: (2, 1), 2: (4, 2, 1), 1: (4, 2, 1)}
 _BYTES = {types.float32: 4, types.uint16: 2, types.int16: 2, types.int8: 1, types.uint8: 1}
 _CODES = (types.int8, types.uint8)
