@@ -1,9 +1,11 @@
 """Call each public function of the CPU kernels with one argument wrong at a time.
 
 Run as a program, because a kernel that believes a wrong shape may end the process: prints a line
-for each call, with the function, the argument, what is wrong with it, and what came of it.
+for each call, with the function, the argument, what is wrong with it, and what came of it. With the
+argument `small` it leaves out other data types that are right: a kernel is compiled for each.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -191,7 +193,7 @@ ATTENDED = {
 
 
 def attention_arguments(cache: Tensor) -> dict[str, Any]:
-    """Rows of 1, 2 and 36 tokens: the kernel takes two of them, and torch the third."""
+    """Rows of 1, 2 and 36 tokens."""
     tables = torch.tensor([[1, 2] + [0] * 7, [2] * 9, [1] * 9], dtype=torch.int32)
     where = {"starts": ints(0, 1, 3, 39), "lens": ints(5, 2, 36), "tables": tables}
     return {"q": torch.ones(39, 2, 8), "cache": cache.clone(), **where}
@@ -210,6 +212,7 @@ def attend(backend: NumbaAttention) -> Callable[..., Any]:
 
 
 def main() -> None:
+    is_small = sys.argv[1:] == ["small"]
     torch.set_num_threads(1)
     with torch.inference_mode():
         for name, call, right, values in cases():
@@ -221,6 +224,8 @@ def main() -> None:
                 changes = [*forms, *((f"value {number}", x) for number, x in others)]
                 for what, changed in changes:
                     is_right = what in RIGHT.get((name, argument), ())
+                    if is_small and is_right and what.startswith("dtype"):
+                        continue
                     print(f"{name} | {argument} | {what} | ", end="", flush=True)
                     try:
                         call(**{**right, argument: changed})

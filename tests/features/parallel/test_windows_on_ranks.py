@@ -55,7 +55,7 @@ CASES = [
     pytest.param(name, *sizes, options, marks=[pytest.mark.size("full")] * (not is_small))
     for is_small, names, sizes, options in [
         (True, ["gemma3"], (2, 1), TINY),
-        (True, ["gemma3"], (1, 2), TINY),
+        (False, ["gemma3"], (1, 2), TINY),
         (True, ["mistral"], (2, 2), TINY),
         (False, ["mistral", "gemma2"], (2, 1), TINY),
         (False, ["mistral", "gemma2"], (1, 2), TINY),

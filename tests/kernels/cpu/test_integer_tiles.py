@@ -62,10 +62,11 @@ def kind(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-def test_sums_are_exact_at_the_ends_of_the_range(kind: str) -> None:
+def test_sums_are_exact_at_the_ends_of_the_range(kind: str, full_size: bool) -> None:
     """One group, scale 1: every product is an integer below 2^24, which float32 has."""
     bits, ones = KINDS[kind].bits, torch.ones(65, 1)
-    for inputs in (1, 2, 3, 4, 8, 32, 64, 96, 130, 1024):
+    # A kernel is compiled for each of them, for seconds.
+    for inputs in (1, 2, 3, 8, 32, 96, 130, 1024) if full_size else (3, 96, 1024):
         if not KINDS[kind].takes(inputs):
             continue
         codes = random_matrix(bits, 65, inputs, inputs, has_offset=False).codes

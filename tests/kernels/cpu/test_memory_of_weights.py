@@ -89,6 +89,7 @@ def test_a_large_embedding_is_looked_up_in_the_head_that_is_tied_to_it(
     assert not any("embed_tokens" in name for name, _ in model.named_parameters())
 
 
+@pytest.mark.small(quantization=[None])
 @pytest.mark.parametrize("quantization", [None, "int8"])
 def test_a_tied_head_gets_its_form_before_other_weights_are_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantization: str | None

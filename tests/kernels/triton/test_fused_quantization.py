@@ -109,6 +109,7 @@ QUANTIZED = [
 ]
 
 
+@pytest.mark.small(quantized=QUANTIZED[:1])
 @pytest.mark.parametrize("quantized", QUANTIZED, ids=str)
 def test_an_engine_has_the_same_tokens_with_a_quarter_of_the_kernels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quantized: dict[str, Any]
