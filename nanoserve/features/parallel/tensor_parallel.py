@@ -11,6 +11,7 @@ batch, and EOF notifies each side that its peer has died.
 
 import contextlib
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -47,6 +48,7 @@ from nanoserve.models.registry import MODELS, model_class
 from nanoserve.worker.heads import HEADS
 from nanoserve.worker.model_runner import ModelRunner
 from nanoserve.worker.weight_exchange import WeightExchange
+from nanoserve.worker.worker_functions import call_function
 
 _START_TIMEOUT = 120.0  # seconds: importing torch on a busy machine
 _LOAD_TIMEOUT = 3600.0  # seconds: reading the weights, compiling and capturing
@@ -201,6 +203,20 @@ class TensorParallelExecutor:
         except BaseException as error:
             self._end(error)
             raise
+
+    def call_function(self, order: bytes, timeout: float | None) -> dict[int, dict[str, Any]]:
+        """Call a function on every rank at once; return the answers that came in time, by rank.
+
+        order: as for `nanoserve.worker.worker_functions.call_function`, which returns an answer.
+        timeout: seconds to wait for the other ranks, counted from the start of rank 0's call, which
+        is not interrupted; None waits without a limit.
+        """
+        with self._recovery():
+            start = time.monotonic()
+            self._workers.send_call(order)
+            own = call_function(order, self.runner)
+            left = None if timeout is None else max(0.0, start + timeout - time.monotonic())
+            return {0: own, **self._workers.answers(left)}
 
     def close(self) -> None:
         """End the workers and release all resources. Idempotent."""

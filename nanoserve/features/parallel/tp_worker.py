@@ -30,6 +30,7 @@ from nanoserve.features.parallel.heartbeat import beat_for_ever
 from nanoserve.features.parallel.process_group import LOOPBACK, find_store, map_memory
 from nanoserve.features.parallel.ranks import join_ranks
 from nanoserve.features.parallel.worker_processes import (
+    CALL_FUNCTION,
     DROP_WEIGHTS,
     LOAD_WEIGHTS,
     PING,
@@ -38,7 +39,9 @@ from nanoserve.features.parallel.worker_processes import (
 from nanoserve.models.registry import register_model, supported_architectures
 from nanoserve.worker.build_executor import choose_device, make_runner
 from nanoserve.worker.heads import register_head
+from nanoserve.worker.model_runner import ModelRunner
 from nanoserve.worker.weight_exchange import WeightExchange
+from nanoserve.worker.worker_functions import call_function
 
 
 def main() -> None:
@@ -163,6 +166,9 @@ def serve(job: dict[str, Any], steps: Steps, report: Reporter) -> None:
         if step in (LOAD_WEIGHTS, USE_WEIGHTS, DROP_WEIGHTS):
             exchange_weights(step, steps.content(), exchange, report)
             continue
+        if step == CALL_FUNCTION:
+            answer_call(steps.content(), runner, report)
+            continue
         # Rank 0 does the same, up to the logits, which are gathered there.
         batch = steps.fetch(step, runner.next_batch())
         began = time.perf_counter()
@@ -191,6 +197,13 @@ def exchange_weights(
     else:
         exchange.drop_weights()
         report(state="dropped")
+
+
+def answer_call(content: bytes, runner: ModelRunner, report: Reporter) -> None:
+    """Call a function for rank 0, and report its result or its error."""
+    number = int.from_bytes(content[:8], "little")
+    report(answer=call_function(content[8:], runner), call=number)
+    report(state=f"called {number}")
 
 
 def _end_with(life: int) -> None:
