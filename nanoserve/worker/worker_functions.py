@@ -82,7 +82,7 @@ def weights_checksum(runner: ModelRunner) -> str:
         dense = tensor.to_dense() if tensor.is_mkldnn else tensor
         content = dense.detach().cpu().contiguous().flatten().view(torch.uint8)
         checksum.update(f"{name} {dense.dtype} {list(dense.shape)}\n".encode())
-        checksum.update(content.numpy())
+        checksum.update(content.numpy().data)
     return checksum.hexdigest()
 
 
