@@ -235,8 +235,9 @@ class LLMMethods:
 
         keep_old: by default the old weights stay in memory until the new ones have been loaded, so
         that an error changes nothing. False drops them before, for half of the peak memory; only
-        names, shapes and data types are checked before. If the update then fails, the engine is
-        asleep: `wake_up()` reads the checkpoint, and another update is possible too.
+        names, shapes and data types are checked before, on every rank. If the update then fails,
+        the engine is asleep: `wake_up()` reads the checkpoint, and with one rank another update is
+        possible too.
 
         An engine whose weights are asleep wakes them with the new ones. Raises `ValueError`, before
         anything changes, for missing, unexpected, or misshapen tensors and for those that are not

@@ -31,10 +31,12 @@ from nanoserve.features.parallel.process_group import LOOPBACK, find_store, map_
 from nanoserve.features.parallel.ranks import join_ranks
 from nanoserve.features.parallel.worker_processes import (
     CALL_FUNCTION,
-    DROP_WEIGHTS,
+    CHECK_WEIGHTS,
     LOAD_WEIGHTS,
     PING,
+    REPLACE_WEIGHTS,
     USE_WEIGHTS,
+    WEIGHT_ORDERS,
 )
 from nanoserve.models.registry import register_model, supported_architectures
 from nanoserve.worker.build_executor import choose_device, make_runner
@@ -163,7 +165,7 @@ def serve(job: dict[str, Any], steps: Steps, report: Reporter) -> None:
             runner.device.finish()
             report(state="waiting")
             continue
-        if step in (LOAD_WEIGHTS, USE_WEIGHTS, DROP_WEIGHTS):
+        if step in WEIGHT_ORDERS:
             exchange_weights(step, steps.content(), exchange, report)
             continue
         if step == CALL_FUNCTION:
@@ -183,14 +185,19 @@ def exchange_weights(
 ) -> None:
     """Follow an order of rank 0, and report when it is done.
 
-    An error while weights are loaded is reported, and this rank goes on with the old ones.
+    An error while weights are checked or loaded is reported, and rank 0 decides what follows.
     """
-    if order == LOAD_WEIGHTS:
+    reads = {
+        CHECK_WEIGHTS: exchange.check_weights,
+        LOAD_WEIGHTS: exchange.load_weights,
+        REPLACE_WEIGHTS: exchange.replace_weights,
+    }
+    if order in reads:
         try:
-            exchange.load_weights(Path(os.fsdecode(content)))
+            reads[order](Path(os.fsdecode(content)))
         except Exception as error:
             report(refusal=f"{type(error).__name__}: {error}")
-        report(state="loaded")
+        report(state=f"followed {order}")
     elif order == USE_WEIGHTS:
         exchange.use_weights()
         report(state="using")
