@@ -146,11 +146,12 @@ class FollowedRequest:
     def end(self, output: RequestOutput) -> None:
         """Add the engine's last output of the request, which contains all of its tokens."""
         self._last = output
-        for completion in output.outputs:
-            own = self._completions[completion.index]
-            own.weights_versions = completion.weights_versions
-            own.seq.token_ids += completion.token_ids[own.seq.num_output_tokens :]
-            _end(own.seq, completion.finish_reason, completion.stop_reason)
+        for last in output.outputs:
+            completion = self._completions[last.index]
+            completion.weights_versions = last.weights_versions
+            seq = completion.seq
+            seq.token_ids += last.token_ids[seq.num_output_tokens :]
+            _end(seq, last.finish_reason, last.stop_reason)
 
     def output(self) -> RequestOutput:
         """Return an output with everything that is new since the last call."""
