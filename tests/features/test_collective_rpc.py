@@ -141,7 +141,6 @@ def test_memory_is_counted_awake_and_asleep(checkpoint: Path) -> None:
         {"dtype": "bfloat16"},
         {"dtype": "bfloat16", "attention_backend": "torch"},
         {"quantization": "int8"},
-        {"quantization": "int4", "quantization_group_size": 32},
         {"moe": True},
         {"moe": True, "quantization": "int8"},
     ],
