@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from nanoserve.sampling_params import RequestOutputKind, SamplingParams
     from nanoserve.serve.async_llm import AsyncLLM
     from nanoserve.text.prompt_types import TextPrompt, TokensPrompt
+    from nanoserve.worker.worker_functions import register_worker_function
 
 __version__ = "0.1.0"
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "TextPrompt",
     "TokensPrompt",
     "register_model",
+    "register_worker_function",
 ]
 
 _HOME = {
@@ -68,6 +70,7 @@ _HOME = {
     "Logprob": "nanoserve.outputs",
     "RequestMetrics": "nanoserve.outputs",
     "register_model": "nanoserve.models.registry",
+    "register_worker_function": "nanoserve.worker.worker_functions",
     "AsyncLLM": "nanoserve.serve.async_llm",
     "LLMEngine": "nanoserve.engine.guard:GuardedEngine",
     "EngineArgs": "nanoserve.cli.engine_args",

@@ -14,6 +14,7 @@ from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.input_processor import Prompt, as_prompt_list
 from nanoserve.engine.pause import check_pause_options
 from nanoserve.features.beam_search import BeamSearchOutput, BeamSearchParams, search_all
+from nanoserve.features.collective_rpc import call_on_ranks, check_call
 from nanoserve.features.sleep import Sleeper
 from nanoserve.features.weight_update import Source, WeightUpdater
 from nanoserve.outputs import EngineStats, RequestOutput
@@ -234,8 +235,9 @@ class LLMMethods:
 
         keep_old: by default the old weights stay in memory until the new ones have been loaded, so
         that an error changes nothing. False drops them before, for half of the peak memory; only
-        names, shapes and data types are checked before. If the update then fails, the engine is
-        asleep: `wake_up()` reads the checkpoint, and another update is possible too.
+        names, shapes and data types are checked before, on every rank. If the update then fails,
+        the engine is asleep: `wake_up()` reads the checkpoint, and with one rank another update is
+        possible too.
 
         An engine whose weights are asleep wakes them with the new ones. Raises `ValueError`, before
         anything changes, for missing, unexpected, or misshapen tensors and for those that are not
@@ -243,6 +245,35 @@ class LLMMethods:
         """
         updater = WeightUpdater(self.engine, self._get_sleeper())
         return updater.update(source, mode=mode, version=version, keep_old=keep_old)
+
+    def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: AbstractSequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a registered function on every rank between two steps; return one result per rank.
+
+        method: a name that `nanoserve.register_worker_function` has registered, before or after the
+        engine was created, or a built-in function. "weights_checksum" returns the SHA-256 of the
+        rank's weights as it keeps them. "memory_stats" returns {"weights_bytes": ...,
+        "kv_cache_bytes": ...} of the rank. All ranks call it at the same time, so it may use their
+        process groups.
+
+        timeout: seconds that the call may take; None waits without a limit.
+
+        args, kwargs: arguments after the rank's `ModelRunner`. They and the results are serialized
+        as JSON: tuples become lists, and keys of dictionaries strings.
+
+        Raises `ValueError`, before anything is sent, for a callable, an unknown name, a timeout
+        that is not positive, arguments that are not serializable, and a closed engine or several
+        ranks that sleep. If the function fails on a rank, raises `RuntimeError` with the rank and
+        its traceback; the engine goes on. Raises `TimeoutError` if a rank returns too late; the
+        function is not interrupted, and its rank takes the next step after it. A rank that dies
+        ends the engine.
+        """
+        return call_on_ranks(self.engine, check_call(method, timeout, args, kwargs))
 
     def _get_sleeper(self) -> "Sleeper":
         if self._sleeper is None:

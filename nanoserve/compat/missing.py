@@ -5,8 +5,10 @@ from typing import NoReturn
 _POOLING = "nanoserve generates text; use sentence-transformers or vLLM for embeddings and scores"
 _PROFILING = "trace='run.jsonl' records every step, and torch.profiler profiles a program"
 _WORKERS = (
-    "functions of a program cannot run in the workers. To replace weights, call "
-    "llm.update_weights(state_dict). Do not copy into the parameters of llm.engine.executor.model: "
+    "a function of the program cannot be sent to other ranks. Register one of a module with "
+    "nanoserve.register_worker_function(), and call it on every rank with llm.collective_rpc(). To "
+    "replace weights, call llm.update_weights(state_dict). Do not copy into the parameters of "
+    "llm.engine.executor.model: "
     "most weights are kept in other forms, which load_state_dict(strict=False) leaves unchanged "
     "without an error"
 )
@@ -20,7 +22,7 @@ _MODEL = (
 METHODS = {
     **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), _POOLING),
     **dict.fromkeys(("start_profile", "stop_profile"), _PROFILING),
-    **dict.fromkeys(("collective_rpc", "apply_model"), _WORKERS),
+    "apply_model": _WORKERS,
     **dict.fromkeys(
         ("enqueue", "enqueue_chat", "wait_for_completion"),
         "call llm.engine.add_request() to queue and llm.engine.step() to run",

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanoserve.engine.pause import Pause
 from nanoserve.utils.checks import attribute_error, require
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from nanoserve.engine.llm_engine import LLMEngine
     from nanoserve.engine.output_processor import OutputProcessor
 
+T = TypeVar("T")
+
 # Replacements for other attributes of vLLM's class. The table is here and not in
 # `nanoserve.compat` because the engine does not import that package.
 _ELSEWHERE = {
@@ -34,7 +36,8 @@ _ELSEWHERE = {
         ("start_profile", "stop_profile"),
         "trace='run.jsonl' records every step, and torch.profiler profiles the whole program",
     ),
-    **dict.fromkeys(("collective_rpc", "apply_model"), "workers do not run the caller's functions"),
+    "collective_rpc": "use llm.collective_rpc()",
+    "apply_model": "use llm.collective_rpc() with the name of a registered function",
     **dict.fromkeys(
         ("model_executor", "driver_worker", "model_runner", "engine_core"),
         "with one process, llm.engine.executor.model is the model, for inspection only: most "
@@ -103,6 +106,16 @@ class EngineMethods:
                 self.loop.finish_steps()
             change()
             self.loop.begin_weights(version)
+
+    def call_between_steps(self, function: Callable[[], T]) -> T:
+        """Call `function` when no step is in flight, and return its result.
+
+        Meanwhile other threads wait, and a second Ctrl-C interrupts it. Not for use inside a step.
+        """
+        with self._lock.turn(gives_way=True):
+            with self._recovery():
+                self.loop.finish_steps()
+            return function()
 
     def replace_executor(self, executor: "Executor") -> None:
         """Replace a closed executor with another one that has a pool of the same size."""

@@ -27,10 +27,7 @@ class Completion:
 
     def versions_from(self, first: int) -> list[tuple[int, int | str]]:
         """Return `weights_versions` of the output tokens from `first` on, counted from there."""
-        versions = self.weights_versions
-        known = [version for start, version in versions if start <= first]
-        later = [(start - first, version) for start, version in versions if start > first]
-        return [*((0, version) for version in known[-1:]), *later]
+        return versions_from(self.weights_versions, first)
 
     def revert(self, num_tokens: int) -> None:
         """Restore the state in which the sequence had `num_tokens` tokens and had not ended."""
@@ -45,6 +42,13 @@ class Completion:
             del self.logprobs[seq.num_output_tokens :]
             chosen = zip(self.logprobs, seq.output_token_ids, strict=True)
             self.cumulative_logprob = sum(entry[token_id].logprob for entry, token_id in chosen)
+
+
+def versions_from(versions: list[tuple[int, int | str]], first: int) -> list[tuple[int, int | str]]:
+    """Return `CompletionOutput.weights_versions` of the tokens from `first` on."""
+    known = [version for start, version in versions if start <= first]
+    later = [(start - first, version) for start, version in versions if start > first]
+    return [*((0, version) for version in known[-1:]), *later]
 
 
 @dataclass(eq=False)

@@ -108,7 +108,7 @@ class Sleeper:
             self._engine.suspend(_refusal(asleep))
 
     def drop(self) -> None:
-        """Drop the weights of a single rank and the KV cache, awake or not."""
+        """Drop the weights and the KV cache, awake or not; the processes of several ranks end."""
         self._engine.loop.reset_prefix_cache()
         if self._asleep is None:
             self._asleep = self._put_to_sleep(2)
@@ -141,15 +141,19 @@ class Sleeper:
         refusal = self._engine.refusal
         require(refusal in (None, own), f"this engine is {refusal}")
 
-    def _check_supported(self, level: int) -> None:
-        config = self._engine.config
-        drafts = config.speculative_config
+    def check_drafts(self, what: str) -> None:
+        """Raise `ValueError`, which names `what`, if the engine has a draft model."""
+        drafts = self._engine.config.speculative_config
         require(
             drafts is None or drafts.method in ("ngram", "suffix"),
             f"speculative_config method {getattr(drafts, 'method', None)!r} is not supported by "
-            f"sleep(), because the weights of the draft model would stay in memory; use 'ngram' or "
+            f"{what}, because the weights of the draft model would stay in memory; use 'ngram' or "
             f"'suffix'",
         )
+
+    def _check_supported(self, level: int) -> None:
+        config = self._engine.config
+        self.check_drafts("sleep()")
         require(
             level == 2 or isinstance(self._engine.executor, ModelRunner),
             f"level=1 supports only one rank (got tensor_parallel_size="

@@ -7,7 +7,7 @@ from typing import Any
 
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.request import Request
-from nanoserve.outputs import RequestOutput
+from nanoserve.outputs import CompletionOutput, RequestOutput
 
 
 def merged_deltas(earlier: RequestOutput, later: RequestOutput) -> RequestOutput:
@@ -19,6 +19,7 @@ def merged_deltas(earlier: RequestOutput, later: RequestOutput) -> RequestOutput
     for new in later.outputs:
         before = completions.setdefault(new.index, new)
         if before is not new:
+            versions = _merged_versions(before, new)
             before.token_ids += new.token_ids
             if before.logprobs is not None and new.logprobs is not None:
                 before.logprobs += new.logprobs
@@ -27,8 +28,22 @@ def merged_deltas(earlier: RequestOutput, later: RequestOutput) -> RequestOutput
                 text=before.text + new.text,
                 token_ids=before.token_ids,
                 logprobs=before.logprobs,
+                weights_versions=versions,
             )
     return replace(later, outputs=[completions[index] for index in sorted(completions)])
+
+
+def _merged_versions(
+    before: CompletionOutput, new: CompletionOutput
+) -> list[tuple[int, int | str]]:
+    """Return the `weights_versions` of two consecutive deltas together."""
+    num_before, versions = len(before.token_ids), before.weights_versions.copy()
+    for start, version in new.weights_versions:
+        if versions and versions[-1][0] == num_before + start:
+            versions.pop()  # it has made no token
+        if not versions or versions[-1][1] != version:
+            versions.append((num_before + start, version))
+    return versions
 
 
 _Stream = Generator[RequestOutput, None, None]

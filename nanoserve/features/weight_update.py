@@ -73,11 +73,11 @@ class WeightUpdater:
         )
         if engine.is_stepping:
             raise RuntimeError("the weights cannot be replaced inside a step: wait for its end")
-        if not keep_old:
-            self._runner()  # raises for several ranks
+        has_one_rank = isinstance(engine.executor, ModelRunner)
+        if not keep_old and not has_one_rank:
+            self._sleeper.check_drafts("keep_old=False with several ranks")
         self._sleeper.check_refusal()
         awake = self._sleeper.awake
-        has_one_rank = isinstance(engine.executor, ModelRunner)
         # The source is read before the engine is locked: an iterator may take long.
         with self._opened(source, in_memory=has_one_rank) as weights:
             if mode == "wait":
@@ -104,14 +104,19 @@ class WeightUpdater:
             f"mode='wait', 'abort' or 'keep'",
         )
         # An error of the source comes before anything has changed, and before any abort.
-        if not keep_old:
-            WeightExchange(self._runner()).check(weights)
+        exchange = self._exchange()
+        if not keep_old and isinstance(engine.executor, ModelRunner):
+            exchange.check_weights(weights)
             self._abort(mode)
             self._sleeper.drop()
         if self._sleeper.awake != [*TAGS]:
             self._sleeper.wake_weights(weights)
             return
-        exchange = self._exchange()
+        if not keep_old:
+            exchange.check_weights(weights)
+            self._abort(mode)
+            self._replace_on_ranks(exchange, weights)
+            return
         exchange.load_weights(weights)
         self._abort(mode)
         exchange.use_weights()
@@ -120,15 +125,15 @@ class WeightUpdater:
         executor: Any = self._engine.executor
         return WeightExchange(executor) if isinstance(executor, ModelRunner) else executor
 
-    def _runner(self) -> ModelRunner:
-        executor, config = self._engine.executor, self._engine.config
-        if not isinstance(executor, ModelRunner):
-            raise ValueError(
-                f"keep_old=False supports only one rank (got tensor_parallel_size="
-                f"{config.tensor_parallel_size}, pipeline_parallel_size="
-                f"{config.pipeline_parallel_size})"
-            )
-        return executor
+    def _replace_on_ranks(self, exchange: TakesWeights, weights: Weights) -> None:
+        """Drop the old weights of several ranks, and load others; on an error, put all to sleep."""
+        self._engine.loop.reset_prefix_cache()
+        try:
+            exchange.replace_weights(weights)
+            exchange.use_weights()
+        except BaseException:
+            self._sleeper.drop()  # some ranks may have no weights: their processes end
+            raise
 
     def _abort(self, mode: str | None) -> None:
         """Abort all requests if `mode` says so; the next step returns their outputs."""

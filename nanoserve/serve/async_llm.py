@@ -6,7 +6,7 @@ import contextlib
 import logging
 import weakref
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator, Iterable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -20,6 +20,7 @@ from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.input_processor import Prompt
 from nanoserve.engine.pause import check_pause_options
 from nanoserve.engine.request import Request
+from nanoserve.features.collective_rpc import FunctionCall, call_on_ranks, check_call
 from nanoserve.llm import LLM
 from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import SamplingParams
@@ -244,9 +245,7 @@ class AsyncLLM:
         """Replace all weights between two steps; return their version. See `LLM.update_weights`.
 
         With `engine_process=True`, `source` is pickled: pass a folder. During the update no request
-        makes progress. An engine whose weights are asleep wakes them with the new ones. Outputs of
-        streams that are made of tokens alone, without log-probabilities or stop strings, have no
-        `weights_versions`.
+        makes progress. An engine whose weights are asleep wakes them with the new ones.
 
         Raises `ValueError` as `LLM.update_weights` does, and for mode "wait".
         """
@@ -254,6 +253,20 @@ class AsyncLLM:
         update = partial(_update_weights, source=source, mode=mode, version=version)
         result, self._refusal = await self._call_llm(update)
         return result
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: AbstractSequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Call a registered function on every rank between two steps: see `LLM.collective_rpc`.
+
+        With `engine_process=True`, it is registered in this process and imported in that one.
+        """
+        call = check_call(method, timeout, args, kwargs)
+        return await self._call_llm(partial(_collective_rpc, call))
 
     async def pause_generation(
         self,
@@ -510,6 +523,10 @@ def _update_weights(
 ) -> tuple[int | str, str | None]:
     """Replace the weights; return their version, and why the engine rejects requests, or None."""
     return llm.update_weights(source, mode=mode, version=version), llm.engine.refusal
+
+
+def _collective_rpc(call: FunctionCall, llm: LLM) -> list[Any]:
+    return call_on_ranks(llm.engine, call)
 
 
 def _do_nothing(engine: GuardedEngine) -> None:

@@ -6,14 +6,14 @@ reads the stream converts to text all tokens that have arrived since its last re
 """
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.listeners import RequestListener
 from nanoserve.engine.plan import Plan
-from nanoserve.engine.request import Request
+from nanoserve.engine.request import Completion, Request, versions_from
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.engine.stopwatch import StepTimes
 from nanoserve.outputs import CompletionOutput, RequestOutput
@@ -24,13 +24,24 @@ logger = logging.getLogger(__name__)
 
 
 class NewTokens(NamedTuple):
-    """The new tokens of one sequence, and its finish reason if it has ended."""
+    """The new tokens of one sequence, and its finish reason if it has ended.
+
+    weights_versions: as of the whole output up to now; None if it has not changed since the last
+        tokens, which is so unless the weights were replaced.
+    """
 
     request_id: str
     index: int  # type: ignore[assignment]  # of the completion in its request; hides tuple.index
     token_ids: list[int]
     finish_reason: str | None
     stop_reason: int | str | None
+    weights_versions: list[tuple[int, int | str]] | None = None
+
+    def after(self, earlier: "NewTokens") -> "NewTokens":
+        """Return these tokens together with `earlier` ones of the same sequence, not read yet."""
+        versions = self.weights_versions or earlier.weights_versions
+        token_ids = earlier.token_ids + self.token_ids
+        return self._replace(token_ids=token_ids, weights_versions=versions)
 
 
 def can_follow(request: Request) -> bool:
@@ -52,7 +63,7 @@ class TokenFeed(RequestListener):
     """
 
     def __init__(self) -> None:
-        self._num_sent: dict[Sequence, int] = {}
+        self._sent: dict[Sequence, _Sent] = {}
         self._sequences: dict[str, list[Sequence]] = {}  # of each request
         self._new: list[NewTokens] = []
 
@@ -60,25 +71,28 @@ class TokenFeed(RequestListener):
         """Collect the tokens of a request, which must not be queued yet."""
         request.params.output_kind = RequestOutputKind.FINAL_ONLY
         self._sequences[request.request_id] = request.sequences
-        self._num_sent.update(dict.fromkeys(request.sequences, 0))
+        self._sent |= {each.seq: _Sent(each) for each in request.completions}
 
     def __call__(self, plan: Plan, batch: Batch, result: StepResult, times: StepTimes) -> None:
         """Collect the new tokens of a finished step."""
         for row in plan.sampled:
             seq = row.seq
-            num_sent = self._num_sent.get(seq)
-            if num_sent is None:
+            sent = self._sent.get(seq)
+            if sent is None:
                 continue
-            new = seq.token_ids[seq.num_prompt_tokens + num_sent :]
-            self._num_sent[seq] = num_sent + len(new)
+            new = seq.token_ids[seq.num_prompt_tokens + sent.num_tokens :]
+            sent.num_tokens += len(new)
             if seq.finish_reason is not None:
-                del self._num_sent[seq]
+                del self._sent[seq]
+            versions, current = None, sent.completion.weights_versions
+            if sent.versions != current:
+                sent.versions = versions = current.copy()
             end = seq.finish_reason, seq.stop_reason
-            self._new.append(NewTokens(seq.request_id, seq.index, new, *end))
+            self._new.append(NewTokens(seq.request_id, seq.index, new, *end, versions))
 
     def on_finish(self, output: RequestOutput) -> None:
         for seq in self._sequences.pop(output.request_id, ()):
-            self._num_sent.pop(seq, None)
+            self._sent.pop(seq, None)
 
     def take(self) -> list[NewTokens]:
         """Return the tokens collected since the last call."""
@@ -87,8 +101,18 @@ class TokenFeed(RequestListener):
 
 
 @dataclass
+class _Sent:
+    """The part of a completion that has been collected."""
+
+    completion: Completion
+    num_tokens: int = 0
+    versions: list[tuple[int, int | str]] | None = None
+
+
+@dataclass
 class _Completion:
     seq: Sequence  # a local copy: only the engine's thread may access the original
+    weights_versions: list[tuple[int, int | str]] = field(default_factory=list)
     num_read: int = 0  # tokens in the outputs so far
     is_end_read: bool = False  # True once an output contained its finish reason
 
@@ -112,18 +136,22 @@ class FollowedRequest:
         self._last: RequestOutput | None = None
 
     def add(self, new: NewTokens) -> None:
-        seq = self._completions[new.index].seq
+        completion = self._completions[new.index]
+        seq = completion.seq
         seq.token_ids += new.token_ids
+        completion.weights_versions = new.weights_versions or completion.weights_versions
         if new.finish_reason is not None:
             _end(seq, new.finish_reason, new.stop_reason)
 
     def end(self, output: RequestOutput) -> None:
         """Add the engine's last output of the request, which contains all of its tokens."""
         self._last = output
-        for completion in output.outputs:
-            seq = self._completions[completion.index].seq
-            seq.token_ids += completion.token_ids[seq.num_output_tokens :]
-            _end(seq, completion.finish_reason, completion.stop_reason)
+        for last in output.outputs:
+            completion = self._completions[last.index]
+            completion.weights_versions = last.weights_versions
+            seq = completion.seq
+            seq.token_ids += last.token_ids[seq.num_output_tokens :]
+            _end(seq, last.finish_reason, last.stop_reason)
 
     def output(self) -> RequestOutput:
         """Return an output with everything that is new since the last call."""
@@ -141,6 +169,7 @@ class FollowedRequest:
                     seq.token_ids[seq.num_prompt_tokens + num_read :],
                     seq.finish_reason,
                     seq.stop_reason,
+                    weights_versions=versions_from(completion.weights_versions, num_read),
                 )
             )
         if self.error is not None:

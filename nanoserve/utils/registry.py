@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
 
@@ -49,8 +49,13 @@ class Registry(Generic[T]):
         entry = self.entry(name)
         if not isinstance(entry, str):
             return entry
-        module, attribute = _split(entry)
-        return getattr(import_module(module), attribute)
+        return import_location(entry)
+
+
+def import_location(location: str) -> Any:
+    """Import and return the object at "package.module:Name"."""
+    module, attribute = _split(location)
+    return getattr(import_module(module), attribute)
 
 
 def _split(location: str) -> tuple[str, str]:

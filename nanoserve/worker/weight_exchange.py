@@ -24,8 +24,17 @@ class TakesWeights(Protocol):
     No step may be in flight.
     """
 
+    def check_weights(self, source: Weights) -> None:
+        """Raise an error unless the names, shapes and types in `source` fit. Changes nothing."""
+
     def load_weights(self, source: Weights) -> None:
         """Load other weights beside those in use. If this raises, they have been dropped."""
+
+    def replace_weights(self, source: Weights) -> None:
+        """Drop the weights in use and the KV cache, and load other weights in their place.
+
+        If this raises, no step can run any more.
+        """
 
     def use_weights(self) -> None:
         """Use the loaded weights from now on, and release the old ones."""
@@ -43,7 +52,7 @@ class WeightExchange:
         self._next: nn.Module | None = None
         self._config = config or replace(runner.config, load_format="auto")
 
-    def check(self, source: Weights) -> None:
+    def check_weights(self, source: Weights) -> None:
         """Raise `ValueError` unless the runner's model can be filled from `source`."""
         runner = self._runner
         memory_bytes = runner.device.memory_bytes(runner.context.parallel)
@@ -69,12 +78,25 @@ class WeightExchange:
                 shows_progress=False,
             )
 
-    def use_weights(self) -> None:
-        """Let a runner that is awake compute with the loaded model, and release the old one.
+    def replace_weights(self, source: Weights) -> None:
+        """Drop the runner's model and KV cache, and build a model with the weights in `source`."""
+        self._runner.release_kv_caches()
+        self._runner.release_weights(keeps_them=False)
+        self.load_weights(source)
 
-        If the device cannot be prepared for the new model, the runner goes on with the old one.
+    def use_weights(self) -> None:
+        """Let the runner compute with the loaded model, and release the old one.
+
+        If the device cannot be prepared for the new model, the runner goes on with the old one,
+        unless `replace_weights` has dropped it.
         """
         runner, old = self._runner, self._runner.model
+        if old is None:
+            runner.use_model(self.take_model())
+            runner.restore_kv_caches()
+            runner.resume()
+            self.drop_weights()
+            return
         with runner.device.guard():
             runner.device.finish()
         try:

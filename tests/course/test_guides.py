@@ -11,6 +11,7 @@ import pytest
 from nanoserve.checkpoint.formats.registry import FORMATS
 from nanoserve.models.registry import MODELS
 from nanoserve.sampling import stages
+from nanoserve.worker.worker_functions import WORKER_FUNCTIONS
 
 GUIDES = sorted((facts.DOCS / "guides").glob("*.md"))
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.M | re.S)
@@ -39,10 +40,11 @@ def blocks(guide: Path) -> list[str]:
 @pytest.fixture(autouse=True)
 def restored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """What a guide registers or writes is gone afterwards."""
-    for registry in (MODELS, FORMATS, stages.STAGES):
+    for registry in (MODELS, FORMATS, WORKER_FUNCTIONS, stages.STAGES):
         monkeypatch.setattr(registry, "_entries", registry.entries())
     monkeypatch.setattr(stages, "_OWN", dict(stages._OWN))
-    monkeypatch.setitem(sys.modules, "no_even", None)
+    for module in ("no_even", "my_functions"):
+        monkeypatch.setitem(sys.modules, module, None)
     monkeypatch.setenv("PYTHONPATH", str(facts.ROOT), prepend=os.pathsep)
     monkeypatch.chdir(tmp_path)
 

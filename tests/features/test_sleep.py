@@ -227,7 +227,7 @@ def test_it_sleeps_on_if_the_weights_are_gone(tmp_path: Path) -> None:
 def test_it_wakes_with_other_weights_if_its_files_have_them(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """Level 2 reads the files again; `collective_rpc` and `apply_model` name `update_weights`."""
+    """Level 2 reads the files again; `apply_model` names `update_weights`."""
     make_qwen3(tmp_path, seed=2)
     with LLM(tmp_path, **OPTIONS, **options) as llm:
         expected = answers(llm)

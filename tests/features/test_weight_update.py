@@ -3,8 +3,9 @@
 import asyncio
 import gc
 import resource
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from nanoserve.features.sleep import Sleeper
 from nanoserve.features.weight_update import WeightUpdater
 from nanoserve.models.layers.context import LayerContext
 from nanoserve.outputs import CompletionOutput, RequestOutput
+from nanoserve.sampling_params import RequestOutputKind
 from nanoserve.worker.cpu_device import CpuDevice
 from nanoserve.worker.cuda_device import CudaDevice
 from nanoserve.worker.model_runner import ModelRunner
@@ -757,5 +759,60 @@ def test_an_event_loop_updates_between_two_steps(engine_process: bool, folders: 
             found = await complete(llm, PARAMS[0])
             assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
             assert found.weights_versions == [(0, "new")]
+
+    asyncio.run(run())
+
+
+def test_streams_made_of_tokens_alone_have_versions_too() -> None:
+    """So do those with log-probabilities, of which a slow reader gets several in one output."""
+    options = {"dtype": "float32", "num_kv_blocks": 200, "max_model_len": 512}
+    kinds = [{}, {"logprobs": 0}, {"n": 2, "temperature": 0.8, "seed": 3}]
+    long = {"temperature": 0, "max_tokens": 300, "ignore_eos": True}
+    with LLM("tiny-qwen3", **options) as llm:
+        weights = weights_of(Path(llm.engine.executor.path))
+        params = [SamplingParams(**long | kind) for kind in kinds]
+        old = [o.outputs for o in llm.generate(["What is"] * 3, params, use_tqdm=False)]
+
+    async def read(
+        outputs: AsyncIterator[RequestOutput], go_on: asyncio.Event, has_begun: asyncio.Event
+    ) -> list[tuple[list[int], list[tuple[int, int | str]]]]:
+        token_ids: dict[int, list[int]] = {}
+        versions: dict[int, list[tuple[int, int | str]]] = {}
+        async for output in outputs:
+            for part in output.outputs:
+                known = versions.setdefault(part.index, [])
+                assert part.weights_versions[0][0] == 0
+                num_before = len(token_ids.setdefault(part.index, []))
+                for start, version in part.weights_versions:
+                    assert start < max(1, len(part.token_ids))
+                    if not known or known[-1][1] != version:
+                        known.append((num_before + start, version))
+                token_ids[part.index] += part.token_ids
+            has_begun.set()
+            await go_on.wait()
+        return [(token_ids[index], versions[index]) for index in sorted(token_ids)]
+
+    async def run() -> None:
+        async with AsyncLLM("tiny-qwen3", **options) as llm:
+            # Steps are slow, so that no request ends before the update, on a busy machine either.
+            llm.engine.observers.append(lambda *arguments: time.sleep(0.004))
+            go_on, readers, begun = asyncio.Event(), [], []
+            for kind in kinds:
+                delta = SamplingParams(**long | kind, output_kind=RequestOutputKind.DELTA)
+                begun.append(asyncio.Event())
+                outputs = llm.generate("What is", delta)
+                readers.append(asyncio.create_task(read(outputs, go_on, begun[-1])))
+            for event in begun:
+                await event.wait()
+            other = {name: w * 3 if "norm" in name else w for name, w in weights.items()}
+            await llm.update_weights(other, mode="keep", version="new")
+            await asyncio.sleep(0.05)  # tokens of both versions are unread
+            go_on.set()
+            for reader, expected in zip(readers, old, strict=True):
+                for (token_ids, versions), plain in zip(await reader, expected, strict=True):
+                    first, (num_old, version) = versions
+                    assert first == (0, 0) and version == "new" and 0 < num_old < 300
+                    assert token_ids[:num_old] == plain.token_ids[:num_old]
+                    assert len(token_ids) == 300
 
     asyncio.run(run())

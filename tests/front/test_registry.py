@@ -40,12 +40,13 @@ from nanoserve.sampling import stages
 from nanoserve.sampling.stages import STAGES, register_stage
 from nanoserve.utils.registry import Registry
 from nanoserve.worker.heads import HEADS
+from nanoserve.worker.worker_functions import WORKER_FUNCTIONS
 
 REGISTRIES: dict[str, Registry[Any]] = {
     registry.kind: registry
     for registry in (
         *(MODELS, HEADS, ATTENTION_BACKENDS, OPERATIONS, STAGES, EXTENSIONS, FEATURES, METHODS),
-        *(GRAMMAR_BACKENDS, COMMANDS),
+        *(GRAMMAR_BACKENDS, COMMANDS, WORKER_FUNCTIONS),
     )
 }
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

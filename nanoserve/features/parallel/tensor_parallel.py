@@ -11,6 +11,7 @@ batch, and EOF notifies each side that its peer has died.
 
 import contextlib
 import os
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
@@ -35,8 +36,10 @@ from nanoserve.features.parallel.process_group import (
 )
 from nanoserve.features.parallel.ranks import join_ranks
 from nanoserve.features.parallel.worker_processes import (
+    CHECK_WEIGHTS,
     DROP_WEIGHTS,
     LOAD_WEIGHTS,
+    REPLACE_WEIGHTS,
     USE_WEIGHTS,
     WorkerError,
     Workers,
@@ -47,6 +50,7 @@ from nanoserve.models.registry import MODELS, model_class
 from nanoserve.worker.heads import HEADS
 from nanoserve.worker.model_runner import ModelRunner
 from nanoserve.worker.weight_exchange import WeightExchange
+from nanoserve.worker.worker_functions import call_function
 
 _START_TIMEOUT = 120.0  # seconds: importing torch on a busy machine
 _LOAD_TIMEOUT = 3600.0  # seconds: reading the weights, compiling and capturing
@@ -170,27 +174,58 @@ class TensorParallelExecutor:
     def cancel(self, handles: list[Any]) -> None:
         """Discard steps. `next_batch` waits until the other ranks have read their batches."""
 
-    def load_weights(self, source: Weights) -> None:
-        """Load the weights in a folder beside those in use, on every rank; see `TakesWeights`.
+    def check_weights(self, source: Weights) -> None:
+        """Check on every rank that the weights in a folder fit; see `TakesWeights`.
 
         Raises rank 0's error, or `RuntimeError` with those of the other ranks.
         """
         with self._recovery():
-            self._workers.send_order(LOAD_WEIGHTS, os.fsencode(str(source)))
-            error: Exception | None = None
-            try:
-                self._exchange.load_weights(source)
-            except Exception as raised:  # raised below: the other ranks are loading
-                error = raised
-            self._workers.wait_for("loaded", _LOAD_TIMEOUT)
-            refusals = sorted(self._workers.refusals.items())
-            if error is None and not refusals:
-                return
-            self._exchange.drop_weights()
-            self._workers.send_order(DROP_WEIGHTS)
-            self._workers.wait_for("dropped", _LOAD_TIMEOUT)
+            error = self._read_weights(CHECK_WEIGHTS, self._exchange.check_weights, source)
+            if error is not None:
+                raise error
+
+    def load_weights(self, source: Weights) -> None:
+        """Load the weights in a folder beside those in use, on every rank; see `TakesWeights`.
+
+        Raises errors as `check_weights` does.
+        """
+        with self._recovery():
+            error = self._read_weights(LOAD_WEIGHTS, self._exchange.load_weights, source)
+            if error is not None:
+                self._exchange.drop_weights()
+                self._workers.send_order(DROP_WEIGHTS)
+                self._workers.wait_for("dropped", _LOAD_TIMEOUT)
+                raise error
+
+    def replace_weights(self, source: Weights) -> None:
+        """Drop the weights and KV caches of all ranks, and load those in a folder.
+
+        Raises errors as `check_weights` does; then only `close` can follow.
+        """
+        with self._recovery():
+            error = self._read_weights(REPLACE_WEIGHTS, self._exchange.replace_weights, source)
+            if error is not None:
+                raise error
+
+    def _read_weights(
+        self, order: int, read: Callable[[Weights], None], source: Weights
+    ) -> Exception | None:
+        """Let all ranks follow an order that reads weights; return the error if one of them fails.
+
+        read: what rank 0 does.
+        """
+        self._workers.send_order(order, os.fsencode(str(source)))
+        error: Exception | None = None
+        try:
+            read(source)
+        except Exception as raised:  # the other ranks are reading
+            error = raised
+        self._workers.wait_for(f"followed {order}", _LOAD_TIMEOUT)
+        refusals = sorted(self._workers.refusals.items())
+        if error is None and refusals:
             reasons = [f"rank {rank} could not load the weights: {why}" for rank, why in refusals]
-            raise error or RuntimeError("\n".join(reasons))
+            error = RuntimeError("\n".join(reasons))
+        return error
 
     def use_weights(self) -> None:
         """Use the loaded weights on every rank. If one of them cannot, the engine ends."""
@@ -201,6 +236,20 @@ class TensorParallelExecutor:
         except BaseException as error:
             self._end(error)
             raise
+
+    def call_function(self, order: bytes, timeout: float | None) -> dict[int, dict[str, Any]]:
+        """Call a function on every rank at once; return the answers that came in time, by rank.
+
+        order: as for `nanoserve.worker.worker_functions.call_function`, which returns an answer.
+        timeout: seconds to wait for the other ranks, counted from the start of rank 0's call, which
+        is not interrupted; None waits without a limit.
+        """
+        with self._recovery():
+            start = time.monotonic()
+            self._workers.send_call(order)
+            own = call_function(order, self.runner)
+            left = None if timeout is None else max(0.0, start + timeout - time.monotonic())
+            return {0: own, **self._workers.answers(left)}
 
     def close(self) -> None:
         """End the workers and release all resources. Idempotent."""

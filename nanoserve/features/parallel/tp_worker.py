@@ -30,15 +30,20 @@ from nanoserve.features.parallel.heartbeat import beat_for_ever
 from nanoserve.features.parallel.process_group import LOOPBACK, find_store, map_memory
 from nanoserve.features.parallel.ranks import join_ranks
 from nanoserve.features.parallel.worker_processes import (
-    DROP_WEIGHTS,
+    CALL_FUNCTION,
+    CHECK_WEIGHTS,
     LOAD_WEIGHTS,
     PING,
+    REPLACE_WEIGHTS,
     USE_WEIGHTS,
+    WEIGHT_ORDERS,
 )
 from nanoserve.models.registry import register_model, supported_architectures
 from nanoserve.worker.build_executor import choose_device, make_runner
 from nanoserve.worker.heads import register_head
+from nanoserve.worker.model_runner import ModelRunner
 from nanoserve.worker.weight_exchange import WeightExchange
+from nanoserve.worker.worker_functions import call_function
 
 
 def main() -> None:
@@ -160,8 +165,11 @@ def serve(job: dict[str, Any], steps: Steps, report: Reporter) -> None:
             runner.device.finish()
             report(state="waiting")
             continue
-        if step in (LOAD_WEIGHTS, USE_WEIGHTS, DROP_WEIGHTS):
+        if step in WEIGHT_ORDERS:
             exchange_weights(step, steps.content(), exchange, report)
+            continue
+        if step == CALL_FUNCTION:
+            answer_call(steps.content(), runner, report)
             continue
         # Rank 0 does the same, up to the logits, which are gathered there.
         batch = steps.fetch(step, runner.next_batch())
@@ -177,20 +185,32 @@ def exchange_weights(
 ) -> None:
     """Follow an order of rank 0, and report when it is done.
 
-    An error while weights are loaded is reported, and this rank goes on with the old ones.
+    An error while weights are checked or loaded is reported, and rank 0 decides what follows.
     """
-    if order == LOAD_WEIGHTS:
+    reads = {
+        CHECK_WEIGHTS: exchange.check_weights,
+        LOAD_WEIGHTS: exchange.load_weights,
+        REPLACE_WEIGHTS: exchange.replace_weights,
+    }
+    if order in reads:
         try:
-            exchange.load_weights(Path(os.fsdecode(content)))
+            reads[order](Path(os.fsdecode(content)))
         except Exception as error:
             report(refusal=f"{type(error).__name__}: {error}")
-        report(state="loaded")
+        report(state=f"followed {order}")
     elif order == USE_WEIGHTS:
         exchange.use_weights()
         report(state="using")
     else:
         exchange.drop_weights()
         report(state="dropped")
+
+
+def answer_call(content: bytes, runner: ModelRunner, report: Reporter) -> None:
+    """Call a function for rank 0, and report its result or its error."""
+    number = int.from_bytes(content[:8], "little")
+    report(answer=call_function(content[8:], runner), call=number)
+    report(state=f"called {number}")
 
 
 def _end_with(life: int) -> None:

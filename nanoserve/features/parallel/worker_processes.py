@@ -32,8 +32,13 @@ PING = 2**32 - 1  # a worker replies when it waits for steps
 LOAD_WEIGHTS = 2**32 - 2  # with the folder
 USE_WEIGHTS = 2**32 - 3
 DROP_WEIGHTS = 2**32 - 4
+CALL_FUNCTION = 2**32 - 5  # with the number of the call and its order
+CHECK_WEIGHTS = 2**32 - 6  # with the folder
+REPLACE_WEIGHTS = 2**32 - 7  # with the folder
+WEIGHT_ORDERS = (CHECK_WEIGHTS, LOAD_WEIGHTS, REPLACE_WEIGHTS, USE_WEIGHTS, DROP_WEIGHTS)
 _GRACE = 5.0  # seconds for a worker to exit by itself
 _HURRY = 2.0  # limit of silence in seconds while the caller waits for the end
+_FOR_EVER = 1e9  # seconds
 
 
 class WorkerError(ExecutorDeadError):
@@ -59,6 +64,8 @@ class Workers:
         self.spans: dict[tuple[int, int], list[float]] = {}
         self._messages: queue.Queue[tuple[int, str]] = queue.Queue()  # (rank, state)
         self.refusals: dict[int, str] = {}  # by rank, why it could not load the last weights
+        self._num_calls = 0
+        self._answers: dict[tuple[int, int], dict[str, Any]] = {}  # by number of the call and rank
         self._timeout = timeout
         self._is_closing = False
         self.are_built = False
@@ -130,10 +137,28 @@ class Workers:
         size = len(content).to_bytes(4, "little")
         self._send_number(order.to_bytes(4, "little") + size + content)
 
+    def send_call(self, order: bytes) -> None:
+        """Make every worker call a function after the announced steps; see `answers`."""
+        self._num_calls += 1
+        self._answers.clear()
+        self.send_order(CALL_FUNCTION, self._num_calls.to_bytes(8, "little") + order)
+
+    def answers(self, timeout: float | None) -> dict[int, dict[str, Any]]:
+        """Wait up to `timeout` seconds for the answers to the last call; return those that came.
+
+        None waits without a limit. Raises `WorkerError` if a worker fails. An answer that comes
+        after `timeout` is dropped.
+        """
+        self._late(f"called {self._num_calls}", _FOR_EVER if timeout is None else timeout)
+        answers = list(self._answers.items())
+        return {rank: answer for (call, rank), answer in answers if call == self._num_calls}
+
     def _send_number(self, message: bytes) -> None:
         for fd in self._steps:
             try:
-                os.write(fd, message)
+                left = memoryview(message)
+                while left:  # a signal may end a long write
+                    left = left[os.write(fd, left) :]
             except BrokenPipeError:
                 self.explain()
                 self.check()
@@ -320,6 +345,8 @@ class Workers:
     def _receive(self, rank: int, message: dict[str, Any]) -> None:
         if "error" in message:
             self.fail(f"rank {rank} failed:\n{message['error']}")
+        elif "answer" in message:
+            self._answers[message["call"], rank] = message["answer"]
         elif "refusal" in message:
             self.refusals[rank] = message["refusal"]
         elif "span" in message:

@@ -1,7 +1,7 @@
 """`AsyncLLM` and its HTTP server for a fleet of replicas instead of one engine."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -54,6 +54,18 @@ class FleetLLM(AsyncLLM):
     ) -> int | str:
         """Raise `ValueError`: a replica that joins later would have the old weights."""
         raise ValueError("update_weights() is not supported with replicas: restart them instead")
+
+    async def collective_rpc(
+        self,
+        method: str,
+        timeout: float | None = None,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> list[Any]:
+        """Raise `ValueError`: the number of replicas, and so of ranks, may change at any time."""
+        raise ValueError(
+            "collective_rpc() is not supported with replicas: call it in a program with one engine"
+        )
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """Do nothing, since replicas do not sleep."""

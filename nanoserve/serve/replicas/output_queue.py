@@ -28,7 +28,7 @@ class Outbox:
         key = new.request_id, new.index
         earlier = self._tokens.get(key)
         if earlier is not None:
-            new = new._replace(token_ids=earlier.token_ids + new.token_ids)
+            new = new.after(earlier)
         self._tokens[key] = new
         self._news.set()
 

@@ -91,8 +91,14 @@ def test_ranks_answer_as_new_ones(
         if os.path.isdir("/dev/shm"):
             found = [name for name in os.listdir("/dev/shm") if name.startswith("nanoserve-")]
             assert not set(found) - files
-        with pytest.raises(ValueError, match="keep_old=False supports only one rank"):
-            llm.update_weights(new, keep_old=False)
+        with pytest.raises(ValueError, match=r"missing: model\.layers\.1\.mlp"):
+            llm.update_weights(without, keep_old=False)
+        assert answers(llm) == expected
+        llm.update_weights(folders[0], keep_old=False, version="dropped")
+        assert llm.weights_version == "dropped"
+        assert answers(llm) == answers(llm)  # with an empty cache, and with a full one
+        llm.update_weights(new, keep_old=False)
+        assert answers(llm) == expected
         llm.engine.scheduler.check()
 
 
@@ -129,6 +135,34 @@ def test_if_one_rank_fails_none_changes(
             assert answers(llm) == old and llm.weights_version == 0
         order.unlink()
         llm.update_weights(new)
+        assert answers(llm) == expected
+
+
+@pytest.mark.size("full")
+@pytest.mark.parametrize("ranks", [TWO, STAGES], ids=str)
+def test_without_the_old_ones_a_failure_puts_all_to_sleep(
+    folders: list[Path], failing: tuple[Path, Path], ranks: dict[str, Any]
+) -> None:
+    path, order = failing
+    new = load_file(folders[1] / "model.safetensors")
+    with make_llm(folders[1], **ranks) as llm:
+        expected = answers(llm)
+    with make_llm(path, **ranks) as llm:
+        old = answers(llm)
+        order.write_text("raise")
+        llm.engine.add_request("0", PROMPTS[0], LONG)
+        with pytest.raises(RuntimeError, match=r"rank 1 could not .* no room on this rank"):
+            llm.update_weights(new, keep_old=False, mode="abort")
+        (output,) = llm.engine.step()
+        assert output.outputs[0].finish_reason == "abort"
+        with pytest.raises(ValueError, match="asleep"):
+            llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        with pytest.raises(ValueError, match=r"call wake_up\(\), and then update_weights"):
+            llm.update_weights(new, keep_old=False)
+        order.unlink()
+        llm.wake_up()
+        assert answers(llm) == old and llm.weights_version == 0
+        llm.update_weights(new, keep_old=False)
         assert answers(llm) == expected
 
 
