@@ -35,6 +35,7 @@ FEATURES: Registry[PrepareFeature] = Registry(
         "pipeline_parallel_size": "nanoserve.features.parallel.pipeline_schedule:prepare_pipeline",
         "speculative_config": "nanoserve.features.speculative.extension:prepare_speculation",
         "kv_events_config": "nanoserve.features.kv_events.publisher:prepare_kv_events",
+        "enable_return_routed_experts": "nanoserve.features.routed_experts:prepare_routed_experts",
     },
 )
 

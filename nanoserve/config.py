@@ -205,6 +205,9 @@ class EngineConfig:
     # masks, logits processors, temperature and filters; a filtered token has -inf. "raw_logits" and
     # "processed_logits" are the same before the softmax. `prompt_logprobs` are raw in all modes.
     logprobs_mode: str = "raw_logprobs"
+    # Return the experts that computed each token as `CompletionOutput.routed_experts`, so that a
+    # trainer can replay them. Requires a mixture of experts, and `pipeline_parallel_size` 1.
+    enable_return_routed_experts: bool = False
     # File for a record of every step, to be read by `nanoserve trace`. Default: none.
     trace: str | Path | None = None
     # Collect no statistics for `LLM.get_metrics`.
@@ -472,6 +475,11 @@ def _check_parallel(config: EngineConfig) -> None:
     require(
         not config.capture_mixed_steps,
         f"{option} captures no CUDA graphs: remove capture_mixed_steps=True",
+    )
+    require(
+        not config.enable_return_routed_experts,
+        f"{option} splits the layers over processes, and enable_return_routed_experts=True needs "
+        "all of them in one: use tensor_parallel_size",
     )
     require(
         speculative is None or speculative.method != "hidden_head",

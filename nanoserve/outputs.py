@@ -98,6 +98,10 @@ class CompletionOutput:
     weights_versions: (index in `token_ids`, version) of the first token that each version of the
         weights has made, in order; one pair unless the weights were replaced while it ran. See
         `LLM.update_weights`.
+    routed_experts: integers [num_tokens - 1, num_layers, top_k] (`enable_return_routed_experts`):
+        the experts that computed each token of the prompt and the output, in each layer; zeros in
+        layers without experts. The last token was sampled and not computed; it may be the stop
+        token that `token_ids` does not have. None until the completion has ended.
     """
 
     index: int
@@ -108,6 +112,7 @@ class CompletionOutput:
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     weights_versions: list[tuple[int, int | str]] = field(default_factory=list)
+    routed_experts: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def finished(self) -> bool:

@@ -108,7 +108,6 @@ class VllmOptions(TypedDict, total=False):
     enable_prompt_embeds: Any
     enable_reasoning: Any
     enable_return_last_hidden_states: Any
-    enable_return_routed_experts: Any
     enable_shm_tensor_arena: Any
     enable_sleep_mode: Any
     enable_tower_connector_lora: Any
@@ -317,6 +316,7 @@ class EngineOptions(VllmOptions, total=False):
     logits_processors: AbstractSequence[Callable[..., Any] | str] | None
     max_logprobs: int
     logprobs_mode: str
+    enable_return_routed_experts: bool
     trace: str | Path | None
     disable_log_stats: bool
     kv_events_config: Mapping[str, Any] | KVEventsConfig | None

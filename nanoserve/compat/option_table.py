@@ -128,7 +128,7 @@ FOREIGN: dict[str, Foreign] = {
     **_known("enable_mm_embeds mm_encoder_attn_backend video_pruning_rate default_mm_loras "
              "enable_multimodal_encoder_data_parallel", _TEXT,
              lambda value: _is_empty(value) or value == 0),
-    **_known("enable_return_last_hidden_states enable_return_routed_experts return_sampling_mask",
+    **_known("enable_return_last_hidden_states return_sampling_mask",
              "outputs are tokens, text and log-probabilities", _off),
     **_known("enable_prompt_embeds", "a prompt is text or token ids", _off),
     # Steps and caches.

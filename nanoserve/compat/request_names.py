@@ -259,10 +259,13 @@ FOREIGN: dict[str, Foreign] = {
                              "logprobs are dictionaries, one for each token"),
     **_refused("logprobs come from the model, before penalties and filters",
                "post_sampling_probs", (False,)),
-    **_refused(_EXTRA_OUTPUT, "return_hidden_states return_routed_experts timings_per_token "
+    **_refused(_EXTRA_OUTPUT, "return_hidden_states timings_per_token "
                "return_progress perf_metrics_in_response return_dict_in_generate", (False,)),
     **_refused(_EXTRA_OUTPUT, "response_fields include", ([],)),
-    "routed_experts_prompt_start": Foreign("answers do not have the experts that ran", (0,)),
+    **_refused("start the server with --enable-return-routed-experts: then every answer that is "
+               "not streamed has routed_experts", "return_routed_experts", (False,)),
+    "routed_experts_prompt_start": Foreign("routed_experts begin with the prompt's first token",
+                                           (0,)),
     # Nested fields.
     **_refused(_ONE_LEVEL, "options parameters sampling_params extra_body generation_config "
                "generationConfig model_kwargs", ({},)),

@@ -261,6 +261,7 @@ class OutputProcessor:
             logprobs=None if logprobs is None else logprobs[first_new:],
             cumulative_logprob=completion.cumulative_logprob,
             weights_versions=completion.versions_from(first_new),
+            routed_experts=completion.routed_experts,
         )
         return completion.latest
 

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.outputs import CompletionOutput, Logprob
 from nanoserve.sampling_params import SamplingParams
@@ -17,6 +19,7 @@ class Completion:
     logprobs: list[dict[int, Logprob]] | None = None
     cumulative_logprob: float | None = None
     weights_versions: list[tuple[int, int | str]] = field(default_factory=list)
+    routed_experts: np.ndarray | None = None  # once the sequence has ended: see `CompletionOutput`
 
     def begin_weights(self, version: int | str) -> None:
         """Note that the next tokens are made by the weights `version`."""
@@ -29,6 +32,10 @@ class Completion:
         """Return `weights_versions` of the output tokens from `first` on, counted from there."""
         return versions_from(self.weights_versions, first)
 
+    def set_routed_experts(self, expert_ids: np.ndarray) -> None:
+        """Set `routed_experts`, [num_tokens, num_layers, top_k], before the last output is made."""
+        self.routed_experts = expert_ids
+
     def revert(self, num_tokens: int) -> None:
         """Restore the state in which the sequence had `num_tokens` tokens and had not ended."""
         seq = self.seq
@@ -37,6 +44,7 @@ class Completion:
         seq.finish_reason = seq.stop_reason = None
         del seq.token_ids[num_tokens:]
         seq.block_hashes.clear()
+        self.routed_experts = None
         self.num_sent = min(self.num_sent, seq.num_output_tokens)
         if self.logprobs is not None:
             del self.logprobs[seq.num_output_tokens :]

@@ -98,7 +98,11 @@ class AsyncLLM:
         post = partial(_post_to, weakref.ref(self))  # the engine's thread must not keep this alive
         self.owner = self._make_owner(model, engine_process, options, post)
         tokenizer = self.engine.tokenizer
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        # For streams that are made of tokens alone; with routes, all outputs are the engine's own.
+        has_streams_of_tokens = (
+            tokenizer is not None and not self.engine.config.enable_return_routed_experts
+        )
+        self._detokenizer = Detokenizer(tokenizer) if has_streams_of_tokens else None
         # At exit, wait for the engine, because torch must not be torn down while it runs.
         at_exit = partial(_shut_down, weakref.ref(self))
         atexit.register(at_exit)

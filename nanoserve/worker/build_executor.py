@@ -16,6 +16,7 @@ from nanoserve.config import EngineConfig, KernelConfig
 from nanoserve.engine.executor import Executor, SecondModelMemory
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.layers.ops import TorchOps
+from nanoserve.models.layers.routed_experts import RoutedExperts
 from nanoserve.models.quantization.linear_methods import choose_linear_method
 from nanoserve.models.quantization.schemes import check_activations
 from nanoserve.models.registry import weight_bytes
@@ -117,7 +118,11 @@ def make_context(
     if is_quantized or name == "numba" or (name == "torch" and dtype.itemsize < 4):
         with threads(num_threads):
             method = choose_linear_method(config, model_config, device, num_bytes)
-    context = LayerContext(dtype, device, parallel, attention, ops, method)
+    routes = None
+    # All ranks choose the same experts.
+    if config.enable_return_routed_experts and model_config.moe and parallel.global_rank == 0:
+        routes = RoutedExperts(model_config, config.max_num_batched_tokens, device)
+    context = LayerContext(dtype, device, parallel, attention, ops, method, routed_experts=routes)
     if name == "numba":
         from nanoserve.sampling.numba_sampler import NumbaSampler
 

@@ -6,7 +6,7 @@ head is loaded when the first sequence names it.
 """
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from torch import Tensor
@@ -14,6 +14,8 @@ from torch import Tensor
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchHeader
 from nanoserve.engine.executor import SlotUpdate
+from nanoserve.models.layers.routed_experts import RoutedExperts
+from nanoserve.sampling.host_copies import to_host
 from nanoserve.utils.registry import Registry
 from nanoserve.worker.batch_tensors import BatchTensors
 
@@ -54,12 +56,34 @@ def register_head(name: str, location: str) -> None:
     HEADS.register(name, location)
 
 
-class Heads:
-    """The heads that a runner has loaded so far."""
+ROUTED_EXPERTS = "routed_experts"  # in the results of a step: of all tokens, and no `Head`
 
-    def __init__(self, num_slots: int) -> None:
-        self._num_slots = num_slots
+
+class StepRoutes(NamedTuple):
+    """The experts of all tokens of a step.
+
+    slots: int32 [num_tokens], the KV slot of each token in the first layer group. expert_ids:
+    integers [num_tokens, num_layers, top_k], see `nanoserve.models.layers.routed_experts`.
+    """
+
+    slots: np.ndarray
+    expert_ids: np.ndarray
+
+
+class Heads:
+    """The heads that a runner has loaded so far.
+
+    routes: the memory in which the model's layers record their experts, to be read in each step.
+    """
+
+    def __init__(self, num_slots: int, routes: RoutedExperts | None = None) -> None:
+        self._num_slots, self._routes = num_slots, routes
         self._heads: dict[str, Head] = {}
+
+    @property
+    def reads_all_tokens(self) -> bool:
+        """True if `run` must be called in every step, also in those without prompt outputs."""
+        return self._routes is not None
 
     def __getitem__(self, name: str) -> Head:
         if name not in self._heads:
@@ -75,7 +99,7 @@ class Heads:
         compute_logits: Callable[[Tensor], Tensor | None],
     ) -> dict[str, Any]:
         """Run the heads on a step; return their results by name. hidden: of all its tokens."""
-        return {
+        made = {
             name: self[name](
                 hidden[tensors.output_rows[outputs]],
                 tensors.next_ids[outputs],
@@ -84,3 +108,23 @@ class Heads:
             )
             for name, outputs in batch.prompt_outputs(header).items()
         }
+        return made | self._take_routes(batch, header)
+
+    def _take_routes(self, batch: Batch, header: BatchHeader) -> dict[str, Any]:
+        """Start to copy the routes of a step to the host; {} if they are not recorded."""
+        if self._routes is None:
+            return {}
+        # Copies: the next step overwrites the batch and the routes, perhaps before `collect`.
+        expert_ids = self._routes.first(header.num_tokens)
+        expert_ids = to_host(expert_ids) if expert_ids.is_cuda else expert_ids.clone()
+        return {ROUTED_EXPERTS: (batch.slot_mapping[0, : header.num_tokens].copy(), expert_ids)}
+
+    def collect(self, made: dict[str, Any]) -> dict[str, Any]:
+        """Return on the host what `run` returned; the copies that it started have finished."""
+        return {name: self._collect(name, one) for name, one in made.items()}
+
+    def _collect(self, name: str, made: Any) -> Any:
+        if name != ROUTED_EXPERTS:
+            return self[name].collect(made)
+        slots, expert_ids = made
+        return StepRoutes(slots, expert_ids.numpy())

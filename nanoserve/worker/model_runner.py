@@ -81,7 +81,7 @@ class ModelRunner:
         self.layout = BatchLayout(
             config.max_num_batched_tokens, num_slots, most_blocks, names, num_groups
         )
-        self.heads = Heads(num_slots)
+        self.heads = Heads(num_slots, context.routed_experts)
         self.sampler = self._make_sampler()
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int32, device=context.device)
         self._num_batches = 0
@@ -172,7 +172,7 @@ class ModelRunner:
             handle = Handle(batch, header, output.tensors, inputs.draft_tokens)
             # 3) Logits are computed only for the rows that need them: for a prompt of a thousand
             # tokens and a vocabulary of 151,936 they would take 600 MB, and one row is sampled.
-            if header.num_outputs > header.num_sampled:
+            if self.heads.reads_all_tokens or header.num_outputs > header.num_sampled:
                 handle.of_heads = self.heads.run(
                     batch, header, output.tensors, output.hidden, model.compute_logits
                 )
@@ -223,7 +223,7 @@ class ModelRunner:
         """Wait for a step's tokens, and return those that each row gets."""
         token_ids, sampled = self.device.wait(handle.fetched), handle.sampled
         # Heads and log-probabilities started their copies to the host earlier: these are complete.
-        of_heads = {name: self.heads[name].collect(made) for name, made in handle.of_heads.items()}
+        of_heads = self.heads.collect(handle.of_heads)
         if sampled is None:
             return StepResult([], of_heads=of_heads)
         # 1) By output: its token, or the error because of which it has none.

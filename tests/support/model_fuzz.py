@@ -104,6 +104,7 @@ def _joined(old: CompletionOutput | None, new: CompletionOutput) -> CompletionOu
         new.stop_reason,
         logprobs,
         new.cumulative_logprob,
+        routed_experts=new.routed_experts,
     )
 
 

@@ -10,6 +10,7 @@ from nanoserve.attention.interface import AttentionBackend
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.models.layers.ops import TorchOps
 from nanoserve.models.layers.pipeline_parallel import PipelineParallel
+from nanoserve.models.layers.routed_experts import RoutedExperts
 from nanoserve.models.layers.tensor_parallel import TensorParallel
 
 
@@ -73,6 +74,7 @@ class LayerContext:
     max_model_len: int | None = None  # as configured by the user
     num_positions: int | None = None  # if fewer occur than the model allows
     parts: Any = None  # the model's class, with the classes of its parts: see Qwen3ForCausalLM
+    routed_experts: RoutedExperts | None = None  # where layers record their experts, if at all
 
     @property
     def tp(self) -> TensorParallel:

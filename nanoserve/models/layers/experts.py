@@ -68,6 +68,8 @@ class SparseMoE(nn.Module):
         self._create("down", (num_here, hidden, moe.intermediate_size), context)
         one_by_one = partial(sum_of_experts, act_and_mul=context.ops.act_and_mul)
         self.sum_of_experts, self.tp = context.ops.sum_of_experts or one_by_one, tp
+        routes = context.routed_experts
+        self.record = None if routes is None else routes.of_layer(index)
 
     def _create(self, name: str, shape: tuple[int, int, int], context: LayerContext) -> None:
         if self.method is None:
@@ -83,6 +85,8 @@ class SparseMoE(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         expert_ids, expert_weights = self.route(hidden)
+        if self.record is not None:
+            self.record(expert_ids)
         weights = (self.gate_up, self.down, self.first_expert, self.num_experts)
         return self.tp.all_reduce(self.sum_of_experts(hidden, expert_ids, expert_weights, *weights))
 

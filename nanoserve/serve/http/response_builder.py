@@ -1,9 +1,13 @@
 """Convert engine outputs to responses, for all endpoints."""
 
+import base64
 import json
 import time
+from io import BytesIO
 from typing import Any
 from uuid import uuid4
+
+import numpy as np
 
 from nanoserve.engine.request import Request
 from nanoserve.outputs import CompletionOutput, RequestOutput
@@ -77,7 +81,8 @@ class Answer:
             self._count(output)
             first_index = self._first_index[output.request_id]
             for completion in output.outputs:
-                choices.append(self._choice(first_index + completion.index, completion, output))
+                choice = self._choice(first_index + completion.index, completion, output)
+                choices.append(choice | _routed_experts(completion))
         answer = {**self._common, "object": self.whole_object, "choices": choices}
         return answer | {"usage": self.usage()}
 
@@ -129,6 +134,15 @@ def as_json(value: Any) -> str:
 def members(more: dict[str, Any]) -> str:
     """Return `more` as additional members of a JSON object that is not empty."""
     return f", {json.dumps(more)[1:-1]}" if more else ""
+
+
+def _routed_experts(completion: CompletionOutput) -> dict[str, Any]:
+    """Return vLLM's `routed_experts` in JSON: the bytes of a .npy file, in base64."""
+    if completion.routed_experts is None:
+        return {}
+    file = BytesIO()
+    np.save(file, completion.routed_experts, allow_pickle=False)
+    return {"routed_experts": base64.b64encode(file.getvalue()).decode()}
 
 
 def _is_aborted(output: RequestOutput) -> bool:
