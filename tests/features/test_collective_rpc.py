@@ -59,7 +59,6 @@ def test_arguments_and_results_are_json(llm: LLM) -> None:
         ({"kwargs": [1]}, r"kwargs=\[1\] must be a dictionary"),
         ({"kwargs": {1: 2}}, r"kwargs=\{1: 2\} must be a dictionary with strings as keys"),
     ],
-    ids=str,
 )
 def test_bad_arguments_are_rejected(llm: LLM, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
