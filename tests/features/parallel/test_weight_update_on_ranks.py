@@ -48,6 +48,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.mark.small(ranks=[TWO, STAGES], options=[{}])
+@pytest.mark.full(options=[{}, {"quantization": "int8"}, {"load_format": "dummy"}])
 @pytest.mark.parametrize(
     "options",
     [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}, {"load_format": "dummy"}],
