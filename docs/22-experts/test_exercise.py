@@ -123,7 +123,11 @@ def test_routing_is_the_engines(seed: int) -> None:
     top_k, renormalise = int(rng.integers(1, experts + 1)), bool(seed % 2)
     logits = rng.standard_normal((tokens, experts)).astype(np.float32) * 3
     layer = SimpleNamespace(
-        router=torch.eye(experts), top_k=top_k, norm_topk_prob=renormalise, rounds_weights=False
+        router=torch.eye(experts),
+        linear=torch.nn.functional.linear,
+        top_k=top_k,
+        norm_topk_prob=renormalise,
+        rounds_weights=False,
     )
     expected_ids, expected = engine.SparseMoE.route(layer, torch.from_numpy(logits))
     ids, weights = route(logits, top_k, renormalise)

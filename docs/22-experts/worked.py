@@ -160,6 +160,7 @@ def engine_weights(logits: list[float], top_k: int, renormalise: bool) -> tuple[
     """Experts and weights of one token with these router logits, by the engine's own `route`."""
     layer = SimpleNamespace(
         router=torch.tensor(logits)[:, None],
+        linear=torch.nn.functional.linear,
         top_k=top_k,
         norm_topk_prob=renormalise,
         rounds_weights=False,

@@ -15,12 +15,21 @@ class TritonAttention(AttentionBackend):
     in decode rows.
     merges_in_kernel: merge the partial results of split rows in the kernel that computes them. All
     steps must then be launched on one stream.
+    batch_invariant: compute each token in the same way, whatever else is in its row and its step.
     """
 
     capturable = captures_mixed_steps = True
 
-    def __init__(self, longest_cut: int = 1, merges_in_kernel: bool = False) -> None:
+    def __init__(
+        self,
+        longest_cut: int = 1,
+        merges_in_kernel: bool = False,
+        batch_invariant: bool = False,
+    ) -> None:
         self.longest_cut, self.merges_in_kernel = longest_cut, merges_in_kernel
+        self.batch_invariant = batch_invariant
+        if batch_invariant:
+            self.captures_mixed_steps = False
         self._arrivals = Arrivals()
 
     def attend(
@@ -42,4 +51,5 @@ class TritonAttention(AttentionBackend):
             soft_cap=layer.soft_cap,
             kv_scales=kv_cache.scales,
             arrivals=self._arrivals.on(q.device) if self.merges_in_kernel else None,
+            in_order=self.batch_invariant,
         )

@@ -97,13 +97,34 @@ def check_kernels(
     )
 
 
-def check_batch_invariant(name: str, device: torch.device) -> None:
-    """Raise `ValueError` unless the attention backend `name` makes results batch-invariant."""
+def check_batch_invariant(
+    config: EngineConfig, model_config: ModelConfig, name: str, device: torch.device
+) -> None:
+    """Raise `ValueError` unless results are batch-invariant with the attention backend `name`."""
     require(
-        name == "numba",
+        name in ("numba", "triton"),
         f"batch_invariant=True needs attention_backend='numba', which runs on a CPU with the "
-        f"package numba in float32 and bfloat16 (pip install 'nanoserve[cpu]'); got {name!r} on "
-        f"{device}: results of its kernels depend on the batch in their last bits",
+        f"package numba in float32 and bfloat16 (pip install 'nanoserve[cpu]'), or 'triton' on a "
+        f"GPU; got {name!r} on {device}: results of its kernels depend on the batch in their last "
+        f"bits",
+    )
+    if name == "numba":
+        return
+    is_quantized = config.quantization or model_config.quantization_config
+    kernels = KernelConfig.of(config.kernel_config)
+    reasons = {
+        "quantized weights, whose kernels choose tiles by the number of rows": is_quantized,
+        f"tensor_parallel_size={config.tensor_parallel_size}: more than two ranks add up in an "
+        f"order that depends on the size of a tensor": config.tensor_parallel_size > 2,
+        "capture_mixed_steps=True": config.capture_mixed_steps,
+        "kernel_config with split_products=True": kernels.split_products,
+        "kernel_config with merge_in_attention=True": kernels.merge_in_attention,
+    }
+    found = [reason for reason, is_so in reasons.items() if is_so]
+    require(
+        not found,
+        f"batch_invariant=True with attention_backend='triton' does not support "
+        f"{'; '.join(found)}: remove it, or batch_invariant=True",
     )
 
 

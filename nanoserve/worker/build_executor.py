@@ -105,7 +105,7 @@ def make_context(
     quantized = config.quantization, config.quantization_activations
     check_kernels(KernelConfig.of(config.kernel_config), name, device, *quantized)
     if config.batch_invariant:
-        check_batch_invariant(name, device)
+        check_batch_invariant(config, model_config, name, device)
     attention, ops = _backend(name, config)
     num_bytes = weight_bytes(model_config)
     num_threads = choose_num_threads(config.num_threads, num_bytes)
@@ -187,6 +187,8 @@ def attention_options(name: str, config: EngineConfig) -> dict[str, Any]:
         options["longest_cut"] = drafts.num_speculative_tokens + 1
     if KernelConfig.of(config.kernel_config).merge_in_attention:
         options["merges_in_kernel"] = True
+    if config.batch_invariant:
+        options["batch_invariant"] = True
     return options
 
 
@@ -200,5 +202,8 @@ def _backend(name: str, config: EngineConfig | None = None) -> tuple[AttentionBa
         return attention, make_operations()
     kernels = KernelConfig.of(config.kernel_config)
     return attention, make_operations(
-        kernels.dependent_launch, kernels.split_products, kernels.fused_quantization
+        kernels.dependent_launch,
+        kernels.split_products,
+        kernels.fused_quantization,
+        config.batch_invariant,
     )

@@ -36,7 +36,7 @@ from nanoserve.kernels.triton.experts import fused_experts
 from nanoserve.kernels.triton.filter_logits import filter_borders
 from nanoserve.kernels.triton.paged_attention import paged_attention
 from nanoserve.kernels.triton.quantized_rows import CodeFormat
-from nanoserve.kernels.triton.split_linear import split_linear
+from nanoserve.kernels.triton.split_linear import split_linear, tiled_linear
 from nanoserve.kernels.triton.split_work import most_arrivals
 from nanoserve.kernels.triton.store_kv import store_kv
 
@@ -54,6 +54,7 @@ def _attention(
     kv_cache_dtype: str | None = None,
     is_mixed: bool = False,
     merges: bool = False,
+    in_order: bool = False,
     **sees: float,
 ) -> None:
     num_rows, context_len = 2, 64
@@ -74,6 +75,7 @@ def _attention(
         max_query_len=query_len,
         kv_scales=kv_scales,
         arrivals=arrivals,
+        in_order=in_order,
         **sees,
     )
 
@@ -111,6 +113,7 @@ def _attention_cases() -> list[tuple[str, Callable[[], None]]]:
             cases.append((f"{label} few", partial(call, query_len=8)))
             cases.append((f"{label} mixed", partial(call, query_len=8, is_mixed=True)))
         if head_dim == 128:
+            cases.append((f"{label} in order", partial(call, query_len=8, in_order=True)))
             for name, query_len in (("decode", 1), ("few", 8)):
                 case = partial(call, query_len=query_len, merges=True)
                 cases.append((f"{label} {name} merging", case))
@@ -245,7 +248,12 @@ def _split_linear_cases() -> list[tuple[str, Callable[[], None]]]:
             case = partial(_split_linear, rows, inputs, outputs, dtype, activation)
             cases.append((label.replace("torch.", ""), case))
     case = partial(_split_linear, 16, 2048, 1024, torch.bfloat16, None, is_dependent=True)
-    return [*cases, ("dependent split_linear", case)]
+    cases.append(("dependent split_linear", case))
+    for (inputs, outputs, activation), dtype in product(shapes, (torch.bfloat16, torch.float32)):
+        x, weight = torch.zeros(16, inputs, dtype=dtype), torch.zeros(outputs, inputs, dtype=dtype)
+        label = f"tiled_linear {dtype} inputs={inputs} {activation}".replace("torch.", "")
+        cases.append((label, partial(tiled_linear, x, weight, activation)))
+    return cases
 
 
 def _experts(

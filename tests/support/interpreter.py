@@ -3,7 +3,8 @@
 It sees the same values in the same order; only what is the same every time is not done anew.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from importlib.metadata import version
@@ -23,6 +24,30 @@ def prepare() -> None:
         interpreter._patch_lang = _once_a_launch(interpreter._patch_lang, interpreter.tl)
     interpreter._get_np_dtype = _by_element(interpreter._get_np_dtype)
     _leave_out_unseen_checks(interpreter.interpreter_builder)
+
+
+@contextmanager
+def equal_rows() -> Iterator[None]:
+    """Let `tl.dot` compute all rows of a tile alike, as a GPU does.
+
+    numpy's libraries compute the last rows of a matrix with other instructions than the first ones.
+    """
+    import numpy as np
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
+
+    def create_dot(builder: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
+        rows, columns = a.data.astype(d.data.dtype), b.data.astype(d.data.dtype)
+        total = np.zeros_like(d.data)
+        for k in range(rows.shape[-1]):
+            total += rows[..., :, k, None] * columns[..., k, None, :]
+        return TensorHandle(total + d.data, d.dtype.scalar)
+
+    original = InterpreterBuilder.create_dot
+    InterpreterBuilder.create_dot = create_dot
+    try:
+        yield
+    finally:
+        InterpreterBuilder.create_dot = original
 
 
 def _take_ints(interpreter: Any) -> None:

@@ -103,6 +103,7 @@ def fused_experts(
     num_experts: int | None = None,
     *,
     is_dependent: bool = False,
+    one_tile_shape: bool = False,
 ) -> torch.Tensor:
     """Return the weighted sum of each token's experts, over the experts of this rank.
 
@@ -117,6 +118,8 @@ def fused_experts(
     rounded to the dtype. `num_experts`, of all ranks, determines the average number of pairs of an
     expert.
     is_dependent: use programmatic dependent launch.
+    one_tile_shape: use the tiles of few pairs for any number, so that a token's result does not
+    depend on other tokens.
     """
     _check(hidden, expert_ids, expert_weights, gate_up, down)
     (gate_up, gate_up_scale), (down, down_scale) = _parts(gate_up), _parts(down)
@@ -124,7 +127,8 @@ def fused_experts(
     if num_here == 0:  # there are more ranks than experts
         return torch.zeros_like(hidden)
     top_k, num_pairs = expert_ids.shape[1], expert_ids.numel()
-    config = tile_config(num_pairs, num_experts or num_here, hidden.dtype)
+    num_pairs_of_tiles = 1 if one_tile_shape else num_pairs
+    config = tile_config(num_pairs_of_tiles, num_experts or num_here, hidden.dtype)
     launch = launch_options(is_dependent)
     pairs = _sort(expert_ids, first_expert, num_here, launch)
     gated = hidden.new_empty(num_pairs, size)

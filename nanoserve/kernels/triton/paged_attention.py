@@ -55,6 +55,7 @@ def paged_attention(
     kv_scales: torch.Tensor | None = None,
     row_counts: torch.Tensor | None = None,
     arrivals: torch.Tensor | None = None,
+    in_order: bool = False,
 ) -> torch.Tensor:
     """Compute attention of every query token over the keys of its sequence up to itself.
 
@@ -74,6 +75,10 @@ def paged_attention(
     KV heads. A query sees `sliding_window` tokens, its own included, or all; c = `soft_cap` changes
     its scaled scores to c tanh(score / c). Returns [num_tokens, num_heads, head_dim], contiguous,
     in q's dtype.
+
+    in_order: compute all rows as chunks, with keys in their order, so that a token's result does
+    not depend on other tokens, or on whether it is in a decode row. Keys are not split then, so a
+    few rows of long contexts leave most of the GPU idle.
 
     `context_lens`, `cu_seqlens_q` and `row_counts` must be older than the kernel launched before
     this one, and than all kernels with dependent launch before it: from Hopper on they are read
@@ -99,6 +104,11 @@ def paged_attention(
         least = most_arrivals(q.device)
         check_arrivals(arrivals, max(least, (num_shares or 0) * kv_cache.shape[2]))
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    if in_order:
+        if row_counts is not None:
+            raise ValueError("in_order=True supports no row_counts: pass the numbers of rows")
+        _attend_chunks(batch, _config(batch, False), out, 0, len(context_lens), in_order=True)
+        return out
     if row_counts is not None:
         _attend_mixed(batch, out, max_context_len, num_shares, row_counts)
         return out
@@ -309,10 +319,12 @@ def _attend_chunks(
     first_row: int,
     num_rows: int,
     row_counts: torch.Tensor | None = None,
+    in_order: bool = False,
 ) -> None:
     """Launch chunk attention for rows [first_row, first_row + num_rows), after the decode rows.
 
     `row_counts`: replaces these numbers on the device, where there may be fewer rows.
+    `in_order`: see `paged_attention`.
     """
     q, kv_cache, cu_seqlens_q, context_lens, block_tables = batch[:5]
     scale, sliding_window, soft_cap, scales, _ = batch[5:]
@@ -347,6 +359,7 @@ def _attend_chunks(
         BLOCK_SIZE=block_size,
         BLOCK_M=config.block_m,
         TILE_N=config.tile_n,
+        IN_ORDER=int(in_order),
         **_dot(batch, config),
         num_warps=config.num_warps,
         num_stages=config.num_stages,

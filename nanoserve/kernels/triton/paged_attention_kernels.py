@@ -22,6 +22,10 @@ program sees. With a soft cap c (Gemma Team 2024, "Gemma 2"), scores become c ta
 
 Rows with a single token, whose time is spent on reading keys and not on arithmetic, are split
 differently: see `nanoserve.kernels.triton.decode_attention_kernels`.
+
+With IN_ORDER, a query's result does not depend on which other queries share its tile: keys are read
+from the first to the last by one and the same code. Tiles that a query does not see change nothing,
+because their weights are 0 and its maximum stays.
 """
 
 import triton
@@ -71,6 +75,7 @@ def chunk_attention_kernel(
     DOT_PRECISION: tl.constexpr,
     HAS_E4M3: tl.constexpr,
     V_IN_ROWS: tl.constexpr,
+    IN_ORDER: tl.constexpr,  # 1 or 0
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_PADDED
     kv_head = tl.program_id(0) % num_kv_heads
@@ -101,6 +106,8 @@ def chunk_attention_kernel(
     if sliding_window is not None:
         plain_first = tl.maximum(first, tl.cdiv(num_keys - sliding_window, TILE_N))
         plain_first = tl.minimum(plain_first, plain_last)
+    if IN_ORDER:  # no tile is read without masks
+        plain_first, plain_last = first, first
     num_plain = plain_last - plain_first
 
     m = tl.arange(0, BLOCK_M)
@@ -129,7 +136,8 @@ def chunk_attention_kernel(
     # every row has seen a key: its own.
     row_max = tl.full([BLOCK_M], -3e38, dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    for MASKED in tl.static_range(2):  # the body is compiled twice, without masks and with masks
+    # The body is compiled twice, without masks and with masks.
+    for MASKED in tl.static_range(IN_ORDER, 2):
         begin = first + num_plain if MASKED else plain_first
         end = last if MASKED else plain_last
         for i in range(begin, end):

@@ -8,6 +8,10 @@ does not depend on the order in which programs arrive.
 
 The product of the gate and up projections applies SwiGLU or GEGLU before it stores its result: half
 the bytes, and one launch less.
+
+`tiled_linear` uses the same kernel for any number of rows, with one tile shape and without splits:
+a row's result does not depend on other rows. Libraries do not promise that, because they choose a
+kernel by the number of rows.
 """
 
 from typing import NamedTuple
@@ -61,6 +65,13 @@ def tile_config(num_rows: int, dtype: torch.dtype) -> TileConfig:
     return TileConfig(block_m=128, block_n=128, block_k=64, num_warps=8, num_stages=3)
 
 
+def fixed_tile_config(dtype: torch.dtype) -> TileConfig:
+    """Return the tile sizes of `tiled_linear`. They have not been tuned by measurements."""
+    if dtype == torch.float32:
+        return TileConfig(32, 32, 32, 4, 3)
+    return TileConfig(block_m=64, block_n=64, block_k=64, num_warps=4, num_stages=4)
+
+
 def num_parts(num_rows: int, weight: torch.Tensor) -> int:
     """Return the number of parts into which the inputs of a product are split: 1 if not at all."""
     outputs, inputs = weight.shape
@@ -95,13 +106,44 @@ def split_linear(
     Sums are float32. Their order depends on the number of rows and on the GPU.
     """
     _check(x, weight, activation)
+    if len(x) > MOST_ROWS:
+        raise ValueError(f"x must have at most {MOST_ROWS} rows, not {len(x)}")
     check_arrivals(arrivals, most_arrivals(x.device))
+    config, parts = tile_config(len(x), x.dtype), num_parts(len(x), weight)
+    return _launch(x, weight, arrivals, activation, config, parts, is_dependent)
+
+
+def tiled_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    activation: str | None = None,
+    *,
+    is_dependent: bool = False,
+) -> torch.Tensor:
+    """Return what `split_linear` returns, for any number of rows, each as if it were alone.
+
+    Sums are float32, in the order of the inputs. Slower than a library where that chooses larger
+    tiles.
+    """
+    _check(x, weight, activation)
+    config = fixed_tile_config(x.dtype)
+    return _launch(x, weight, None, activation, config, 1, is_dependent)
+
+
+def _launch(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    arrivals: torch.Tensor | None,
+    activation: str | None,
+    config: TileConfig,
+    parts: int,
+    is_dependent: bool,
+) -> torch.Tensor:
     num_rows, inputs = x.shape
     outputs, halves = len(weight), 1 if activation is None else 2
     out = x.new_empty(num_rows, outputs // halves)
     if out.numel() == 0:
         return out
-    config, parts = tile_config(num_rows, x.dtype), num_parts(num_rows, weight)
     block_n = config.block_n // halves
     grid = (-(-num_rows // config.block_m), -(-(outputs // halves) // block_n), parts)
     num_steps = -(-inputs // config.block_k)
@@ -138,8 +180,6 @@ def _check(x: torch.Tensor, weight: torch.Tensor, activation: str | None) -> Non
         wrong = "both must be float32, float16 or bfloat16"
     elif not (x.is_contiguous() and weight.is_contiguous()):
         wrong = "both must be contiguous"
-    elif len(x) > MOST_ROWS:
-        wrong = f"x must have at most {MOST_ROWS} rows"
     elif activation is not None and (activation not in ACTIVATIONS or len(weight) % 2):
         wrong = f"activation={activation!r} must be one of {ACTIVATIONS}, with an even weight"
     if wrong is not None:  # formatted only on error: this is called several times in every layer

@@ -62,7 +62,9 @@ class ParallelLMHead(VocabParallelEmbedding):
 
     def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext) -> None:
         super().__init__(vocab_size, hidden_size, context)
-        self.method = context.linear_method or UnquantizedLinearMethod()
+        plain = UnquantizedLinearMethod()
+        plain.linear = context.ops.linear
+        self.method = context.linear_method or plain
         self._embedding: tuple[VocabParallelEmbedding, ...] = ()  # in a tuple: not a submodule
 
     def process_after_loading(self) -> None:

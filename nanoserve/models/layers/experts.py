@@ -66,6 +66,7 @@ class SparseMoE(nn.Module):
         self.method: Any = context.linear_method  # an `ExpertsMethod`, or None
         self._create("gate_up", (num_here, 2 * moe.intermediate_size, hidden), context)
         self._create("down", (num_here, hidden, moe.intermediate_size), context)
+        self.linear = context.ops.linear
         one_by_one = partial(sum_of_experts, act_and_mul=context.ops.act_and_mul)
         self.sum_of_experts, self.tp = context.ops.sum_of_experts or one_by_one, tp
         routes = context.routed_experts
@@ -92,7 +93,7 @@ class SparseMoE(nn.Module):
 
     def route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return each token's experts, int64 [num_tokens, top_k], and weights of the same shape."""
-        logits = _product(hidden, self.router)
+        logits = _product(hidden, self.router, self.linear)
         # In float32: among many experts, 16-bit values would often be equal.
         weights, ids = logits.softmax(dim=-1, dtype=torch.float32).topk(self.top_k, dim=-1)
         if self.norm_topk_prob:
@@ -153,5 +154,9 @@ def sum_of_experts(
     return out.to(hidden.dtype)
 
 
-def _product(x: Tensor, weight: "Tensor | Callable[[Tensor], Tensor]") -> Tensor:
-    return F.linear(x, weight) if isinstance(weight, Tensor) else weight(x)
+def _product(
+    x: Tensor,
+    weight: "Tensor | Callable[[Tensor], Tensor]",
+    linear: Callable[[Tensor, Tensor], Tensor] = F.linear,
+) -> Tensor:
+    return linear(x, weight) if isinstance(weight, Tensor) else weight(x)

@@ -15,6 +15,7 @@ from nanoserve.kernels.triton.split_linear import (
     MOST_ROWS,
     num_parts,
     split_linear,
+    tiled_linear,
 )
 from nanoserve.kernels.triton.split_work import Arrivals
 from nanoserve.kernels.triton.store_kv import store_kv
@@ -28,6 +29,7 @@ class TritonOps(FusedOps):
     is_dependent: use programmatic dependent launch. splits_products: use `split_linear` for
     products of few rows where it splits or fuses. All steps must then be launched on one stream.
     fuses_quantization: let norms and activations compute the codes that linears need.
+    is_batch_invariant: compute each row in the same way, whatever the number of rows.
     """
 
     rms_norm = staticmethod(rms_norm)
@@ -40,8 +42,10 @@ class TritonOps(FusedOps):
         is_dependent: bool = False,
         splits_products: bool = False,
         fuses_quantization: bool = False,
+        is_batch_invariant: bool = False,
     ) -> None:
         self._is_dependent, self._splits_products = is_dependent, splits_products
+        self._is_batch_invariant = is_batch_invariant
         self._fuses_quantization = fuses_quantization
         self._arrivals = Arrivals()
         if is_dependent:
@@ -59,6 +63,8 @@ class TritonOps(FusedOps):
         self._set_options(*functions[operation], code_format=code_format)
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self._is_batch_invariant:
+            return tiled_linear(x.contiguous(), weight, is_dependent=self._is_dependent)
         if self._is_for_few_rows(x) and num_parts(len(x), weight) > 1:
             return self._product(x, weight)
         return F.linear(x, weight)
@@ -66,13 +72,17 @@ class TritonOps(FusedOps):
     def gated_product(self, gate_up: Any, x: Tensor, activation: str) -> Tensor:
         is_plain = isinstance(gate_up, ColumnParallelLinear) and gate_up.bias is None
         is_plain = is_plain and type(gate_up.method) is UnquantizedLinearMethod
+        if is_plain and self._is_batch_invariant:
+            weight = gate_up.weight
+            return tiled_linear(x, weight, activation, is_dependent=self._is_dependent)
         if is_plain and self._is_for_few_rows(x):
             return self._product(x, gate_up.weight, activation)
         return super().gated_product(gate_up, x, activation)
 
     def sum_of_experts(self, *args: Any) -> Tensor:
         """Return what `models.layers.experts.sum_of_experts` returns, for the same arguments."""
-        return fused_experts(*args, is_dependent=self._is_dependent)
+        is_dependent, is_invariant = self._is_dependent, self._is_batch_invariant
+        return fused_experts(*args, is_dependent=is_dependent, one_tile_shape=is_invariant)
 
     def _is_for_few_rows(self, x: Tensor) -> bool:
         return self._splits_products and len(x) <= MOST_ROWS and x.is_contiguous()

@@ -56,7 +56,7 @@ EACH = "|".join(
         r"bfloat16 vocab=151936 filtered",
         r"dependent",
         r"^fused \w+ \w+ bfloat16",
-        r"split_linear bfloat16 rows=(1|64|256) inputs=(1024|2048)",
+        r"split_linear bfloat16 rows=(1|64|256) inputs=(1024|2048)|tiled_linear bfloat16",
         r"scaled_product (int8|e4m3) rows=1024 inputs=4096",
         r"scaled_product int8 group=32 rows=(1|1024) inputs=4096",
         r"quantize_rows int8 bfloat16 (group=32 )?largest=True",
@@ -65,8 +65,8 @@ EACH = "|".join(
     ]
 )
 LARGEST = r"attention bfloat16 head_dim=256 heads=4:2 prefill|scaled_product int8.* rows=1024"
-# Kernels that `kernel_config` chooses; what is counted is of the default ones.
-VARIANTS = r"^dependent |^fused | merging$"
+# Kernels that `kernel_config` or `batch_invariant` chooses; what is counted is of the default ones.
+VARIANTS = r"^dependent |^fused |^tiled_linear | merging$| in order$"
 # At the small size, what every step of decoding runs, for one GPU.
 FEW = "|".join(
     [
