@@ -227,11 +227,12 @@ class EngineConfig:
     attention_backend: str = "auto"
     # Guarantee that a request's tokens and log-probabilities depend on no other request, and on no
     # chunk, prefix-cache hit, preemption or draft token, to the bit. Requires a CPU with numba or,
-    # with attention_backend "triton", a GPU, weights that are not quantized and at most two ranks,
-    # where it is slower and has not been run. The number of ranks, and the processor, may still
-    # change bits. Without this option the same holds on a CPU with numba unless the startup summary
-    # shows that oneDNN computes the matrix products, because it is faster on this processor, or
-    # that there are more than two ranks.
+    # with attention_backend "triton", a GPU, where it is slower and has not been run: weights must
+    # not be quantized there, the vocabulary needs a multiple of 4 tokens, and more than two ranks
+    # are rejected. The number of ranks, and the processor, may still change bits. Without this
+    # option the same holds on a CPU with numba unless the startup summary shows that oneDNN
+    # computes the matrix products, because it is faster on this processor, or that there are more
+    # than two ranks.
     batch_invariant: bool = False
     # Disable CUDA graphs. GPU options are accepted and checked on a CPU, too, so that scripts stay
     # portable.

@@ -112,7 +112,11 @@ def check_batch_invariant(
         return
     is_quantized = config.quantization or model_config.quantization_config
     kernels = KernelConfig.of(config.kernel_config)
+    # torch's log_softmax on a GPU adds up in an order that depends on the alignment of a row, and
+    # its rows, of float32, are aligned alike only if they have a multiple of 16 bytes.
+    vocab_size = model_config.vocab_size
     reasons = {
+        f"vocab_size={vocab_size}, which is not a multiple of 4": vocab_size % 4,
         "quantized weights, whose kernels choose tiles by the number of rows": is_quantized,
         f"tensor_parallel_size={config.tensor_parallel_size}: more than two ranks add up in an "
         f"order that depends on the size of a tensor": config.tensor_parallel_size > 2,

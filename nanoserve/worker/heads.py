@@ -56,7 +56,7 @@ def register_head(name: str, location: str) -> None:
     HEADS.register(name, location)
 
 
-ROUTED_EXPERTS = "routed_experts"  # in the results of a step: of all tokens, and no `Head`
+ROUTED_EXPERTS = "routed_experts"  # the name of the result of `StepRouteReader`
 
 
 class StepRoutes(NamedTuple):
@@ -70,6 +70,25 @@ class StepRoutes(NamedTuple):
     expert_ids: np.ndarray
 
 
+class StepRouteReader:
+    """Reads the experts of all tokens of a step, not only of those of prompts: no `Head`."""
+
+    def __init__(self, routes: RoutedExperts) -> None:
+        self._routes = routes
+
+    def __call__(self, batch: Batch, header: BatchHeader) -> tuple[np.ndarray, Tensor]:
+        """Start to copy the experts of a step, which is in flight, to the host."""
+        # Copies: the next step overwrites the batch and the routes, perhaps before `collect`.
+        expert_ids = self._routes.first(header.num_tokens)
+        expert_ids = to_host(expert_ids) if expert_ids.is_cuda else expert_ids.clone()
+        return batch.slot_mapping[0, : header.num_tokens].copy(), expert_ids
+
+    def collect(self, made: tuple[np.ndarray, Tensor]) -> StepRoutes:
+        """Return what `__call__` returned; the copies that it started have finished."""
+        slots, expert_ids = made
+        return StepRoutes(slots, expert_ids.numpy())
+
+
 class Heads:
     """The heads that a runner has loaded so far.
 
@@ -77,8 +96,9 @@ class Heads:
     """
 
     def __init__(self, num_slots: int, routes: RoutedExperts | None = None) -> None:
-        self._num_slots, self._routes = num_slots, routes
+        self._num_slots = num_slots
         self._heads: dict[str, Head] = {}
+        self._routes = None if routes is None else StepRouteReader(routes)
 
     @property
     def reads_all_tokens(self) -> bool:
@@ -108,23 +128,13 @@ class Heads:
             )
             for name, outputs in batch.prompt_outputs(header).items()
         }
-        return made | self._take_routes(batch, header)
-
-    def _take_routes(self, batch: Batch, header: BatchHeader) -> dict[str, Any]:
-        """Start to copy the routes of a step to the host; {} if they are not recorded."""
-        if self._routes is None:
-            return {}
-        # Copies: the next step overwrites the batch and the routes, perhaps before `collect`.
-        expert_ids = self._routes.first(header.num_tokens)
-        expert_ids = to_host(expert_ids) if expert_ids.is_cuda else expert_ids.clone()
-        return {ROUTED_EXPERTS: (batch.slot_mapping[0, : header.num_tokens].copy(), expert_ids)}
+        if self._routes is not None:
+            made[ROUTED_EXPERTS] = self._routes(batch, header)
+        return made
 
     def collect(self, made: dict[str, Any]) -> dict[str, Any]:
         """Return on the host what `run` returned; the copies that it started have finished."""
-        return {name: self._collect(name, one) for name, one in made.items()}
+        return {name: self._maker(name).collect(one) for name, one in made.items()}
 
-    def _collect(self, name: str, made: Any) -> Any:
-        if name != ROUTED_EXPERTS:
-            return self[name].collect(made)
-        slots, expert_ids = made
-        return StepRoutes(slots, expert_ids.numpy())
+    def _maker(self, name: str) -> Head | StepRouteReader:
+        return self._routes if self._routes and name == ROUTED_EXPERTS else self[name]

@@ -5,6 +5,7 @@ and the log-probabilities that they have alone, bit for bit.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,3 +148,12 @@ def test_what_cannot_be_promised_is_rejected(options: dict[str, Any], message: s
     model_config = ModelConfig.from_checkpoint(bundled_checkpoint("tiny-qwen3"))
     with pytest.raises(ValueError, match=message):
         check_batch_invariant(config, model_config, "triton", torch.device("cpu"))
+
+
+def test_rows_of_logits_must_be_aligned_alike() -> None:
+    config = EngineConfig("tiny-qwen3", attention_backend="triton", batch_invariant=True)
+    model_config = ModelConfig.from_checkpoint(bundled_checkpoint("tiny-qwen3"))
+    check_batch_invariant(config, model_config, "triton", torch.device("cpu"))
+    odd = replace(model_config, vocab_size=50257)
+    with pytest.raises(ValueError, match="vocab_size=50257, which is not a multiple of 4"):
+        check_batch_invariant(config, odd, "triton", torch.device("cpu"))
