@@ -15,7 +15,8 @@ class TritonAttention(AttentionBackend):
     in decode rows.
     merges_in_kernel: merge the partial results of split rows in the kernel that computes them. All
     steps must then be launched on one stream.
-    batch_invariant: compute each token in the same way, whatever else is in its row and its step.
+    batch_invariant: use kernels whose results of a token do not depend on the other tokens of its
+    row and its step.
     """
 
     capturable = captures_mixed_steps = True

@@ -55,9 +55,10 @@ def _attention(
     is_mixed: bool = False,
     merges: bool = False,
     in_order: bool = False,
+    context_len: int = 64,
     **sees: float,
 ) -> None:
-    num_rows, context_len = 2, 64
+    num_rows = 2
     arrivals = torch.zeros(1000, dtype=torch.int32) if merges else None
     # Where a graph's launch finds them, 8 bytes behind an aligned address.
     row_counts = torch.zeros(10, dtype=torch.int32)[2:4] if is_mixed else None
@@ -112,8 +113,10 @@ def _attention_cases() -> list[tuple[str, Callable[[], None]]]:
         if head_dim in (64, 128, 256):  # rows of 8 tokens or fewer; with 8 heads, a tile of 64 rows
             cases.append((f"{label} few", partial(call, query_len=8)))
             cases.append((f"{label} mixed", partial(call, query_len=8, is_mixed=True)))
+            in_order = partial(call, query_len=8, in_order=True)
+            cases.append((f"{label} in order", in_order))
+            cases.append((f"{label} shares in order", partial(in_order, context_len=2048)))
         if head_dim == 128:
-            cases.append((f"{label} in order", partial(call, query_len=8, in_order=True)))
             for name, query_len in (("decode", 1), ("few", 8)):
                 case = partial(call, query_len=query_len, merges=True)
                 cases.append((f"{label} {name} merging", case))

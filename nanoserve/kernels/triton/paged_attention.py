@@ -18,6 +18,10 @@ from nanoserve.kernels.triton.decode_attention_kernels import (
     merge_parts_kernel,
 )
 from nanoserve.kernels.triton.dependent_launch import has_dependent_launch
+from nanoserve.kernels.triton.in_order_attention_kernels import (
+    in_order_attention_kernel,
+    merge_shares_kernel,
+)
 from nanoserve.kernels.triton.paged_attention_kernels import chunk_attention_kernel
 from nanoserve.kernels.triton.quantized_kv import check_cache, has_e4m3, has_warp_products
 from nanoserve.kernels.triton.split_work import check_arrivals, most_arrivals, num_multiprocessors
@@ -25,6 +29,7 @@ from nanoserve.kernels.triton.tile_config import (
     SHARED_MEMORY_WITHOUT_GPU,
     TileConfig,
     for_few_tokens,
+    for_two_results,
     tile_config,
 )
 
@@ -35,6 +40,7 @@ _TRITON_DTYPES = {
 }
 _LOG2_E = math.log2(math.e)
 _MULTIPROCESSORS_WITHOUT_GPU = 8  # under the interpreter: enough for tests to have partial results
+_SHARE_KEYS = 512  # of a share of `in_order=True`; not tuned by measurements
 _MOST_SHARED = 64  # rows of a tile (tokens x heads) if keys are split into shares
 
 
@@ -76,9 +82,8 @@ def paged_attention(
     its scaled scores to c tanh(score / c). Returns [num_tokens, num_heads, head_dim], contiguous,
     in q's dtype.
 
-    in_order: compute all rows as chunks, with keys in their order, so that a token's result does
-    not depend on other tokens, or on whether it is in a decode row. Keys are not split then, so a
-    few rows of long contexts leave most of the GPU idle.
+    in_order: use the kernels of `nanoserve.kernels.triton.in_order_attention_kernels` for all rows:
+    a token's result then depends neither on other tokens, nor on whether it is in a decode row.
 
     `context_lens`, `cu_seqlens_q` and `row_counts` must be older than the kernel launched before
     this one, and than all kernels with dependent launch before it: from Hopper on they are read
@@ -107,7 +112,7 @@ def paged_attention(
     if in_order:
         if row_counts is not None:
             raise ValueError("in_order=True supports no row_counts: pass the numbers of rows")
-        _attend_chunks(batch, _config(batch, False), out, 0, len(context_lens), in_order=True)
+        _attend_in_order(batch, out, max_context_len)
         return out
     if row_counts is not None:
         _attend_mixed(batch, out, max_context_len, num_shares, row_counts)
@@ -319,12 +324,10 @@ def _attend_chunks(
     first_row: int,
     num_rows: int,
     row_counts: torch.Tensor | None = None,
-    in_order: bool = False,
 ) -> None:
     """Launch chunk attention for rows [first_row, first_row + num_rows), after the decode rows.
 
     `row_counts`: replaces these numbers on the device, where there may be fewer rows.
-    `in_order`: see `paged_attention`.
     """
     q, kv_cache, cu_seqlens_q, context_lens, block_tables = batch[:5]
     scale, sliding_window, soft_cap, scales, _ = batch[5:]
@@ -359,11 +362,75 @@ def _attend_chunks(
         BLOCK_SIZE=block_size,
         BLOCK_M=config.block_m,
         TILE_N=config.tile_n,
-        IN_ORDER=int(in_order),
         **_dot(batch, config),
         num_warps=config.num_warps,
         num_stages=config.num_stages,
     )
+
+
+def _attend_in_order(batch: _Batch, out: torch.Tensor, max_context_len: int) -> None:
+    """Launch attention that does not depend on the batch; shares have programs if these are few."""
+    q, kv_cache, cu_seqlens_q, context_lens, block_tables = batch[:5]
+    scale, sliding_window, soft_cap, scales, _ = batch[5:]
+    (num_tokens, num_heads, head_dim), num_rows = q.shape, len(context_lens)
+    _, _, num_kv_heads, block_size, _ = kv_cache.shape
+    group_padded, config = _group_padded(batch), for_two_results(_config(batch, False), batch.group)
+    num_tiles = num_rows + num_tokens // (config.block_m // group_padded)
+    share_tiles = max(1, _SHARE_KEYS // config.tile_n)
+    num_programs, parts, sums = num_tiles * num_kv_heads, None, None
+    num_shares = triton.cdiv(max_context_len, share_tiles * config.tile_n)
+    if num_shares > 1 and num_programs < _num_multiprocessors(q.device):
+        of_shares = num_shares, num_tokens, num_heads
+        parts = torch.empty(*of_shares, head_dim, dtype=torch.float32, device=q.device)
+        sums = torch.empty(2, *of_shares, dtype=torch.float32, device=q.device)
+    shape = {
+        "GROUP": batch.group,
+        "GROUP_PADDED": group_padded,
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_PADDED": _padded_head_dim(head_dim),
+        "BLOCK_M": config.block_m,
+        "TILE_N": config.tile_n,
+        "SHARE_TILES": share_tiles,
+        "num_warps": config.num_warps,
+    }
+    in_order_attention_kernel[(num_programs, 1 if parts is None else num_shares)](
+        out,
+        parts,
+        sums,
+        q,
+        *kv_cache,
+        *scales,
+        cu_seqlens_q,
+        context_lens,
+        block_tables,
+        num_rows,
+        num_tokens,
+        num_kv_heads,
+        scale * _LOG2_E,
+        sliding_window,
+        None if soft_cap is None else soft_cap * _LOG2_E,
+        *q.stride()[:2],
+        *kv_cache.stride()[1:4],
+        block_tables.stride(0),
+        BLOCK_SIZE=block_size,
+        **_dot(batch, config),
+        **shape,
+        num_stages=config.num_stages,
+    )
+    if parts is not None:
+        merge_shares_kernel[(num_programs,)](
+            out,
+            parts,
+            sums,
+            cu_seqlens_q,
+            context_lens,
+            num_rows,
+            num_tokens,
+            num_shares,
+            num_kv_heads,
+            sliding_window,
+            **shape,
+        )
 
 
 def _padded_head_dim(head_dim: int) -> int:

@@ -22,10 +22,6 @@ program sees. With a soft cap c (Gemma Team 2024, "Gemma 2"), scores become c ta
 
 Rows with a single token, whose time is spent on reading keys and not on arithmetic, are split
 differently: see `nanoserve.kernels.triton.decode_attention_kernels`.
-
-With IN_ORDER, a query's result does not depend on which other queries share its tile: keys are read
-from the first to the last by one and the same code. Tiles that a query does not see change nothing,
-because their weights are 0 and its maximum stays.
 """
 
 import triton
@@ -75,7 +71,6 @@ def chunk_attention_kernel(
     DOT_PRECISION: tl.constexpr,
     HAS_E4M3: tl.constexpr,
     V_IN_ROWS: tl.constexpr,
-    IN_ORDER: tl.constexpr,  # 1 or 0
 ):
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_PADDED
     kv_head = tl.program_id(0) % num_kv_heads
@@ -84,10 +79,10 @@ def chunk_attention_kernel(
         first_row = tl.load(row_counts_ptr + 1)
         num_rows = tl.load(row_counts_ptr) - first_row
         # The grid is sized for other steps, too: a tile without a row ends here.
-        if tile >= _first_tile(cu_seqlens_q_ptr, first_row + num_rows, first_row, BLOCK_Q):
+        if tile >= first_tile(cu_seqlens_q_ptr, first_row + num_rows, first_row, BLOCK_Q):
             return
-    row = _find_row(cu_seqlens_q_ptr, tile, first_row, num_rows, BLOCK_Q)
-    q_tile = tile - _first_tile(cu_seqlens_q_ptr, row, first_row, BLOCK_Q)
+    row = find_row(cu_seqlens_q_ptr, tile, first_row, num_rows, BLOCK_Q)
+    q_tile = tile - first_tile(cu_seqlens_q_ptr, row, first_row, BLOCK_Q)
     q_start = tl.load(cu_seqlens_q_ptr + row)
     q_len = tl.load(cu_seqlens_q_ptr + row + 1) - q_start
     num_q_tiles = tl.cdiv(q_len, BLOCK_Q)
@@ -98,7 +93,7 @@ def chunk_attention_kernel(
     first_position = context_len - q_len + q_tile * BLOCK_Q
 
     num_keys = tl.minimum(context_len, first_position + BLOCK_Q)
-    first, last = _tiles_seen(first_position, num_keys, sliding_window, TILE_N)
+    first, last = tiles_seen(first_position, num_keys, sliding_window, TILE_N)
     # Masks are needed only in the first and the last few tiles of keys: the unmasked tiles between
     # them begin where the last query's window does, and end at the first query.
     plain_first = first
@@ -106,8 +101,6 @@ def chunk_attention_kernel(
     if sliding_window is not None:
         plain_first = tl.maximum(first, tl.cdiv(num_keys - sliding_window, TILE_N))
         plain_first = tl.minimum(plain_first, plain_last)
-    if IN_ORDER:  # no tile is read without masks
-        plain_first, plain_last = first, first
     num_plain = plain_last - plain_first
 
     m = tl.arange(0, BLOCK_M)
@@ -136,8 +129,7 @@ def chunk_attention_kernel(
     # every row has seen a key: its own.
     row_max = tl.full([BLOCK_M], -3e38, dtype=tl.float32)
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    # The body is compiled twice, without masks and with masks.
-    for MASKED in tl.static_range(IN_ORDER, 2):
+    for MASKED in tl.static_range(2):  # the body is compiled twice, without masks and with masks
         begin = first + num_plain if MASKED else plain_first
         end = last if MASKED else plain_last
         for i in range(begin, end):
@@ -242,18 +234,18 @@ def online_softmax_step(
 
 
 @triton.jit
-def _first_tile(cu_seqlens_q_ptr, row, first_row, BLOCK_Q: tl.constexpr):
+def first_tile(cu_seqlens_q_ptr, row, first_row, BLOCK_Q: tl.constexpr):
     """Return the first tile of `row`; the rows before first_row have one token each."""
     return (tl.load(cu_seqlens_q_ptr + row) - first_row) // BLOCK_Q + row - first_row
 
 
 @triton.jit
-def _find_row(cu_seqlens_q_ptr, tile, first_row, num_rows, BLOCK_Q: tl.constexpr):
+def find_row(cu_seqlens_q_ptr, tile, first_row, num_rows, BLOCK_Q: tl.constexpr):
     """Return the last row whose tiles start at `tile` or before."""
     low, high = first_row, first_row + num_rows
     while high - low > 1:
         middle = (low + high) // 2
-        if _first_tile(cu_seqlens_q_ptr, middle, first_row, BLOCK_Q) <= tile:
+        if first_tile(cu_seqlens_q_ptr, middle, first_row, BLOCK_Q) <= tile:
             low = middle
         else:
             high = middle
@@ -261,7 +253,7 @@ def _find_row(cu_seqlens_q_ptr, tile, first_row, num_rows, BLOCK_Q: tl.constexpr
 
 
 @triton.jit
-def _tiles_seen(first_position, num_keys, sliding_window, TILE_N: tl.constexpr):
+def tiles_seen(first_position, num_keys, sliding_window, TILE_N: tl.constexpr):
     """Return the range (first, end) of key tiles that queries from `first_position` on see."""
     first_seen = 0
     if sliding_window is not None:

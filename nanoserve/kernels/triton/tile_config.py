@@ -71,6 +71,12 @@ def for_few_tokens(config: TileConfig, block_m: int) -> TileConfig:
     return config._replace(block_m=max(config.block_m, block_m))
 
 
+def for_two_results(config: TileConfig, group: int) -> TileConfig:
+    """Return the configuration of chunks for a kernel with two results of a tile in registers."""
+    block_m = max(min(config.block_m, 64), triton.next_power_of_2(group))
+    return config._replace(block_m=block_m, num_stages=min(config.num_stages, 3))
+
+
 def _for_codes(
     config: TileConfig,
     head_dim: int,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from typing import Any
+from unittest.mock import MagicMock
 
 import interpreter
 import numpy as np
@@ -14,6 +15,7 @@ from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
 from nanoserve.attention.kv_cache import KVCache, KVCacheSpec
 from nanoserve.attention.torch import TorchAttention
 from nanoserve.attention.triton import TritonAttention
+from nanoserve.kernels.triton import paged_attention
 from nanoserve.kernels.triton.experts import fused_experts
 from nanoserve.kernels.triton.split_linear import fixed_tile_config, split_linear, tiled_linear
 from nanoserve.kernels.triton.split_work import most_arrivals
@@ -90,11 +92,15 @@ ROWS = [(1, 37), (1, 2), (1, 89), (2, 2), (5, 44), (3, 90), (70, 100), (34, 34)]
 SHAPES = [(None, None, 2, 16, 4), (7, None, 1, 24, 16), (30, 1.5, 4, 16, 3)]
 
 
-@pytest.mark.small(dtype=[torch.float32], kind=["auto"])
+@pytest.mark.small(dtype=[torch.float32], kind=["auto"], shape=SHAPES[2:])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", DTYPES[:2])
 @pytest.mark.parametrize("kind", ["auto", "int8"])
-def test_attention(kind: str, dtype: torch.dtype, shape: tuple[Any, ...]) -> None:
+def test_attention(
+    kind: str, dtype: torch.dtype, shape: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(paged_attention, "_SHARE_KEYS", 32)
+    monkeypatch.setattr(paged_attention, "_num_multiprocessors", lambda device: 0)
     window, soft_cap, group, head_dim, block_size = shape
     layer = AttentionLayer(2 * group, 2, head_dim, head_dim**-0.5, window, soft_cap)
     blocks = [-(-context // block_size) for _, context in ROWS]
@@ -108,7 +114,9 @@ def test_attention(kind: str, dtype: torch.dtype, shape: tuple[Any, ...]) -> Non
     cache.store(*kv, torch.arange(kv.shape[1], dtype=torch.int32))
     q = torch.randn(sum(n for n, _ in ROWS), 2 * group, head_dim).to(dtype)
 
-    def attend(rows: list[tuple[int, int]], tables: torch.Tensor, backend: Any) -> torch.Tensor:
+    def attend(
+        rows: list[tuple[int, int]], tables: torch.Tensor, backend: Any, q: torch.Tensor = q
+    ) -> torch.Tensor:
         num_new, contexts = zip(*rows, strict=True)
         given = {
             "positions": torch.empty(0),
@@ -133,6 +141,23 @@ def test_attention(kind: str, dtype: torch.dtype, shape: tuple[Any, ...]) -> Non
     expected = attend(ROWS, tables, TorchAttention())
     tolerance = 2e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(together, expected, rtol=tolerance, atol=tolerance)
-    ones = [(1, context - n + 1 + i) for n, context in ROWS for i in range(n)]
-    of_ones = tables.repeat_interleave(torch.tensor([n for n, _ in ROWS]), dim=0)
-    assert torch.equal(attend(ones, of_ones, invariant), together)
+    # The first, the last and another token of each row, as rows of their own.
+    ends = np.cumsum([n for n, _ in ROWS])
+    picked = [
+        (row, i) for row, (n, _) in enumerate(ROWS) for i in sorted({0, max(0, n - 3), n - 1})
+    ]
+    ones = [(1, ROWS[row][1] - ROWS[row][0] + 1 + i) for row, i in picked]
+    of_ones = tables[[row for row, _ in picked]]
+    tokens = [ends[row] - ROWS[row][0] + i for row, i in picked]
+    assert torch.equal(attend(ones, of_ones, invariant, q[tokens]), together[tokens])
+    # Now with a program for each share, and partial results that are merged.
+    merge = MagicMock(wraps=paged_attention.merge_shares_kernel)
+    merge.__getitem__.side_effect = paged_attention.merge_shares_kernel.__getitem__
+    monkeypatch.setattr(paged_attention, "merge_shares_kernel", merge)
+    monkeypatch.setattr(paged_attention, "_num_multiprocessors", lambda device: 1 << 20)
+    assert torch.equal(attend(ROWS, tables, invariant), together)
+    assert torch.equal(attend(ones, of_ones, invariant, q[tokens]), together[tokens])
+    assert merge.__getitem__.call_count == 2
+    if dtype == torch.float32:  # the comparison sees last bits: other shares give others
+        monkeypatch.setattr(paged_attention, "_SHARE_KEYS", 1 << 20)
+        assert not torch.equal(attend(ROWS, tables, invariant), together)
