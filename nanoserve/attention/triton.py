@@ -15,8 +15,8 @@ class TritonAttention(AttentionBackend):
     in decode rows.
     merges_in_kernel: merge the partial results of split rows in the kernel that computes them. All
     steps must then be launched on one stream.
-    batch_invariant: use kernels whose results of a token do not depend on the other tokens of its
-    row and its step.
+    batch_invariant: use kernels in which a token's result does not depend on the other tokens of
+    its row and its step.
     """
 
     capturable = captures_mixed_steps = True
@@ -29,8 +29,7 @@ class TritonAttention(AttentionBackend):
     ) -> None:
         self.longest_cut, self.merges_in_kernel = longest_cut, merges_in_kernel
         self.batch_invariant = batch_invariant
-        if batch_invariant:
-            self.captures_mixed_steps = False
+        self.captures_mixed_steps = not batch_invariant
         self._arrivals = Arrivals()
 
     def attend(

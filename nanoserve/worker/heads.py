@@ -71,7 +71,7 @@ class StepRoutes(NamedTuple):
 
 
 class StepRouteReader:
-    """Reads the experts of all tokens of a step, not only of those of prompts: no `Head`."""
+    """Reads the experts of all tokens of a step; a `Head` gets tokens of prompts only."""
 
     def __init__(self, routes: RoutedExperts) -> None:
         self._routes = routes
@@ -137,4 +137,6 @@ class Heads:
         return {name: self._maker(name).collect(one) for name, one in made.items()}
 
     def _maker(self, name: str) -> Head | StepRouteReader:
-        return self._routes if self._routes and name == ROUTED_EXPERTS else self[name]
+        if name == ROUTED_EXPERTS and self._routes is not None:
+            return self._routes
+        return self[name]

@@ -127,8 +127,8 @@ def fused_experts(
     if num_here == 0:  # there are more ranks than experts
         return torch.zeros_like(hidden)
     top_k, num_pairs = expert_ids.shape[1], expert_ids.numel()
-    num_pairs_of_tiles = 1 if one_tile_shape else num_pairs
-    config = tile_config(num_pairs_of_tiles, num_experts or num_here, hidden.dtype)
+    pairs_for_tiles = 1 if one_tile_shape else num_pairs
+    config = tile_config(pairs_for_tiles, num_experts or num_here, hidden.dtype)
     launch = launch_options(is_dependent)
     pairs = _sort(expert_ids, first_expert, num_here, launch)
     gated = hidden.new_empty(num_pairs, size)

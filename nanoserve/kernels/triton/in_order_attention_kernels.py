@@ -31,8 +31,9 @@ from nanoserve.kernels.triton.quantized_kv import as_operand, load_scales
 @triton.jit(do_not_specialize=["num_rows", "num_tokens", "table_stride"])
 def in_order_attention_kernel(
     out_ptr,  # [num_tokens, num_heads, head_dim]
-    # None (a program computes all shares), or of each share, float32 [num_shares, num_tokens,
-    # num_heads, head_dim] and [2, num_shares, num_tokens, num_heads]: see `_store_part`.
+    # None: a program computes all shares. Otherwise acc of each share, float32 [num_shares,
+    # num_tokens, num_heads, head_dim], and its row_max and row_sum, float32 [2, num_shares,
+    # num_tokens, num_heads].
     parts_ptr,
     sums_ptr,
     q_ptr,
@@ -80,20 +81,17 @@ def in_order_attention_kernel(
         return
     num_keys = first_position + num_queries
     first, last = tiles_seen(first_position, num_keys, sliding_window, TILE_N)
-    share, end_share = first // SHARE_TILES, tl.cdiv(last, SHARE_TILES)
+    first_share, end_share = first // SHARE_TILES, tl.cdiv(last, SHARE_TILES)
     if parts_ptr is not None:
-        if (tl.program_id(1) < share) | (tl.program_id(1) >= end_share):
+        if (tl.program_id(1) < first_share) | (tl.program_id(1) >= end_share):
             return
-        share = tl.program_id(1)
-        end_share = share + 1
+        first_share = tl.program_id(1)
+        end_share = first_share + 1
 
     # 2) Its queries.
-    m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, HEAD_DIM_PADDED)
-    token, head = m // GROUP_PADDED, m % GROUP_PADDED
-    exists = (token < num_queries) & (head < GROUP)
+    token, head, exists = _tile_rows(num_queries, kv_head, GROUP, GROUP_PADDED, BLOCK_M)
     mask = exists[:, None] & (d < HEAD_DIM)[None, :]
-    head += kv_head * GROUP
     q_ptr += first_token * q_token_stride  # int64: it may exceed 2^31 in a large batch
     q_offsets = (token * q_token_stride + head * q_head_stride)[:, None] + d[None, :]
     q = tl.load(q_ptr + q_offsets, mask=mask, other=0.0).to(DOT_DTYPE)
@@ -105,17 +103,12 @@ def in_order_attention_kernel(
         v_scales_ptr += kv_head.to(tl.int64) * (kv_head_stride // HEAD_DIM)
     block_table_ptr = block_tables_ptr + row.to(tl.int64) * table_stride
 
-    # 3) Attention over each share, and the merged result so far. Maxima are finite, so that
-    # differences of two without keys are not NaN.
-    acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], dtype=tl.float32)
-    row_max = tl.full([BLOCK_M], -3e38, dtype=tl.float32)
-    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-    for own in range(share, end_share):
-        own_acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], dtype=tl.float32)
-        own_max = tl.full([BLOCK_M], -3e38, dtype=tl.float32)
-        own_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
-        begin = tl.maximum(first, own * SHARE_TILES)
-        for n_tile in range(begin, tl.minimum(last, (own + 1) * SHARE_TILES)):
+    # 3) Attention over each share, and the merged result so far.
+    acc, row_max, row_sum = _nothing(BLOCK_M, HEAD_DIM_PADDED)
+    for share in range(first_share, end_share):
+        own_acc, own_max, own_sum = _nothing(BLOCK_M, HEAD_DIM_PADDED)
+        begin = tl.maximum(first, share * SHARE_TILES)
+        for n_tile in range(begin, tl.minimum(last, (share + 1) * SHARE_TILES)):
             key = n_tile * TILE_N + tl.arange(0, TILE_N)
             # Other table columns and slots may contain anything, even NaN.
             is_seen = key < num_keys
@@ -160,7 +153,7 @@ def in_order_attention_kernel(
         tl.store(out_ptr + places[:, None] * HEAD_DIM + d[None, :], out, mask=mask)
     else:
         size = num_tokens.to(tl.int64) * num_heads  # of a share
-        places += share * size
+        places += first_share * size
         tl.store(parts_ptr + places[:, None] * HEAD_DIM + d[None, :], acc, mask=mask)
         tl.store(sums_ptr + places, row_max, mask=exists)
         tl.store(sums_ptr + tl.num_programs(1) * size + places, row_sum, mask=exists)
@@ -195,22 +188,18 @@ def merge_shares_kernel(
     if num_queries <= 0:
         return
     first, last = tiles_seen(first_position, first_position + num_queries, sliding_window, TILE_N)
-    m = tl.arange(0, BLOCK_M)
     d = tl.arange(0, HEAD_DIM_PADDED)
-    token, head = m // GROUP_PADDED, m % GROUP_PADDED
-    exists = (token < num_queries) & (head < GROUP)
+    token, head, exists = _tile_rows(num_queries, kv_head, GROUP, GROUP_PADDED, BLOCK_M)
     mask = exists[:, None] & (d < HEAD_DIM)[None, :]
     num_heads = num_kv_heads * GROUP
-    places = (first_token + token) * num_heads + head + kv_head * GROUP
+    places = (first_token + token) * num_heads + head
     size = num_tokens.to(tl.int64) * num_heads
-    acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], dtype=tl.float32)
-    row_max = tl.full([BLOCK_M], -3e38, dtype=tl.float32)
-    row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
+    acc, row_max, row_sum = _nothing(BLOCK_M, HEAD_DIM_PADDED)
     for share in range(first // SHARE_TILES, tl.cdiv(last, SHARE_TILES)):
-        own = share * size + places
-        own_acc = tl.load(parts_ptr + own[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
-        own_max = tl.load(sums_ptr + own, mask=exists, other=-3e38)
-        own_sum = tl.load(sums_ptr + num_shares * size + own, mask=exists, other=1.0)
+        part = share * size + places
+        own_acc = tl.load(parts_ptr + part[:, None] * HEAD_DIM + d[None, :], mask=mask, other=0.0)
+        own_max = tl.load(sums_ptr + part, mask=exists, other=-3e38)
+        own_sum = tl.load(sums_ptr + num_shares * size + part, mask=exists, other=1.0)
         acc, row_max, row_sum = _merged(acc, row_max, row_sum, own_acc, own_max, own_sum)
     out = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + places[:, None] * HEAD_DIM + d[None, :], out, mask=mask)
@@ -234,10 +223,32 @@ def _queries_of_tile(cu_seqlens_q_ptr, context_lens_ptr, tile, num_rows, BLOCK_Q
 
 
 @triton.jit
-def _merged(acc, row_max, row_sum, own_acc, own_max, own_sum):
-    """Merge two partial results.
+def _tile_rows(
+    num_queries, kv_head, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, BLOCK_M: tl.constexpr
+):
+    """Return the token (in the tile) and the head of each row of a tile, and whether it exists."""
+    m = tl.arange(0, BLOCK_M)
+    token, head = m // GROUP_PADDED, m % GROUP_PADDED
+    return token, kv_head * GROUP + head, (token < num_queries) & (head < GROUP)
 
-    With `tl.fma` it is determined which products are rounded, in whichever kernel this is compiled.
+
+@triton.jit
+def _nothing(BLOCK_M: tl.constexpr, HEAD_DIM_PADDED: tl.constexpr):
+    """Return the (acc, row_max, row_sum) of no keys.
+
+    Maxima are finite, so that the difference of two is not NaN.
+    """
+    acc = tl.zeros([BLOCK_M, HEAD_DIM_PADDED], dtype=tl.float32)
+    row_max = tl.full([BLOCK_M], -3e38, dtype=tl.float32)
+    return acc, row_max, tl.zeros([BLOCK_M], dtype=tl.float32)
+
+
+@triton.jit
+def _merged(acc, row_max, row_sum, own_acc, own_max, own_sum):
+    """Return two partial results, merged into one.
+
+    `tl.fma` determines which products are rounded; otherwise the compiler could choose differently
+    in each kernel.
     """
     new_max = tl.maximum(row_max, own_max)
     rescale, weight = tl.exp2(row_max - new_max), tl.exp2(own_max - new_max)

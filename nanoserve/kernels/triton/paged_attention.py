@@ -369,7 +369,10 @@ def _attend_chunks(
 
 
 def _attend_in_order(batch: _Batch, out: torch.Tensor, max_context_len: int) -> None:
-    """Launch attention that does not depend on the batch; shares have programs if these are few."""
+    """Launch attention that does not depend on the batch.
+
+    Each share has a program of its own if there are fewer tiles than multiprocessors.
+    """
     q, kv_cache, cu_seqlens_q, context_lens, block_tables = batch[:5]
     scale, sliding_window, soft_cap, scales, _ = batch[5:]
     (num_tokens, num_heads, head_dim), num_rows = q.shape, len(context_lens)

@@ -62,8 +62,7 @@ class ParallelLMHead(VocabParallelEmbedding):
 
     def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext) -> None:
         super().__init__(vocab_size, hidden_size, context)
-        plain = UnquantizedLinearMethod()
-        plain.linear = context.ops.linear
+        plain = UnquantizedLinearMethod(context.ops.linear)
         self.method = context.linear_method or plain
         self._embedding: tuple[VocabParallelEmbedding, ...] = ()  # in a tuple: not a submodule
 

@@ -15,7 +15,8 @@ from nanoserve.models.layers.context import LayerContext, LinearMethod
 
 
 class UnquantizedLinearMethod:
-    linear: Callable[[Tensor, Tensor], Tensor] = staticmethod(F.linear)
+    def __init__(self, linear: Callable[[Tensor, Tensor], Tensor] = F.linear) -> None:
+        self.linear = linear
 
     def create_weights(
         self, layer: nn.Module, in_features: int, out_features: int, context: LayerContext

@@ -23,6 +23,7 @@ class FormLinearMethod(UnquantizedLinearMethod):
     """
 
     def __init__(self, make: Callable[[Tensor], Form], name: str = "torch") -> None:
+        super().__init__()
         self.make, self.name = make, name
 
     def process_after_loading(self, layer: Any) -> None:

@@ -55,6 +55,7 @@ class QuantizedLinearMethod(UnquantizedLinearMethod):
         activations: str | None = None,
         is_dependent: bool = False,
     ) -> None:
+        super().__init__()
         self._scheme, self._device, self._dtype = scheme, device, dtype
         self._activations, self._is_dependent = activations, is_dependent
         self._ops = TorchOps()
