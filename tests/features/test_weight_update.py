@@ -3,7 +3,7 @@
 import asyncio
 import gc
 import resource
-import time
+import threading
 import weakref
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -774,7 +774,10 @@ def test_streams_made_of_tokens_alone_have_versions_too() -> None:
         old = [o.outputs for o in llm.generate(["What is"] * 3, params, use_tqdm=False)]
 
     async def read(
-        outputs: AsyncIterator[RequestOutput], go_on: asyncio.Event, has_begun: asyncio.Event
+        outputs: AsyncIterator[RequestOutput],
+        num_completions: int,
+        go_on: asyncio.Event,
+        has_begun: asyncio.Event,
     ) -> list[tuple[list[int], list[tuple[int, int | str]]]]:
         token_ids: dict[int, list[int]] = {}
         versions: dict[int, list[tuple[int, int | str]]] = {}
@@ -788,24 +791,29 @@ def test_streams_made_of_tokens_alone_have_versions_too() -> None:
                     if not known or known[-1][1] != version:
                         known.append((num_before + start, version))
                 token_ids[part.index] += part.token_ids
-            has_begun.set()
-            await go_on.wait()
+            if len(token_ids) == num_completions:  # the second one begins later than the first
+                has_begun.set()
+                await go_on.wait()
         return [(token_ids[index], versions[index]) for index in sorted(token_ids)]
 
     async def run() -> None:
         async with AsyncLLM("tiny-qwen3", **options) as llm:
-            # Steps are slow, so that no request ends before the update, on a busy machine either.
-            llm.engine.observers.append(lambda *arguments: time.sleep(0.004))
+            # Steps before the update are so slow that no request ends before it, on a busy machine
+            # either: 300 of them take 15 s.
+            is_updated = threading.Event()
+            llm.engine.observers.append(lambda *arguments: is_updated.wait(0.05))
             go_on, readers, begun = asyncio.Event(), [], []
             for kind in kinds:
                 delta = SamplingParams(**long | kind, output_kind=RequestOutputKind.DELTA)
                 begun.append(asyncio.Event())
                 outputs = llm.generate("What is", delta)
-                readers.append(asyncio.create_task(read(outputs, go_on, begun[-1])))
+                reader = read(outputs, kind.get("n", 1), go_on, begun[-1])
+                readers.append(asyncio.create_task(reader))
             for event in begun:
                 await event.wait()
             other = {name: w * 3 if "norm" in name else w for name, w in weights.items()}
             await llm.update_weights(other, mode="keep", version="new")
+            is_updated.set()
             await asyncio.sleep(0.05)  # tokens of both versions are unread
             go_on.set()
             for reader, expected in zip(readers, old, strict=True):
