@@ -449,6 +449,14 @@ def rope_types() -> str:
     return table(("`rope_type`", "parameters"), rows)
 
 
+def text_parts() -> str:
+    """Return a table of the types of text models in multimodal checkpoints."""
+    from nanoserve.checkpoint.text_part import _ARCHITECTURES
+
+    rows = [(f"`{kind}`", f"`{name}`") for kind, name in _ARCHITECTURES.items()]
+    return table(("`model_type` in `text_config`", "runs as"), rows)
+
+
 def other_models() -> str:
     """Return a table of the model families that are rejected by name, and why."""
     from nanoserve.checkpoint import unsupported_architectures as other

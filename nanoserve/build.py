@@ -51,6 +51,12 @@ def build_engine(config: EngineConfig) -> GuardedEngine:
     checkpoint = Checkpoint.open(config.model, config, config.revision)
     model_config = checkpoint.model_config(config, supported_architectures())
     SamplingParams(**model_config.default_sampling)  # raises if recommended values are invalid
+    if model_config.multimodal_architecture is not None:
+        logger.warning(
+            "%s is a %s: only its text part is loaded, and images or sound are not supported",
+            config.model,
+            model_config.multimodal_architecture,
+        )
     tokenizer = load_tokenizer(config, checkpoint)
     if tokenizer is not None and tokenizer.backend.get_vocab_size() > model_config.vocab_size:
         logger.warning(

@@ -9,11 +9,10 @@ Memory never holds the model twice, not even a model in a single file.
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -22,7 +21,8 @@ from tqdm import tqdm
 
 from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
 from nanoserve.checkpoint.errors import describe_mismatches
-from nanoserve.checkpoint.weight_files import SINGLE_FILE, Weights, open_weights, shard_files
+from nanoserve.checkpoint.text_part import name_in_model
+from nanoserve.checkpoint.weight_files import Weights, open_weights, weight_files
 
 # Bytes of a value. Any other type is a quantized format, whose values need decoding.
 _STORED_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -114,9 +114,10 @@ def _as_stored(
 
 
 class Stored(NamedTuple):
-    """A tensor stored in a file."""
+    """A tensor stored in a file; `name` is its name there."""
 
     file: Weights
+    name: str
     shape: tuple[int, ...]
     value_bytes: int
 
@@ -164,7 +165,7 @@ def _load_safetensors(
     """
     expected, stored = check_weights(model, path, elsewhere)
     if model.tied_tensors.keys() & stored.keys():
-        check_tied(model.tied_tensors, {name: source.file for name, source in stored.items()})
+        check_tied(model.tied_tensors, stored)
     num_threads = _num_threads()
     size = sum(parameter.nbytes for parameter in model.parameters())
     # All threads together map at most a twentieth of the model, or a few MiB.
@@ -188,7 +189,7 @@ def _load_safetensors(
                     copy
                     for name, parts in targets.items()
                     for part in parts
-                    for copy in _copies(name, stored[name], part, piece_bytes)
+                    for copy in _copies(stored[name], part, piece_bytes)
                 ]
                 for num_bytes in pool.map(_copy, _pieces(copies, piece_bytes)):
                     bar.update(num_bytes)
@@ -200,15 +201,18 @@ def _load_safetensors(
 
 
 def stored_tensors(path: Weights) -> dict[str, Stored]:
-    """Return the tensors in the files in `path`, in file order.
+    """Return the tensors in the files in `path`, in file order, by the names in the model.
 
     Raises `ValueError` for a name that is stored twice, and for a type that is not a float.
     """
     stored: dict[str, Stored] = {}
-    for file in _weight_files(path):
+    for file in weight_files(path):
         with open_weights(file) as tensors:
-            for name in tensors.offset_keys():
-                tensor = tensors.get_slice(name)
+            for own_name in tensors.offset_keys():
+                name = name_in_model(path, own_name)
+                if name is None:
+                    continue
+                tensor = tensors.get_slice(own_name)
                 dtype = tensor.get_dtype()
                 if name in stored:
                     raise ValueError(f"{name:.99} is both in {stored[name].file} and in {file}")
@@ -217,13 +221,12 @@ def stored_tensors(path: Weights) -> dict[str, Stored]:
                         f"{name:.99} in {file} is stored as {dtype}; without quantization_config "
                         f"in config.json, it must be one of {', '.join(_STORED_DTYPES)}"
                     )
-                stored[name] = Stored(file, tuple(tensor.get_shape()), _STORED_DTYPES[dtype])
+                shape = tuple(tensor.get_shape())
+                stored[name] = Stored(file, own_name, shape, _STORED_DTYPES[dtype])
     return stored
 
 
-def _copies(
-    name: str, source: Stored, target: CheckpointTensor, piece_bytes: int
-) -> Iterator[_Copy]:
+def _copies(source: Stored, target: CheckpointTensor, piece_bytes: int) -> Iterator[_Copy]:
     """Yield the copies of one tensor: several, of some rows each, if it exceeds a piece."""
     part = [slice(0, size) for size in source.shape]
     part[target.dim] = slice(target.start, target.start + target.destination.shape[target.dim])
@@ -234,7 +237,7 @@ def _copies(
         rows = slice(row, min(row + num_rows, end))
         destination = target.destination[rows.start - first : rows.stop - first]
         num_bytes = (rows.stop - rows.start) * row_bytes
-        yield _Copy(source.file, name, (rows, *part[1:]), destination, num_bytes)
+        yield _Copy(source.file, source.name, (rows, *part[1:]), destination, num_bytes)
 
 
 def _pieces(copies: list[_Copy], piece_bytes: int) -> Iterator[list[_Copy]]:
@@ -277,25 +280,17 @@ def _one_thread_each(num_threads: int) -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(before)  # otherwise later threads would be limited to one as well
 
 
-def _weight_files(path: Weights) -> Sequence[Weights]:
-    if not isinstance(path, Path):
-        return [path]
-    single = path / SINGLE_FILE
-    if single.is_file():
-        return [single]
-    return shard_files(path)
-
-
-def check_tied(tied: Mapping[str, str], files: Mapping[str, Weights]) -> None:
+def check_tied(tied: Mapping[str, str], stored: Mapping[str, Stored]) -> None:
     """Raise `ValueError` if a stored tensor differs from the one to which it is tied.
 
-    `tied` maps a tensor's name to its twin's name; `files` maps each stored tensor to its file.
+    `tied` maps a tensor's name to its twin's name.
     """
     for name, twin in tied.items():
-        if name not in files:
+        if name not in stored:
             continue
-        with open_weights(files[name]) as tensors, open_weights(files[twin]) as twins:
-            if not torch.equal(tensors.get_tensor(name), twins.get_tensor(twin)):
+        one, other = stored[name], stored[twin]
+        with open_weights(one.file) as tensors, open_weights(other.file) as twins:
+            if not torch.equal(tensors.get_tensor(one.name), twins.get_tensor(other.name)):
                 raise ValueError(
                     f"tie_word_embeddings is true, but {name} differs from {twin}; if that is "
                     f"intended, set tie_word_embeddings to false in config.json"

@@ -6,7 +6,7 @@ are names ("bfloat16"). `nanoserve.checkpoint.config_json` reads the file.
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,6 +18,7 @@ from nanoserve.checkpoint.kv_formats import head_bytes, kv_format
 from nanoserve.checkpoint.layer_types import read_layer_types
 from nanoserve.checkpoint.moe_config import MoEConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
+from nanoserve.checkpoint.text_part import text_config
 from nanoserve.checkpoint.unsupported_architectures import describe_unsupported
 from nanoserve.config import DTYPES
 from nanoserve.utils.checks import attribute_error, check_choice, check_int, require, shown
@@ -33,10 +34,14 @@ _SCALES = (
 
 
 class ConfigFiles(NamedTuple):
-    """The contents of `config.json` and `generation_config.json`, {} if there is no such file."""
+    """The contents of `config.json` and `generation_config.json`, {} if there is no such file.
+
+    multimodal_architecture: of a model whose text part `config` describes; else None.
+    """
 
     config: Mapping[str, Any]
     generation: Mapping[str, Any]
+    multimodal_architecture: str | None = None
 
 
 @dataclass(frozen=True)
@@ -74,6 +79,7 @@ class ModelConfig:
     quantization_config: Mapping[str, Any] | None = (
         None  # as in the file; None: unquantized weights
     )
+    multimodal_architecture: str | None = None  # of the checkpoint, if this is its text part
 
     if not TYPE_CHECKING:  # otherwise a type checker would accept every name
 
@@ -104,7 +110,8 @@ class ModelConfig:
         """
         if supported is not None and architecture_of(files.config) not in supported:
             raise ValueError(describe_unsupported(files.config, supported))
-        return cls.from_hf(files.config, files.generation, dtype)
+        config = cls.from_hf(files.config, files.generation, dtype)
+        return replace(config, multimodal_architecture=files.multimodal_architecture)
 
     @classmethod
     def from_hf(
@@ -174,7 +181,11 @@ def read_config_files(source: "Path | GGUFFile") -> ConfigFiles:
         check_folder(source)
     other = source / "generation_config.json"
     generation = read_json(other) if other.exists() or other.is_symlink() else {}
-    return ConfigFiles(read_json(source / "config.json"), generation)
+    raw = read_json(source / "config.json")
+    text = text_config(raw)
+    if text is not None:
+        return ConfigFiles(text, generation, architecture_of(raw))
+    return ConfigFiles(raw, generation)
 
 
 def _features(file: ConfigFile, head_dim: int, max_positions: int) -> dict[str, Any]:

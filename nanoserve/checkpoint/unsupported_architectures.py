@@ -34,8 +34,7 @@ _OTHER_MODALITIES = ("vision_config", "audio_config", "mm_vision_tower", "vision
 
 _DECODERS_ALONE = "it has an encoder and a decoder, and nanoserve runs decoder-only models"
 _MULTIMODAL = (
-    "it is a multimodal model, and nanoserve runs text models only: use the ...ForCausalLM of the "
-    "same family"
+    "it is a multimodal model, of which nanoserve runs the text part if it supports its type"
 )
 _STATE = (
     "it has recurrent layers, such as state-space models or linear attention, and nanoserve runs "
@@ -74,7 +73,9 @@ def _kind(raw: Mapping[str, Any], name: str) -> str | None:
         return _DECODERS_ALONE
     is_multimodal = any(raw.get(setting) for setting in _OTHER_MODALITIES)
     if is_multimodal or name.endswith("ForConditionalGeneration"):
-        return _MULTIMODAL
+        text = raw.get("text_config")
+        kind = text.get("model_type") if isinstance(text, Mapping) else None
+        return f"{_MULTIMODAL}; this one's is {shown(kind)}" if kind else _MULTIMODAL
     if family in _RECURRENT.split():
         return _STATE
     if name.endswith(("ForCausalLM", "HeadModel", "HeadsModel")):

@@ -1,6 +1,7 @@
 """Find the safetensors files of a checkpoint: one file, or shards with an index."""
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -8,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 
 from nanoserve.checkpoint.config_json import describe_damage, read_json
 from nanoserve.checkpoint.errors import describe_missing_weights, some
+from nanoserve.checkpoint.text_part import TextWeights
 from nanoserve.utils.checks import require, shown
 
 SINGLE_FILE = "model.safetensors"  # the complete checkpoint, if it is not sharded
@@ -30,7 +32,8 @@ class OpenWeights(Protocol):
         """Return a tensor on the CPU."""
 
 
-Weights = Path | OpenWeights  # a folder of safetensors files, or what takes their place
+# A folder of safetensors files, or what takes their place.
+Weights = Path | OpenWeights | TextWeights
 
 
 class open_weights:
@@ -50,6 +53,33 @@ class open_weights:
 
     def __exit__(self, *exc: object) -> None:
         self._file.__exit__(*exc)
+
+
+def weight_files(source: Weights) -> Sequence[Weights]:
+    """Return the safetensors files in a folder, one or several; or what takes their place."""
+    if isinstance(source, TextWeights):
+        return weight_files(source.source)
+    if not isinstance(source, Path):
+        return [source]
+    return folder_files(source)
+
+
+def folder_files(folder: Path) -> list[Path]:
+    """Return the safetensors files in a folder; raises `ValueError` as `shard_files` does."""
+    single = folder / SINGLE_FILE
+    return [single] if single.is_file() else shard_files(folder)
+
+
+def text_weights(source: Weights) -> TextWeights:
+    """Return the text model in the checkpoint of a multimodal model; reads names only.
+
+    Raises `ValueError` if there is none.
+    """
+    names: list[str] = []
+    for file in weight_files(source):
+        with open_weights(file) as tensors:
+            names += tensors.offset_keys()
+    return TextWeights.of(source, names)
 
 
 INDEX = f"{SINGLE_FILE}.index.json"

@@ -78,7 +78,7 @@ def _of_model(config: ModelConfig) -> Facts:
     names = (
         "architecture", "dtype", "num_hidden_layers", "hidden_size", "intermediate_size",
         "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
-        "max_position_embeddings", "tie_word_embeddings",
+        "max_position_embeddings", "tie_word_embeddings", "multimodal_architecture",
     )  # fmt: skip
     facts = {name: getattr(config, name) for name in names}
     usual = asdict(RopeConfig())

@@ -62,7 +62,7 @@ def _model_rows(facts: dict[str, Any]) -> Rows:
     shown = [f"{name} {value}" for name, value in (settings | lists).items()]
     rope = ", ".join([facts["rope"]["rope_type"], f"theta {facts['rope']['theta']:g}", *shown])
     rows += [
-        ("architecture", facts["architecture"]),
+        ("architecture", _architecture(facts)),
         ("layers", f"{facts['num_hidden_layers']}, {facts['hidden_size']} wide"),
         ("heads", f"{heads}, of {facts['head_dim']}"),
         ("vocabulary", f"{facts['vocab_size']} tokens"),
@@ -74,6 +74,11 @@ def _model_rows(facts: dict[str, Any]) -> Rows:
     if facts["sliding_windows"]:
         rows.append(("windows", ", ".join(map(str, facts["sliding_windows"]))))
     return rows
+
+
+def _architecture(facts: dict[str, Any]) -> str:
+    whole = facts["multimodal_architecture"]
+    return facts["architecture"] + (f", the text part of {whole}" if whole else "")
 
 
 def _weight_rows(facts: dict[str, Any]) -> Rows:

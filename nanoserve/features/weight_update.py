@@ -41,7 +41,7 @@ Source = (
 )
 MODES = (None, "abort", "keep", "wait")
 # The engine keeps its data type, and the settings of requests.
-_MAY_DIFFER = ("dtype", "eos_token_ids", "default_sampling")
+_MAY_DIFFER = ("dtype", "eos_token_ids", "default_sampling", "multimodal_architecture")
 _SHARED_MEMORY = "/dev/shm"
 
 

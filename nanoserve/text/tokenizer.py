@@ -58,6 +58,8 @@ class Tokenizer:
             self._hf = read_tokenizer(source)
         if chat_template is not None:
             self._hf.chat_template = str(chat_template)
+        elif self._hf.chat_template is None and isinstance(source, Path):
+            self._hf.chat_template = _of_processor(source)
 
     @property
     def backend(self) -> TokenizerBackend:
@@ -165,6 +167,13 @@ def _read_folder(folder: Path, trust_remote_code: bool) -> "PreTrainedTokenizerB
             f"(of the tokenizers library) are supported"
         )
     return found
+
+
+def _of_processor(folder: Path) -> str | None:
+    """Return the chat template of a multimodal model's processor, which has a file of its own."""
+    file = folder / "chat_template.json"
+    template = read_json(file).get("chat_template") if file.is_file() else None
+    return template if isinstance(template, str) else None
 
 
 def _load(folder: Path, trust_remote_code: bool) -> "PreTrainedTokenizerBase":

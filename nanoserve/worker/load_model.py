@@ -12,7 +12,8 @@ from nanoserve.checkpoint.loader import check_weights, expected_tensors, load_we
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.quantized_loader import check_weights as check_quantized_weights
 from nanoserve.checkpoint.quantized_loader import load_deferred
-from nanoserve.checkpoint.weight_files import Weights
+from nanoserve.checkpoint.text_part import TextWeights
+from nanoserve.checkpoint.weight_files import Weights, text_weights
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import SecondModelMemory
 from nanoserve.models.layers.context import LayerContext, ParallelContext
@@ -39,6 +40,7 @@ def load_model(
     memory that the rank has in total. Raises `ValueError` if the files do not match this model, or
     if it does not fit.
     """
+    path = _of_model(path, config, model_config)
     # 1) A model on the meta device, which has no memory, shows whether the weights will fit.
     elsewhere = check_source(config, model_config, path, context, memory_bytes)
     # 2) The model; its position tables have `num_positions` entries.
@@ -85,6 +87,7 @@ def check_model(
 
     elsewhere: names of tensors that the files may also hold, for other pipeline stages.
     """
+    path = _of_model(path, config, model_config)
     if config.load_format != "dummy":
         if model_config.quantization_config:
             check_quantized_weights(model, path, elsewhere)
@@ -96,6 +99,14 @@ def check_model(
         f"the weights take {num_bytes} bytes in {model_config.dtype}, but a rank has only "
         f"{memory_bytes} bytes of memory: choose a smaller dtype or quantization, or more ranks",
     )
+
+
+def _of_model(path: Weights, config: EngineConfig, model_config: ModelConfig) -> Weights:
+    """Return the weights of the text model if the checkpoint is that of a multimodal model."""
+    is_text_part = model_config.multimodal_architecture is not None
+    if is_text_part and config.load_format != "dummy" and not isinstance(path, TextWeights):
+        return text_weights(path)
+    return path
 
 
 def kept_bytes(model: nn.Module) -> int:

@@ -66,7 +66,16 @@ def make_checkpoint(
 ) -> PreTrainedModel:
     """The same for any of transformers' architectures."""
     settings = deepcopy(TINY_QWEN3 | overrides)  # configs write into what they are given
-    dtype = getattr(torch, settings["dtype"])
+    model = initialise(architecture, settings, seed)
+    model.save_pretrained(path)
+    return model
+
+
+def initialise(
+    architecture: type[PreTrainedModel], settings: dict[str, Any], seed: int = 0
+) -> PreTrainedModel:
+    """A random model of transformers; `settings` are all that differ from its defaults."""
+    dtype = getattr(torch, settings.get("dtype", "float32"))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = architecture(architecture.config_class(**settings))
@@ -77,9 +86,7 @@ def make_checkpoint(
                 # A router's more than others: where experts nearly tie, rounding would choose.
                 std = 0.4 if name.endswith(".gate.weight") else 0.2
                 torch.nn.init.normal_(parameter, std=std)
-    model.to(dtype).eval()
-    model.save_pretrained(path)
-    return model
+    return model.to(dtype).eval()
 
 
 def edit_json(file: Path, **changes: Any) -> None:

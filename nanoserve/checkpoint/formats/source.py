@@ -14,6 +14,7 @@ from nanoserve.checkpoint.formats.fields import check_quantization_config, metho
 from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
 from nanoserve.checkpoint.formats.registry import FORMATS
 from nanoserve.checkpoint.loader import check_tied, expected_tensors, stored_tensors
+from nanoserve.checkpoint.text_part import TextWeights
 from nanoserve.checkpoint.weight_files import Weights, open_weights
 from nanoserve.utils.checks import require
 
@@ -51,7 +52,7 @@ def open_quantized(path: Weights, quantization_config: Mapping[str, Any]) -> Wei
     check_quantization_config(quantization_config)
     method = method_of(quantization_config)
     require(
-        isinstance(path, Path),
+        isinstance(path.source if isinstance(path, TextWeights) else path, Path),
         f"this model's checkpoint is quantized ({method}), and {path} has floats; pass a folder of "
         f"the same format",
     )
@@ -67,14 +68,15 @@ class PlainSource:
     def __init__(self, path: Weights, tied: dict[str, str]) -> None:
         self._stored = stored_tensors(path)
         if tied.keys() & self._stored.keys():
-            check_tied(tied, {name: source.file for name, source in self._stored.items()})
+            check_tied(tied, self._stored)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: stored.shape for name, stored in self._stored.items()}
 
     def read(self, name: str) -> Tensor:
-        with open_weights(self._stored[name].file) as tensors:
-            return tensors.get_tensor(name)
+        stored = self._stored[name]
+        with open_weights(stored.file) as tensors:
+            return tensors.get_tensor(stored.name)
 
     def is_quantized(self, name: str) -> bool:
         return False

@@ -6,7 +6,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanoserve.checkpoint.weight_files import SINGLE_FILE, open_weights, shard_files
+from nanoserve.checkpoint.text_part import TextWeights, name_in_model
+from nanoserve.checkpoint.weight_files import folder_files, open_weights
 from nanoserve.utils.checks import json_object, require
 
 # safetensors' name -> torch's type, of the types that the readers use.
@@ -34,11 +35,13 @@ class StoredTensors:
     safetensors files, for a damaged one, and for a name that is in two files.
     """
 
-    def __init__(self, path: Path) -> None:
-        single = path / SINGLE_FILE
+    def __init__(self, path: Path | TextWeights) -> None:
         self.headers: dict[str, Stored] = {}
-        for file in [single] if single.is_file() else shard_files(path):
-            for name, header in _read_header(file).items():
+        for file in folder_files(path.source if isinstance(path, TextWeights) else path):
+            for own_name, header in _read_header(file).items():
+                name = name_in_model(path, own_name)
+                if name is None:
+                    continue
                 if name in self.headers:
                     first = self.headers[name].file
                     raise ValueError(f"{name:.99} is both in {first} and in {file}")
