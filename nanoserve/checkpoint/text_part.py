@@ -8,12 +8,9 @@ are not read.
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoserve.utils.checks import require, shown
-
-if TYPE_CHECKING:
-    from nanoserve.checkpoint.weight_files import Weights
 
 # The `model_type` in `text_config`, and the architecture that computes it. Positions of images have
 # three coordinates in the Qwen-VL models; those of text are three times the same.
@@ -100,12 +97,12 @@ class TextWeights:
     prefix, head: of the names of its tensors in the checkpoint.
     """
 
-    source: Any  # `Weights`
+    source: Any  # `nanoserve.checkpoint.weight_files.Weights`
     prefix: str
     head: str
 
     @classmethod
-    def of(cls, source: "Weights", names: Iterable[str]) -> "TextWeights":
+    def of(cls, source: object, names: Iterable[str]) -> "TextWeights":
         """Find the text model among the `names` of all tensors; raises `ValueError` otherwise."""
         embedding = "embed_tokens.weight"
         found = {*names}
@@ -130,6 +127,6 @@ class TextWeights:
         return "model." + stored.removeprefix(self.prefix)
 
 
-def name_in_model(source: "Weights", stored: str) -> str | None:
+def name_in_model(source: object, stored: str) -> str | None:
     """Return the model's name of a stored tensor; None if the model has no part with it."""
     return source.name_of(stored) if isinstance(source, TextWeights) else stored
