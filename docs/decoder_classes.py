@@ -14,7 +14,7 @@ import sys
 import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,6 +76,12 @@ class Found(NamedTuple):
 
 
 OWN, THROUGH, REJECTED, UNTRIED = "own class", "through transformers", "rejected", "not tried"
+TITLES = {
+    OWN: "Classes of nanoserve's own",
+    THROUGH: "Through transformers",
+    REJECTED: "Rejected",
+    UNTRIED: "Not tried",
+}
 
 
 def decoder_classes() -> dict[str, str]:
@@ -111,10 +117,11 @@ def _try_class(model_class: type[PreTrainedModel]) -> Found:
         model = random_model(model_class, settings)
         wanted = [generate(model, prompt) for prompt in prompts()]
     except Exception as error:  # transformers' own code, with settings that we guessed
-        # The default configuration is that of some published model, and too large to build.
-        reason = why_not(name, model_class.config_class())
-        if reason is not None:
-            return Found(REJECTED, reason)
+        with suppress(Exception):
+            # The default configuration is that of some published model, and too large to build.
+            reason = why_not(name, model_class.config_class())
+            if reason is not None:
+                return Found(REJECTED, reason)
         return Found(UNTRIED, f"no small configuration: {_first_line(error)}")
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder)
@@ -143,11 +150,11 @@ def small_settings(
 
 
 def random_model(
-    model_class: type[PreTrainedModel], settings: PretrainedConfig
+    model_class: type[PreTrainedModel], settings: PretrainedConfig, seed: int = 0
 ) -> PreTrainedModel:
     """Return a model whose weights are so large that its logits do not nearly tie."""
     with torch.random.fork_rng():
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         settings._attn_implementation = "eager"
         model = model_class(settings).float().eval()
         for name, parameter in model.named_parameters():
@@ -186,7 +193,7 @@ def generate(model: PreTrainedModel, prompt: list[int]) -> tuple[list[int], list
 
 
 def run(folder: str) -> list[tuple[list[int], list[float]]]:
-    """Return nanoserve's greedy tokens and their log-probabilities, from a small pool, in chunks."""
+    """Return nanoserve's greedy tokens and log-probabilities, from a small pool, in chunks."""
     with LLM(
         folder,
         skip_tokenizer_init=True,
@@ -257,23 +264,27 @@ def page(found: dict[str, Found]) -> str:
         f"All {len(found)} classes that `AutoModelForCausalLM` of transformers "
         f"{transformers.__version__} knows, each with a small random checkpoint: "
         f"**{num_run} run**, {len(by_kind[OWN])} as classes of nanoserve's own and "
-        f"{len(by_kind[THROUGH])} [through transformers](models.md#any-decoder-through-transformers), "
+        f"{len(by_kind[THROUGH])} "
+        "[through transformers](models.md#any-decoder-through-transformers), "
         f"with the tokens and log-probabilities of transformers' `generate`. "
         f"{len(by_kind[REJECTED])} are rejected when they are loaded, and {len(by_kind[UNTRIED])} "
         "were not tried: no small configuration was found for them.",
     ]
-    titles = {
-        OWN: "Classes of nanoserve's own",
-        THROUGH: "Through transformers",
-        REJECTED: "Rejected",
-        UNTRIED: "Not tried",
-    }
     for kind, classes in by_kind.items():
-        lines += ["", f"## {titles[kind]}", "", "| class | model type | |", "|---|---|---|"]
+        lines += ["", f"## {TITLES[kind]}", "", "| class | model type | |", "|---|---|---|"]
         for name in sorted(classes):
             reason = classes[name].reason.replace("|", "\\|")
             lines.append(f"| `{name}` | `{kinds[name]}` | {reason} |")
     return "\n".join(lines) + "\n"
+
+
+def classes_of_page(text: str) -> dict[str, list[str]]:
+    """Return the classes under each heading of a page."""
+    parts = dict(part.split("\n", 1) for part in text.split("\n## ")[1:])
+    return {
+        kind: re.findall(r"^\| `(\w+)` ", parts.get(title, ""), re.MULTILINE)
+        for kind, title in TITLES.items()
+    }
 
 
 def main(names: list[str]) -> None:

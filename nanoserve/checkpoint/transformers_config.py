@@ -1,8 +1,9 @@
 """The configuration of a model that transformers computes with nanoserve's attention.
 
 transformers reads the whole `config.json`. Only what the engine itself needs is taken from it: the
-sizes of the KV cache and of the vocabulary, the data type and the end of a sequence. What nanoserve's
-attention cannot compute is rejected by name. `nanoserve.models.transformers` has the model.
+sizes of the KV cache and of the vocabulary, the data type and the end of a sequence. What the
+engine's attention cannot compute is rejected by name. `nanoserve.models.transformers` has the
+model.
 """
 
 from collections.abc import Collection, Mapping
@@ -26,6 +27,7 @@ from nanoserve.checkpoint.unsupported_architectures import describe_unsupported
 from nanoserve.config import DTYPES, EngineConfig
 from nanoserve.utils.checks import check_choice, check_int, require, shown
 
+_NOT_TEXT = "ForConditionalGeneration"
 # Types of layers that nanoserve's attention computes; a layer without RoPE is also one of these.
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 # transformers chooses the frequencies by the longest sequence of a batch: one request would change
@@ -50,12 +52,9 @@ def transformers_model_config(
     if reason is not None:
         own = describe_unsupported(raw, supported) if name not in supported else f"{name} is"
         raise ValueError(f"{own}; it does not run through transformers: {reason}")
-    _check_options(name, raw, config, is_own=name in supported)
+    _check_options(name, files, config, is_own=name in supported)
     read = _read(settings, raw, files.generation, config.dtype)
     return with_sampling_overrides(read, config)
-
-
-_NOT_TEXT = "ForConditionalGeneration"
 
 
 def read_settings(raw: Mapping[str, Any]) -> PretrainedConfig:
@@ -78,6 +77,11 @@ def why_not(name: str, settings: PretrainedConfig) -> str | None:
         return "its layers have recurrent states, which are no KV cache"
     if not model_class._supports_attention_backend:
         return "its class does not use transformers' attention interface"
+    for size in ("num_attention_heads", "num_key_value_heads", "head_dim"):
+        try:
+            getattr(settings, size, None)
+        except Exception:  # whatever transformers raises where layers have their own settings
+            return f"its layers differ in {size}, and all KV caches have one shape"
     if settings.get_text_config() is not settings:
         return "it is a multimodal model"
     if settings.is_encoder_decoder or getattr(settings, "add_cross_attention", False):
@@ -103,9 +107,7 @@ def _rope_settings(settings: PretrainedConfig) -> list[Mapping[str, Any]]:
     return objects or [rope]
 
 
-def _check_options(
-    name: str, raw: Mapping[str, Any], config: EngineConfig, *, is_own: bool
-) -> None:
+def _check_options(name: str, files: ConfigFiles, config: EngineConfig, *, is_own: bool) -> None:
     advice = "use model_impl='nanoserve'" if is_own else "nanoserve has no class of its own for it"
     why = f"{name} runs through transformers ({advice}), which does not support"
     for option in ("tensor_parallel_size", "pipeline_parallel_size"):
@@ -114,9 +116,10 @@ def _check_options(
     for option in ("quantization", "batch_invariant", "enable_return_routed_experts"):
         value = getattr(config, option)
         require(not value, f"{why} {option}={shown(value)}")
-    quantized = raw.get("quantization_config")
+    quantized = files.config.get("quantization_config")
     require(not quantized, f"{why} quantized checkpoints: quantization_config={shown(quantized)}")
-    unknown = sorted((config.hf_overrides or {}).keys() - read_settings(raw).to_dict().keys())
+    known = getattr(transformers, name).config_class().to_dict().keys() | files.config.keys()
+    unknown = sorted((config.hf_overrides or {}).keys() - known)
     require(not unknown, f"hf_overrides: the configuration of {name} has no {unknown}")
 
 

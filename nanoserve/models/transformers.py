@@ -119,6 +119,7 @@ class TransformersForCausalLM(nn.Module):
             attn_implementation=NAME,
             local_files_only=True,
             use_safetensors=None if folder is None else True,
+            ignore_mismatched_sizes=True,  # they are in `info`
             output_loading_info=True,
         )
         model, info = read

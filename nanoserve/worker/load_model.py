@@ -144,8 +144,9 @@ def allocate_pool(
         for kv_cache in kv_caches:
             kv_cache.fill_(0.0)  # map all pages now: no step waits for the system
     pool = (num_kv_blocks + 1) * layout.block_bytes / 2**30
+    name = model_config.checkpoint_architecture
     logger.info(
-        f"{model_config.checkpoint_architecture}, {model_config.dtype}, {num_kv_blocks} KV blocks of "
+        f"{name}, {model_config.dtype}, {num_kv_blocks} KV blocks of "
         f"{config.block_size} tokens in {layout.spec.cache_key} ({pool:.2f} GiB)"
     )
     return kv_caches
