@@ -93,6 +93,11 @@ class Checkpoint:
         """
         is_known = architecture_of(self.config_files.config) in supported
         if config.model_impl == "transformers" or (config.model_impl == "auto" and not is_known):
+            require(
+                not self.folder.is_file(),
+                f"model_impl={config.model_impl!r}: transformers does not run {self.folder}; use "
+                "model_impl='nanoserve' for a GGUF file",
+            )
             return import_location(_THROUGH_TRANSFORMERS)(self.config_files, config, supported)
         has_overrides = config.hf_overrides or config.override_generation_config
         if not has_overrides and config.generation_config == "auto":

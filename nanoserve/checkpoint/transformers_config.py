@@ -7,6 +7,7 @@ model.
 """
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 import transformers
@@ -23,6 +24,7 @@ from nanoserve.checkpoint.model_config import (
 )
 from nanoserve.checkpoint.overrides import with_sampling_overrides
 from nanoserve.checkpoint.rope_config import RopeConfig
+from nanoserve.checkpoint.text_part import text_config
 from nanoserve.checkpoint.unsupported_architectures import describe_unsupported
 from nanoserve.config import DTYPES, EngineConfig
 from nanoserve.utils.checks import check_choice, check_int, require, shown
@@ -43,6 +45,9 @@ def transformers_model_config(
     Raises `ValueError` for a class that transformers does not have or that cannot run with paged
     attention, and for options that only nanoserve's own classes support.
     """
+    text = text_config(files.config, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    if text is not None:
+        files = ConfigFiles(text, files.generation, architecture_of(files.config))
     raw = {**files.config, **(config.hf_overrides or {})}
     name = architecture_of(raw)
     if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or name.endswith(_NOT_TEXT):
@@ -54,6 +59,7 @@ def transformers_model_config(
         raise ValueError(f"{own}; it does not run through transformers: {reason}")
     _check_options(name, files, config, is_own=name in supported)
     read = _read(settings, raw, files.generation, config.dtype)
+    read = replace(read, multimodal_architecture=files.multimodal_architecture)
     return with_sampling_overrides(read, config)
 
 

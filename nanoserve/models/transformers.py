@@ -8,6 +8,8 @@ built, because the backend knows which tokens a query sees.
 This is slower than a model of nanoserve's own, whose layers are fused and whose weights are packed.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ from nanoserve.attention.interface import AttentionMetadata
 from nanoserve.attention.kv_cache import KVCache
 from nanoserve.checkpoint.config_json import architecture_of
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.text_part import name_in_model
 from nanoserve.checkpoint.transformers_config import read_settings
 from nanoserve.checkpoint.weight_files import Weights, open_weights, weight_files
 from nanoserve.models.layers.context import LayerContext
@@ -44,6 +47,15 @@ class _GivenHidden(nn.Module):
         self.base = base
         self.hidden: Tensor | None = None
         self.output_class: Any = None
+
+    @contextmanager
+    def returning(self, hidden: Tensor) -> Iterator[None]:
+        """Return `hidden` [1, num_rows, hidden_size] within the `with` block."""
+        self.hidden = hidden
+        try:
+            yield
+        finally:
+            self.hidden = None
 
     def forward(self, *args: Any, **options: Any) -> Any:
         if self.hidden is not None:
@@ -149,12 +161,9 @@ class TransformersForCausalLM(nn.Module):
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return the logits, [num_rows, hidden_size] -> [num_rows, vocab_size]."""
-        self.base.hidden = hidden[None]
-        try:
+        with self.base.returning(hidden[None]):
             ids = torch.zeros(1, len(hidden), dtype=torch.int64, device=hidden.device)
             return self.model(input_ids=ids, use_cache=False).logits[0]
-        finally:
-            self.base.hidden = None
 
 
 def _model_class(name: str) -> type[PreTrainedModel]:
@@ -162,9 +171,12 @@ def _model_class(name: str) -> type[PreTrainedModel]:
 
 
 def _tensors(source: Weights) -> dict[str, Tensor]:
-    """Return the tensors of weights that are not in files."""
+    """Return the tensors of a trainer, or of the text model in a multimodal checkpoint."""
     tensors: dict[str, Tensor] = {}
     for part in weight_files(source):
         with open_weights(part) as opened:
-            tensors |= {name: opened.get_tensor(name) for name in opened.offset_keys()}
+            for stored in opened.offset_keys():
+                name = name_in_model(source, stored)
+                if name is not None:
+                    tensors[name] = opened.get_tensor(stored)
     return tensors

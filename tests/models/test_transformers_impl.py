@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from smollm2 import require_smollm2
 from tiny_checkpoints import edit_json, make_qwen3
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
@@ -249,8 +250,8 @@ def test_a_quantized_checkpoint_is_rejected(tmp_path: Path) -> None:
 
 def test_new_weights(tmp_path: Path) -> None:
     """From a folder, from a trainer's model, and after a sleep that dropped them."""
-    make("OlmoForCausalLM", tmp_path)
-    new = make("OlmoForCausalLM", tmp_path / "new", seed=1)
+    make("Qwen2MoeForCausalLM", tmp_path)
+    new = make("Qwen2MoeForCausalLM", tmp_path / "new", seed=1)
     with LLM(tmp_path, **OPTIONS) as llm:
         llm.update_weights(tmp_path / "new")
         assert_like(new, llm, 6)
@@ -262,6 +263,40 @@ def test_new_weights(tmp_path: Path) -> None:
         llm.sleep(level=1)
         llm.wake_up()
         assert_like(new, llm, 6)
+
+
+def test_the_text_part_of_a_multimodal_model(tmp_path: Path) -> None:
+    """The whole model's logits, although nanoserve has no class for its text."""
+    text = decoder_classes.small_settings(transformers.OlmoConfig, {}).to_dict()
+    sees = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    sees |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    settings = transformers.LlavaConfig(
+        text_config=text, vision_config={**sees, "model_type": "clip_vision_model"}
+    )
+    model = decoder_classes.random_model(transformers.LlavaForConditionalGeneration, settings)
+    model.save_pretrained(tmp_path)
+    with LLM(tmp_path, **OPTIONS) as llm:
+        assert_like(model, llm)
+    facts = describe(str(tmp_path), **OPTIONS)
+    assert facts["multimodal_architecture"] == "LlavaForConditionalGeneration"
+    assert facts["architecture"] == "OlmoForCausalLM" and facts["model_impl"] == "transformers"
+
+
+def test_a_gguf_file_is_rejected() -> None:
+    require_smollm2()
+    with pytest.raises(ValueError, match=r"use model_impl='nanoserve' for a GGUF file"):
+        LLM("smollm2", model_impl="transformers")
+
+
+def test_the_bundled_model() -> None:
+    """Trained weights, with their tokenizer: the text is that of our own class."""
+    texts = []
+    for model_impl in ("nanoserve", "transformers"):
+        with LLM("tiny-qwen3", dtype="float32", model_impl=model_impl) as llm:
+            params = SamplingParams(temperature=0, max_tokens=24)
+            outputs = llm.generate(["Once upon a time", "The"], params, use_tqdm=False)
+            texts.append([output.outputs[0].text for output in outputs])
+    assert texts[0] == texts[1]
 
 
 def test_random_weights(tmp_path: Path) -> None:
