@@ -85,8 +85,18 @@ TITLES = {
 
 
 def decoder_classes() -> dict[str, str]:
-    """Return the classes that `AutoModelForCausalLM` knows, with their model types."""
-    return {name: kind for kind, name in reversed(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items())}
+    """Return the classes that `AutoModelForCausalLM` knows, with their model types.
+
+    Of a class with several types, the first one in alphabetical order counts, unless its name is
+    that of the class.
+    """
+    types: dict[str, list[str]] = {}
+    for kind, name in sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()):
+        types.setdefault(name, []).append(kind)
+    return {
+        name: next((k for k in kinds if name.lower().startswith(k.replace("_", ""))), kinds[0])
+        for name, kinds in types.items()
+    }
 
 
 def try_class(name: str) -> Found:

@@ -5,7 +5,8 @@ K and V in the KV cache and calls the engine's attention backend; everything els
 own code. The packed tokens of a step are one row of a batch, with `position_ids`. Masks are not
 built, because the backend knows which tokens a query sees.
 
-This is slower than a model of nanoserve's own, whose layers are fused and whose weights are packed.
+This is slower than a model of nanoserve's own, whose layers are fused. The linears get the engine's
+matrix products, as those of its own models do.
 """
 
 from collections.abc import Iterator
@@ -33,6 +34,7 @@ from nanoserve.models.transformers_attention import (
     register_attention,
 )
 from nanoserve.models.transformers_check import why_different
+from nanoserve.models.transformers_linear import recording_linears, replace_linears
 from nanoserve.utils.checks import require, shown
 
 
@@ -118,6 +120,13 @@ class TransformersForCausalLM(nn.Module):
         """
         is_random = load_format == "dummy"
         self._use(self._build(self.context.device) if is_random else self._read(source))
+        with recording_linears(self.model) as called:
+            self._check()
+        if self.context.linear_method is not None:
+            replace_linears(self.model, called, self.context.linear_method)
+            self._check()  # that nothing else reads their weights
+
+    def _check(self) -> None:
         problem = why_different(self)
         require(problem is None, f"{self.name} does not run through transformers: {problem}")
 

@@ -118,7 +118,7 @@ def _check_call(
     elif mask is not None:
         problem = f"it builds an attention mask of its own, {tuple(mask.shape)}"
     elif effects:
-        names = ["attention sinks" if name == "s_aux" else name for name in effects]
+        names = ["sinks" if name == "s_aux" else name for name in effects]
         problem = f"its attention has {', '.join(names)}"
     if problem is not None:
         raise ValueError(problem)

@@ -212,7 +212,7 @@ def test_hf_overrides(tmp_path: Path) -> None:
 REJECTED = {
     "MambaForCausalLM": "it has recurrent layers",
     "DeepseekV3ForCausalLM": r"kv_lora_rank=16",
-    "GptOssForCausalLM": "attention sinks",
+    "GptOssForCausalLM": "its attention has sinks",
     "RobertaForCausalLM": "its positions do not count from 0",
     "BloomForCausalLM": "does not use transformers' attention interface",
     "DiffLlamaForCausalLM": "layer 0 computes attention twice",
@@ -325,7 +325,7 @@ def test_the_counts_of_the_page() -> None:
     found = decoder_classes.classes_of_page(PAGE)
     own, through = len(found[decoder_classes.OWN]), len(found[decoder_classes.THROUGH])
     assert f"**{own + through} run**, {own} as classes" in PAGE
-    assert through > 80
+    assert own + through >= 80
 
 
 @pytest.mark.size("full")
