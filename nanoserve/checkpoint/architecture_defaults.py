@@ -35,6 +35,11 @@ OTHER_SETTINGS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": None, "sliding_window_pattern": 6,
         "rope_theta": 1e6, "rope_local_base_freq": 10_000.0,
     },
+    "GraniteForCausalLM": {
+        "attention_bias": False, "mlp_bias": False, "rope_theta": 10_000.0,
+        "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0,
+        "logits_scaling": 1.0,
+    },
     "MiniCPMForCausalLM": {
         "attention_bias": False, "tie_word_embeddings": True, "rope_theta": 10_000.0,
         "scale_emb": 1, "scale_depth": 1, "dim_model_base": 1, "sparse_config": None,

@@ -27,9 +27,10 @@ from nanoserve.utils.parameter_table import PARAMETERS
 if TYPE_CHECKING:
     from nanoserve.checkpoint.gguf.container import GGUFFile
 
-# Files of Gemma, MiniCPM or a user's own model have some of these.
+# Files of Gemma, MiniCPM, Granite or a user's own model have some of these.
 _SCALES = (
     "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "scale_emb",
+    "attention_multiplier",
 )  # fmt: skip
 
 
@@ -206,7 +207,7 @@ def _features(file: ConfigFile, head_dim: int, max_positions: int) -> dict[str, 
 
 
 def _scales(file: ConfigFile) -> dict[str, float | None]:
-    """Return the scales and soft caps of Gemma and MiniCPM that the file sets."""
+    """Return the scales and soft caps of Gemma, MiniCPM and Granite that the file sets."""
     scales: dict[str, float | None] = {}
     if file.has("query_pre_attn_scalar"):
         scales["attention_scale"] = file.positive("query_pre_attn_scalar") ** -0.5
@@ -219,6 +220,11 @@ def _scales(file: ConfigFile) -> dict[str, float | None]:
         scales["embedding_scale"] = file.positive("scale_emb")
         scales["residual_scale"] = file.positive("scale_depth") / math.sqrt(layers)
         scales["logits_scale"] = file.positive("dim_model_base") / file.size("hidden_size")
+    if file.has("attention_multiplier"):  # Granite
+        scales["attention_scale"] = file.positive("attention_multiplier")
+        scales["embedding_scale"] = file.positive("embedding_multiplier")
+        scales["residual_scale"] = file.positive("residual_multiplier")
+        scales["logits_scale"] = 1 / file.positive("logits_scaling")
     return scales
 
 

@@ -13,10 +13,11 @@ import pytest
 import torch
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
 from same_or_refused import TOKEN_IDS, check
-from tiny_checkpoints import GEMMA2, GEMMA3, edit_json, make_checkpoint
+from tiny_checkpoints import GEMMA2, GEMMA3, GRANITE, edit_json, make_checkpoint
 from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    GraniteForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
     Phi3ForCausalLM,
@@ -30,6 +31,7 @@ WINDOWED = {"sliding_window": 9}
 MODELS: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
     "gemma2": (Gemma2ForCausalLM, GEMMA2),
     "gemma3": (Gemma3ForCausalLM, GEMMA3),
+    "granite": (GraniteForCausalLM, GRANITE),
     "llama": (LlamaForCausalLM, {}),
     "minicpm": (MiniCPMForCausalLM, MINICPM4),
     "mistral": (MistralForCausalLM, WINDOWED),
@@ -46,8 +48,10 @@ ROPES = [
 # Where a value of the same type would not do.
 VALUES: dict[str, list[Any]] = {
     "attention_bias": [True],
+    "attention_multiplier": [0.3],
     "attn_logit_softcapping": [1.0, None],
     "dtype": ["bfloat16", "float16", "float64"],
+    "embedding_multiplier": [2.0],
     "final_logit_softcapping": [2.0, None],
     "head_dim": [8, 12, None],
     "hidden_act": ["gelu_pytorch_tanh", "gelu", "relu"],
@@ -55,6 +59,7 @@ VALUES: dict[str, list[Any]] = {
     "hidden_size": [32, 60],
     "intermediate_size": [96],
     "layer_types": [LOCAL, LOCAL[::-1], ["full_attention"] * 2, None],
+    "logits_scaling": [3],
     "max_position_embeddings": [64, 4096],
     "max_window_layers": [0, 2],
     "mlp_bias": [True],
@@ -63,6 +68,7 @@ VALUES: dict[str, list[Any]] = {
     "num_key_value_heads": [1, 4, None],
     "original_max_position_embeddings": [256],
     "query_pre_attn_scalar": [64],
+    "residual_multiplier": [0.5],
     "rms_norm_eps": [1e-2],
     "rope_parameters": ROPES,
     "scale_depth": [1.0, 3.0],

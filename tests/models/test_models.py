@@ -9,12 +9,13 @@ import pytest
 import torch
 import toy_model
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
-from tiny_checkpoints import GEMMA2, GEMMA3, edit_json, make_checkpoint
+from tiny_checkpoints import GEMMA2, GEMMA3, GRANITE, edit_json, make_checkpoint
 from torch import nn
 from toy_model import LoudForCausalLM
 from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    GraniteForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
     MixtralForCausalLM,
@@ -43,6 +44,8 @@ LONGROPE = {
 CASES = {
     "gemma2": (Gemma2ForCausalLM, GEMMA2),
     "gemma3": (Gemma3ForCausalLM, GEMMA3),
+    "granite": (GraniteForCausalLM, GRANITE | {"tie_word_embeddings": True}),
+    "granite, biased": (GraniteForCausalLM, GRANITE | {"attention_bias": True, "mlp_bias": True}),
     "llama": (LlamaForCausalLM, {}),
     "llama, biased": (
         LlamaForCausalLM,
@@ -90,7 +93,7 @@ CASES = {
 }
 
 VARIANTS = {  # of architectures that have another case
-    "llama, biased", "llama, 1 KV head", "minicpm, biased", "mistral", "phi3, longrope",
+    "granite, biased", "llama, biased", "llama, 1 KV head", "minicpm, biased", "mistral", "phi3, longrope",
     "qwen2, tied", "qwen3", "mixtral", "qwen3-moe", "qwen3-moe, normalised, tied",
 }  # fmt: skip
 
