@@ -101,10 +101,12 @@ FAMILIES = {
     "MiniCPMForCausalLM": "MiniCPM, MiniCPM4 (dense attention)",
     "MistralForCausalLM": "Mistral, with and without sliding window",
     "MixtralForCausalLM": "Mixtral",
+    "Olmo2ForCausalLM": "OLMo 2",
     "Phi3ForCausalLM": "Phi-3, Phi-3.5",
     "Qwen2ForCausalLM": "Qwen2, Qwen2.5",
     "Qwen3ForCausalLM": "Qwen3",
     "Qwen3MoeForCausalLM": "Qwen3's mixtures of experts",
+    "SmolLM3ForCausalLM": "SmolLM3",
 }
 
 # By `quant_method`: what is supported, and some of what is rejected.

@@ -40,6 +40,12 @@ OTHER_SETTINGS: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0,
         "logits_scaling": 1.0,
     },
+    "Olmo2ForCausalLM": {"attention_bias": False, "rope_theta": 10_000.0},
+    "SmolLM3ForCausalLM": {
+        "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True,
+        "use_sliding_window": False, "sliding_window": None, "layer_types": None,
+        "no_rope_layers": None, "no_rope_layer_interval": 4, "rope_theta": 2e6,
+    },
     "MiniCPMForCausalLM": {
         "attention_bias": False, "tie_word_embeddings": True, "rope_theta": 10_000.0,
         "scale_emb": 1, "scale_depth": 1, "dim_model_base": 1, "sparse_config": None,

@@ -15,7 +15,7 @@ from nanoserve.checkpoint.errors import check_folder
 from nanoserve.checkpoint.formats.fields import check_quantization_config
 from nanoserve.checkpoint.gguf.config import read_settings
 from nanoserve.checkpoint.kv_formats import head_bytes, kv_format
-from nanoserve.checkpoint.layer_types import read_layer_types
+from nanoserve.checkpoint.layer_types import layers_without_rope, read_layer_types
 from nanoserve.checkpoint.moe_config import MoEConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.checkpoint.text_part import text_config
@@ -69,6 +69,7 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]  # per layer: tokens that a query sees, itself included
     dtype: str
     local_rope: RopeConfig | None = None  # of layers with a window, where it differs
+    layers_without_rope: frozenset[int] = frozenset()
     attention_soft_cap: float | None = None  # c: scores become c tanh(score / c)
     logits_soft_cap: float | None = None
     embedding_scale: float = 1.0
@@ -197,6 +198,8 @@ def _features(file: ConfigFile, head_dim: int, max_positions: int) -> dict[str, 
         fields["sliding_windows"] = (None,) * file.size("num_hidden_layers")
     else:
         fields |= read_layer_types(file, head_dim, max_positions)
+    if file.has("no_rope_layers") or file.has("no_rope_layer_interval"):
+        fields["layers_without_rope"] = layers_without_rope(file)
     if any(file.has(name) for name in _SCALES):
         fields |= _scales(file)
     if file.has("num_experts_per_tok"):

@@ -57,7 +57,7 @@ class Qwen3Attention(nn.Module):
         """Compute attention, [num_tokens, hidden_size] -> the same; store the tokens' K and V."""
         num_heads, num_kv_heads = self.layer.num_heads, self.layer.num_kv_heads
         # 1) One product yields all heads: [num_tokens, num_heads + 2 num_kv_heads, head_dim].
-        heads = self.qkv_proj(hidden).view(hidden.shape[0], -1, self.layer.head_dim)
+        heads = self.project(hidden)
         if self.ops.norm_rotate_store is not None:  # 2) to 5) as one kernel
             q = self.ops.norm_rotate_store(heads, self.rotary, self.norms, kv_cache, metadata)
         else:
@@ -78,6 +78,10 @@ class Qwen3Attention(nn.Module):
         # head_dim].
         attended = self.backend.attend(self.layer, q, kv_cache, metadata)
         return self.o_proj(attended.flatten(1))
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """Return this rank's heads of q, k and v."""
+        return self.qkv_proj(hidden).view(hidden.shape[0], -1, self.layer.head_dim)
 
 
 class Qwen3MLP(nn.Module):

@@ -30,10 +30,12 @@ MODELS: Registry[type[nn.Module]] = Registry(
         "MiniCPMForCausalLM": "nanoserve.models.minicpm:MiniCPMForCausalLM",
         "MistralForCausalLM": "nanoserve.models.llama:LlamaForCausalLM",
         "MixtralForCausalLM": "nanoserve.models.mixtral:MixtralForCausalLM",
+        "Olmo2ForCausalLM": "nanoserve.models.olmo2:Olmo2ForCausalLM",
         "Phi3ForCausalLM": "nanoserve.models.phi3:Phi3ForCausalLM",
         "Qwen2ForCausalLM": "nanoserve.models.qwen2:Qwen2ForCausalLM",
         "Qwen3ForCausalLM": "nanoserve.models.qwen3:Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM": "nanoserve.models.qwen3_moe:Qwen3MoeForCausalLM",
+        "SmolLM3ForCausalLM": "nanoserve.models.smollm3:SmolLM3ForCausalLM",
     },
 )
 

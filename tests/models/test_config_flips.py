@@ -13,17 +13,19 @@ import pytest
 import torch
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
 from same_or_refused import TOKEN_IDS, check
-from tiny_checkpoints import GEMMA2, GEMMA3, GRANITE, edit_json, make_checkpoint
+from tiny_checkpoints import GEMMA2, GEMMA3, GRANITE, SMOLLM3, edit_json, make_checkpoint
 from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     GraniteForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
+    Olmo2ForCausalLM,
     Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
+    SmolLM3ForCausalLM,
 )
 
 pytestmark = pytest.mark.small(written=["qwen3"])  # of Gemma, test_gemma.py changes every entry
@@ -35,9 +37,11 @@ MODELS: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
     "llama": (LlamaForCausalLM, {}),
     "minicpm": (MiniCPMForCausalLM, MINICPM4),
     "mistral": (MistralForCausalLM, WINDOWED),
+    "olmo2": (Olmo2ForCausalLM, {}),
     "phi3": (Phi3ForCausalLM, WINDOWED),
     "qwen2": (Qwen2ForCausalLM, WINDOWED | {"use_sliding_window": True, "max_window_layers": 1}),
     "qwen3": (Qwen3ForCausalLM, WINDOWED | {"use_sliding_window": True, "max_window_layers": 1}),
+    "smollm3": (SmolLM3ForCausalLM, SMOLLM3 | WINDOWED | {"use_sliding_window": True}),
 }
 LOCAL = ["sliding_attention", "full_attention"]
 ROPES = [
@@ -63,6 +67,8 @@ VALUES: dict[str, list[Any]] = {
     "max_position_embeddings": [64, 4096],
     "max_window_layers": [0, 2],
     "mlp_bias": [True],
+    "no_rope_layer_interval": [1, 3],
+    "no_rope_layers": [[1, 0, 0], [0, 0, 0, 1], None],
     "num_attention_heads": [2, 8],
     "num_hidden_layers": [1, 3],
     "num_key_value_heads": [1, 4, None],

@@ -9,7 +9,7 @@ import pytest
 import torch
 import toy_model
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
-from tiny_checkpoints import GEMMA2, GEMMA3, GRANITE, edit_json, make_checkpoint
+from tiny_checkpoints import GEMMA2, GEMMA3, GRANITE, SMOLLM3, edit_json, make_checkpoint
 from torch import nn
 from toy_model import LoudForCausalLM
 from transformers import (
@@ -19,11 +19,13 @@ from transformers import (
     LlamaForCausalLM,
     MistralForCausalLM,
     MixtralForCausalLM,
+    Olmo2ForCausalLM,
     Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
+    SmolLM3ForCausalLM,
 )
 
 from nanoserve import LLM, SamplingParams
@@ -59,6 +61,11 @@ CASES = {
     "minicpm, biased": (MiniCPMForCausalLM, MINICPM4 | {"attention_bias": True}),
     "mistral": (MistralForCausalLM, {"sliding_window": None}),
     "mistral, window": (MistralForCausalLM, {"sliding_window": 21}),
+    "olmo2": (Olmo2ForCausalLM, {}),
+    "olmo2, 1 KV head": (
+        Olmo2ForCausalLM,
+        {"num_key_value_heads": 1, "attention_bias": True, "tie_word_embeddings": True},
+    ),
     "phi3": (Phi3ForCausalLM, {"sliding_window": 17}),
     "phi3, longrope": (
         Phi3ForCausalLM,
@@ -90,11 +97,19 @@ CASES = {
         Qwen3MoeForCausalLM,
         QWEN3_MOE | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
     ),
+    "smollm3": (SmolLM3ForCausalLM, SMOLLM3),
+    "smollm3, window": (  # in the layers without RoPE
+        SmolLM3ForCausalLM,
+        SMOLLM3
+        | {"no_rope_layers": [0, 1, 0, 1], "use_sliding_window": True, "sliding_window": 9}
+        | {"attention_bias": True, "mlp_bias": True},
+    ),
 }
 
 VARIANTS = {  # of architectures that have another case
-    "granite, biased", "llama, biased", "llama, 1 KV head", "minicpm, biased", "mistral", "phi3, longrope",
-    "qwen2, tied", "qwen3", "mixtral", "qwen3-moe", "qwen3-moe, normalised, tied",
+    "granite, biased", "llama, biased", "llama, 1 KV head", "minicpm, biased", "mistral",
+    "olmo2, 1 KV head", "phi3, longrope", "qwen2, tied", "qwen3", "mixtral", "qwen3-moe",
+    "qwen3-moe, normalised, tied", "smollm3",
 }  # fmt: skip
 
 
@@ -175,14 +190,14 @@ def test_log_probabilities_are_those_of_transformers(case: str, made: Made) -> N
             assert abs(entry.logprob - float(expected[position, token_id])) < 1e-4
 
 
-@pytest.mark.full(case=["gemma3", "llama, biased", "mixtral", "phi3"])
+@pytest.mark.full(case=["gemma3", "llama, biased", "mixtral", "olmo2, 1 KV head", "phi3"])
 # Mixtral: three experts on two ranks.
 @pytest.mark.size("full")
 @pytest.mark.parametrize(
     "case",
     [
-        "gemma2", "gemma3", "llama, biased", "minicpm4", "mixtral", "phi3",
-        "qwen2", "qwen3", "qwen3-moe",
+        "gemma2", "gemma3", "llama, biased", "minicpm4", "mixtral", "olmo2", "olmo2, 1 KV head",
+        "phi3", "qwen2", "qwen3", "qwen3-moe",
     ],
 )  # fmt: skip
 def test_so_are_those_of_two_ranks(case: str, made: Made) -> None:

@@ -50,6 +50,14 @@ GEMMA3 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
     },
 }
+SMOLLM3 = {
+    "num_hidden_layers": 3,
+    "no_rope_layer_interval": 2,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 100.0,  # so that positions are to be seen in all logits
+    },
+}
 # Scales as in the published models, but for the first: a head has 16 values here.
 GRANITE = {
     "attention_multiplier": 0.15,
