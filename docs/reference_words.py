@@ -104,6 +104,7 @@ FAMILIES = {
     "Olmo2ForCausalLM": "OLMo 2",
     "Phi3ForCausalLM": "Phi-3, Phi-3.5",
     "Qwen2ForCausalLM": "Qwen2, Qwen2.5",
+    "Qwen2MoeForCausalLM": "Qwen1.5-MoE, Qwen2-MoE",
     "Qwen3ForCausalLM": "Qwen3",
     "Qwen3MoeForCausalLM": "Qwen3's mixtures of experts",
     "SmolLM3ForCausalLM": "SmolLM3",

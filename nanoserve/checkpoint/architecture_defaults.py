@@ -16,6 +16,14 @@ OTHER_SETTINGS: dict[str, dict[str, Any]] = {
         "sliding_window": None, "num_experts": 8, "num_local_experts": None,
         "num_experts_per_tok": 2, "rope_theta": 1e6,
     },
+    "Qwen2MoeForCausalLM": {
+        "qkv_bias": True, "use_sliding_window": False, "sliding_window": 4096,
+        "max_window_layers": 28, "layer_types": None,
+        "num_experts": 60, "num_local_experts": None, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+        "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None,
+        "rope_theta": 10_000.0,
+    },
     "Qwen3MoeForCausalLM": {
         "attention_bias": False, "use_sliding_window": False, "sliding_window": 4096,
         "num_experts": 128, "num_local_experts": None, "num_experts_per_tok": 8,

@@ -71,6 +71,8 @@ def _is_windowed(file: ConfigFile, layer: int) -> bool:
         return layer in layers_without_rope(file)
     if file.get("max_window_layers") is not None:
         check_int("max_window_layers", file.get("max_window_layers"), 0)
+        if file.architecture == "Qwen2MoeForCausalLM":
+            return layer % 2 == 0 and layer < file.get("max_window_layers")
         return layer >= file.get("max_window_layers")
     return True
 

@@ -144,7 +144,9 @@ class ModelConfig:
             rms_norm_eps=file.positive("rms_norm_eps"),
             tie_word_embeddings=file.flag("tie_word_embeddings"),
             # Qwen2 always has these biases, without an entry in config.json.
-            qkv_bias=file.flag("attention_bias") or file.architecture == "Qwen2ForCausalLM",
+            qkv_bias=file.flag("attention_bias")
+            or file.flag("qkv_bias")
+            or file.architecture == "Qwen2ForCausalLM",
             o_bias=file.flag("attention_bias"),
             mlp_bias=file.flag("mlp_bias"),
             hidden_act=file.activation(),

@@ -33,6 +33,7 @@ MODELS: Registry[type[nn.Module]] = Registry(
         "Olmo2ForCausalLM": "nanoserve.models.olmo2:Olmo2ForCausalLM",
         "Phi3ForCausalLM": "nanoserve.models.phi3:Phi3ForCausalLM",
         "Qwen2ForCausalLM": "nanoserve.models.qwen2:Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM": "nanoserve.models.qwen2_moe:Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM": "nanoserve.models.qwen3:Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM": "nanoserve.models.qwen3_moe:Qwen3MoeForCausalLM",
         "SmolLM3ForCausalLM": "nanoserve.models.smollm3:SmolLM3ForCausalLM",

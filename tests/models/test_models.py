@@ -23,6 +23,7 @@ from transformers import (
     Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2ForCausalLM,
+    Qwen2MoeForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
     SmolLM3ForCausalLM,
@@ -33,6 +34,13 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.models import registry
 from nanoserve.models.registry import model_class, register_model, supported_architectures
 
+QWEN2_MOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 36,
+    "head_dim": 12,
+}
 QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 NEAR_TIE = 1e-5  # a gap that transformers itself may see the other way round
 LONGROPE = {
@@ -76,6 +84,14 @@ CASES = {
         Qwen2ForCausalLM,
         {"head_dim": 12, "tie_word_embeddings": True, "num_key_value_heads": 4},
     ),
+    "qwen2-moe": (Qwen2MoeForCausalLM, QWEN2_MOE),
+    "qwen2-moe, normalised, tied": (
+        Qwen2MoeForCausalLM,
+        QWEN2_MOE
+        | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+        | {"norm_topk_prob": True, "tie_word_embeddings": True, "qkv_bias": False}
+        | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
+    ),
     "qwen3": (Qwen3ForCausalLM, {}),
     "qwen3, window in layer 1": (
         Qwen3ForCausalLM,
@@ -108,7 +124,8 @@ CASES = {
 
 VARIANTS = {  # of architectures that have another case
     "granite, biased", "llama, biased", "llama, 1 KV head", "minicpm, biased", "mistral",
-    "olmo2, 1 KV head", "phi3, longrope", "qwen2, tied", "qwen3", "mixtral", "qwen3-moe",
+    "olmo2, 1 KV head", "phi3, longrope", "qwen2, tied", "qwen2-moe, normalised, tied", "qwen3",
+    "mixtral", "qwen3-moe",
     "qwen3-moe, normalised, tied", "smollm3",
 }  # fmt: skip
 
@@ -197,7 +214,7 @@ def test_log_probabilities_are_those_of_transformers(case: str, made: Made) -> N
     "case",
     [
         "gemma2", "gemma3", "llama, biased", "minicpm4", "mixtral", "olmo2", "olmo2, 1 KV head",
-        "phi3", "qwen2", "qwen3", "qwen3-moe",
+        "phi3", "qwen2", "qwen2-moe", "qwen3", "qwen3-moe",
     ],
 )  # fmt: skip
 def test_so_are_those_of_two_ranks(case: str, made: Made) -> None:
@@ -212,7 +229,8 @@ def test_so_are_those_of_two_ranks(case: str, made: Made) -> None:
     "case",
     [
         "gemma2", "gemma3", "llama", "minicpm4", "mistral, window", "mixtral, tied, window",
-        "phi3", "qwen2", "qwen3, window in layer 1", "qwen3-moe, dense layers",
+        "olmo2", "phi3", "qwen2", "qwen3, window in layer 1", "qwen3-moe, dense layers",
+        "smollm3, window",
     ],
 )  # fmt: skip
 def test_so_are_those_of_the_interpreted_kernels(
