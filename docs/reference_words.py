@@ -96,6 +96,8 @@ FIELDS = {
 FAMILIES = {
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3 (text)",
+    "Glm4ForCausalLM": "GLM-4-0414",
+    "GlmForCausalLM": "GLM-4 (glm-4-9b-hf)",
     "GraniteForCausalLM": "Granite 3",
     "LlamaForCausalLM": "Llama 2, 3, 3.1, 3.2 and derived models",
     "MiniCPMForCausalLM": "MiniCPM, MiniCPM4 (dense attention)",

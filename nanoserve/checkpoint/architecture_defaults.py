@@ -10,6 +10,11 @@ _GEMMA = {
     "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
     "sliding_window": 4096, "layer_types": None, "use_bidirectional_attention": False,
 }  # fmt: skip
+_GLM = {
+    "attention_bias": True, "head_dim": 128, "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
+}  # fmt: skip
+# Their `attention_bias` means q, k and v alone.
+WITHOUT_O_BIAS = ("GlmForCausalLM", "Glm4ForCausalLM")
 OTHER_SETTINGS: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"sliding_window": 4096, "rope_theta": 10_000.0},
     "MixtralForCausalLM": {
@@ -43,6 +48,8 @@ OTHER_SETTINGS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": None, "sliding_window_pattern": 6,
         "rope_theta": 1e6, "rope_local_base_freq": 10_000.0,
     },
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": _GLM,
     "GraniteForCausalLM": {
         "attention_bias": False, "mlp_bias": False, "rope_theta": 10_000.0,
         "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0,

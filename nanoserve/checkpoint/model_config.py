@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nanoserve.checkpoint.architecture_defaults import WITHOUT_O_BIAS
 from nanoserve.checkpoint.config_json import ConfigFile, architecture_of, read_json
 from nanoserve.checkpoint.errors import check_folder
 from nanoserve.checkpoint.formats.fields import check_quantization_config
@@ -147,7 +148,7 @@ class ModelConfig:
             qkv_bias=file.flag("attention_bias")
             or file.flag("qkv_bias")
             or file.architecture == "Qwen2ForCausalLM",
-            o_bias=file.flag("attention_bias"),
+            o_bias=file.flag("attention_bias") and file.architecture not in WITHOUT_O_BIAS,
             mlp_bias=file.flag("mlp_bias"),
             hidden_act=file.activation(),
             dtype=dtype,

@@ -25,6 +25,8 @@ MODELS: Registry[type[nn.Module]] = Registry(
     {
         "Gemma2ForCausalLM": "nanoserve.models.gemma2:Gemma2ForCausalLM",
         "Gemma3ForCausalLM": "nanoserve.models.gemma3:Gemma3ForCausalLM",
+        "Glm4ForCausalLM": "nanoserve.models.glm4:Glm4ForCausalLM",
+        "GlmForCausalLM": "nanoserve.models.glm:GlmForCausalLM",
         "GraniteForCausalLM": "nanoserve.models.granite:GraniteForCausalLM",
         "LlamaForCausalLM": "nanoserve.models.llama:LlamaForCausalLM",
         "MiniCPMForCausalLM": "nanoserve.models.minicpm:MiniCPMForCausalLM",

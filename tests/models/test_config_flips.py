@@ -17,6 +17,7 @@ from tiny_checkpoints import GEMMA2, GEMMA3, GRANITE, SMOLLM3, edit_json, make_c
 from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    Glm4ForCausalLM,
     GraniteForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
@@ -33,6 +34,7 @@ WINDOWED = {"sliding_window": 9}
 MODELS: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
     "gemma2": (Gemma2ForCausalLM, GEMMA2),
     "gemma3": (Gemma3ForCausalLM, GEMMA3),
+    "glm4": (Glm4ForCausalLM, {}),
     "granite": (GraniteForCausalLM, GRANITE),
     "llama": (LlamaForCausalLM, {}),
     "minicpm": (MiniCPMForCausalLM, MINICPM4),
@@ -48,10 +50,12 @@ ROPES = [
     {"rope_type": "default", "rope_theta": 1e6},
     {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
     {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+    {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.25},
 ]
 # Where a value of the same type would not do.
 VALUES: dict[str, list[Any]] = {
-    "attention_bias": [True],
+    "attention_bias": [True, False],
     "attention_multiplier": [0.3],
     "attn_logit_softcapping": [1.0, None],
     "dtype": ["bfloat16", "float16", "float64"],

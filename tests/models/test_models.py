@@ -15,6 +15,8 @@ from toy_model import LoudForCausalLM
 from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    Glm4ForCausalLM,
+    GlmForCausalLM,
     GraniteForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
@@ -54,6 +56,16 @@ LONGROPE = {
 CASES = {
     "gemma2": (Gemma2ForCausalLM, GEMMA2),
     "gemma3": (Gemma3ForCausalLM, GEMMA3),
+    "glm": (GlmForCausalLM, {}),
+    "glm4": (Glm4ForCausalLM, {"tie_word_embeddings": True}),
+    "glm4, 1 KV head, a quarter": (
+        Glm4ForCausalLM,
+        {
+            "num_key_value_heads": 1,
+            "attention_bias": False,
+            "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.25},
+        },
+    ),
     "granite": (GraniteForCausalLM, GRANITE | {"tie_word_embeddings": True}),
     "granite, biased": (GraniteForCausalLM, GRANITE | {"attention_bias": True, "mlp_bias": True}),
     "llama": (LlamaForCausalLM, {}),
@@ -123,7 +135,8 @@ CASES = {
 }
 
 VARIANTS = {  # of architectures that have another case
-    "granite, biased", "llama, biased", "llama, 1 KV head", "minicpm, biased", "mistral",
+    "glm", "glm4, 1 KV head, a quarter", "granite, biased", "llama, biased",
+    "llama, 1 KV head", "minicpm, biased", "mistral",
     "olmo2, 1 KV head", "phi3, longrope", "qwen2, tied", "qwen2-moe, normalised, tied", "qwen3",
     "mixtral", "qwen3-moe",
     "qwen3-moe, normalised, tied", "smollm3",
@@ -213,7 +226,8 @@ def test_log_probabilities_are_those_of_transformers(case: str, made: Made) -> N
 @pytest.mark.parametrize(
     "case",
     [
-        "gemma2", "gemma3", "llama, biased", "minicpm4", "mixtral", "olmo2", "olmo2, 1 KV head",
+        "gemma2", "gemma3", "glm4", "llama, biased", "minicpm4", "mixtral", "olmo2",
+        "olmo2, 1 KV head",
         "phi3", "qwen2", "qwen2-moe", "qwen3", "qwen3-moe",
     ],
 )  # fmt: skip
@@ -228,7 +242,7 @@ def test_so_are_those_of_two_ranks(case: str, made: Made) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        "gemma2", "gemma3", "llama", "minicpm4", "mistral, window", "mixtral, tied, window",
+        "gemma2", "gemma3", "glm4", "llama", "minicpm4", "mistral, window", "mixtral, tied, window",
         "olmo2", "phi3", "qwen2", "qwen3, window in layer 1", "qwen3-moe, dense layers",
         "smollm3, window",
     ],
