@@ -12,18 +12,23 @@ pytest.importorskip("gguf", reason="pip install 'nanoserve[gguf]'")
 
 from gguf_models import KINDS, ModelWriter
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
-from tiny_checkpoints import make_checkpoint, prompt_logits
+from tiny_checkpoints import GRANITE, make_checkpoint, prompt_logits
 from transformers import (
     AutoModelForCausalLM,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    Glm4ForCausalLM,
+    GraniteForCausalLM,
     LlamaForCausalLM,
     MixtralForCausalLM,
+    Olmo2ForCausalLM,
     Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2ForCausalLM,
+    Qwen2MoeForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
+    SmolLM3ForCausalLM,
 )
 
 from nanoserve import LLM, SamplingParams
@@ -117,6 +122,28 @@ CASES: dict[str, tuple[str, type[PreTrainedModel], dict[str, Any], dict[str, Any
     "phi3": (
         "phi3", Phi3ForCausalLM, {"sliding_window": 17},
         {"attention.sliding_window": 17, "attention.key_length": None, "vocab_size": None},
+    ),
+    "glm4": (
+        "glm4", Glm4ForCausalLM,
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, {},
+    ),
+    "granite": (
+        "granite", GraniteForCausalLM, GRANITE,
+        {"attention.scale": 0.15, "embedding_scale": 12.0, "residual_scale": 0.22,
+         "logit_scale": 8.0},
+    ),
+    "granite, biased, without scales": (
+        "granite", GraniteForCausalLM, {"attention_multiplier": 0.25, "attention_bias": True},
+        {"logit_scale": 1.0},
+    ),
+    "olmo2": ("olmo2", Olmo2ForCausalLM, {}, {}),
+    "qwen2-moe": (
+        "qwen2moe", Qwen2MoeForCausalLM,
+        MOE | {"head_dim": 16, "shared_expert_intermediate_size": 64},
+        {"expert_count": 6, "expert_used_count": 2},
+    ),
+    "smollm3": (  # every fourth layer has no RoPE
+        "smollm3", SmolLM3ForCausalLM, {"num_hidden_layers": 5, "tie_word_embeddings": True}, {},
     ),
     "phi3, longrope": (
         "phi3", Phi3ForCausalLM,
