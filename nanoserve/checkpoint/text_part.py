@@ -87,7 +87,7 @@ def text_config(raw: Mapping[str, Any]) -> dict[str, Any] | None:
     if architecture is None:
         return None
     defaults = zip(_SIZES, _DEFAULTS[text["model_type"]], strict=True)
-    own = {name: value for name, value in defaults if value is not None}
+    own: dict[str, Any] = {name: value for name, value in defaults if value is not None}
     own |= {name: value for name, value in text.items() if name != "quantization_config"}
     own |= {name: raw[name] for name in _OF_WHOLE if raw.get(name) is not None}
     if text["model_type"] == "glm4v_text":

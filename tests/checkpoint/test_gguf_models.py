@@ -193,7 +193,9 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.small(case=["llama", "mixtral", "phi3"], kind=["BF16", "Q4_0"])
-@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma3", "mixtral", "phi3"])
+@pytest.mark.parametrize(
+    "case", ["llama", "qwen3", "gemma3", "glm4", "mixtral", "olmo2", "phi3", "qwen2-moe"]
+)
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0"])
 def test_so_they_are_from_smaller_types(case: str, kind: str, tmp_path: Path) -> None:
     assert_agrees(*write(case, tmp_path, kind))
@@ -209,14 +211,16 @@ def test_so_they_are_from_blocks_of_256(case: str, kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.small(kind=["Q4_0"])
-@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen2-moe", "qwen3"])
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0"])
 @torch.inference_mode()
 def test_transformers_reads_the_same_from_the_file(case: str, kind: str, tmp_path: Path) -> None:
     """Its own reader of GGUF, where it knows the architecture: names, permutation, settings."""
     pytest.importorskip("accelerate")
-    # Of a Qwen3's file it does not read the size of a head.
-    _, path = write(case, tmp_path, kind, **{"head_dim": 128} if case == "qwen3" else {})
+    # There are sizes that it does not read, and takes from its defaults.
+    sizes = {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
+    sizes = {"qwen2-moe": sizes, "qwen3": {"head_dim": 128}}.get(case, {})
+    _, path = write(case, tmp_path, kind, **sizes)
     options = {"gguf_file": path.name, "dtype": torch.float32}
     assert_agrees(AutoModelForCausalLM.from_pretrained(tmp_path, **options), path)
 

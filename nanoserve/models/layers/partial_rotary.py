@@ -29,8 +29,10 @@ class PartialRotaryEmbedding(RotaryEmbedding):
         rotary_dim, whole = rope.rotary_dim(head_dim), replace(rope, partial_rotary_factor=1.0)
         super().__init__(whole, rotary_dim, length, context)
         num_still = (head_dim - rotary_dim) // 2  # pairs
-        self.cos = F.pad(self.cos, (0, num_still), value=1.0)
-        self.sin = F.pad(self.sin, (0, num_still))
+        cos = F.pad(self.get_buffer("cos"), (0, num_still), value=1.0)
+        self.register_buffer("cos", cos, persistent=False)
+        sin = F.pad(self.get_buffer("sin"), (0, num_still))
+        self.register_buffer("sin", sin, persistent=False)
 
 
 def order_of_halves(head_dim: int, rotary_dim: int) -> list[int]:

@@ -5,6 +5,7 @@ What all tokens need is then learnt once, instead of by each of the routed exper
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -38,7 +39,8 @@ class SigmoidGate(nn.Module):
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
         self.router = context.empty(1, config.hidden_size)
-        self.linear, self.method = context.ops.linear, context.linear_method
+        self.linear = context.ops.linear
+        self.method: Any = context.linear_method  # an `ExpertsMethod`, or None
 
     def process_after_loading(self) -> None:
         if self.method is not None:
