@@ -92,6 +92,14 @@ class RopeConfig:
         )
         return rotary_dim
 
+    def check_whole(self) -> None:
+        """Raise `ValueError` unless the whole of each head is rotated."""
+        require(
+            self.partial_rotary_factor == 1,
+            f"partial_rotary_factor={self.partial_rotary_factor} needs a model that uses "
+            f"nanoserve.models.layers.partial_rotary.PartialRotaryEmbedding",
+        )
+
     def num_positions(self, max_position_embeddings: int) -> int:
         """Return the longest sequence, in tokens; the argument is the value in `config.json`.
 

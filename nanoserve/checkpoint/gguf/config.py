@@ -73,7 +73,8 @@ def config_json(file: GGUFFile) -> dict[str, Any]:
     value_dim = settings.size("attention.value_length", head_dim)
     entry = settings.entry("attention.value_length", value_dim)
     require(value_dim == head_dim, f"{entry} must equal key_length={head_dim}")
-    raw |= read_rope(settings, file, context, head_dim) | _experts(settings)
+    raw |= read_rope(settings, file, context, head_dim, form.rotates_parts)
+    raw |= _experts(settings)
     raw |= _own_settings(settings, raw)
     require(
         not settings.left,

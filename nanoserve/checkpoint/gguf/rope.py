@@ -11,15 +11,16 @@ import numpy as np
 
 from nanoserve.checkpoint.gguf.container import GGUFFile
 from nanoserve.checkpoint.gguf.names import ROPE_TENSORS
-from nanoserve.checkpoint.gguf.settings import Settings, form_of
+from nanoserve.checkpoint.gguf.settings import Settings
 from nanoserve.utils.checks import check_number, require
 
 
-def read_rope(settings: Settings, file: GGUFFile, context: int, head_dim: int) -> dict[str, Any]:
+def read_rope(
+    settings: Settings, file: GGUFFile, context: int, head_dim: int, may_be_partial: bool
+) -> dict[str, Any]:
     """Return the entries of `config.json`. Raises `ValueError` for an unsupported type."""
     dims = settings.size("rope.dimension_count", head_dim)
     entry = settings.entry("rope.dimension_count", dims)
-    may_be_partial = form_of(file).rotates_parts
     require(
         dims == head_dim or may_be_partial,
         f"{entry} is not supported: it must be {head_dim}, all dimensions of a head",
