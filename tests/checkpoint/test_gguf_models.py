@@ -258,3 +258,25 @@ def test_the_data_type_follows_the_matrices(kind: str, dtype: str, tmp_path: Pat
 def test_no_gemma_computes_in_float16_by_itself(tmp_path: Path) -> None:
     _, path = write("gemma2", tmp_path, "F16")
     assert ModelConfig.from_checkpoint(path).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("case", "extra", "message"),
+    [
+        ("granite", {"rope.scaling.finetuned": False}, "granite.rope.scaling.finetuned=False"),
+        ("granite", {"logit_scale": 0.0}, "logit_scale=0.0"),
+        ("granite", {"embedding_scale": "12"}, "embedding_multiplier='12'"),
+        ("glm4", {"rope.dimension_count": 18}, "partial_rotary_factor=1.125"),
+        ("glm4", {"rope.dimension_count": 5}, "of head_dim=16 is 5, which must be even"),
+        ("olmo2", {"attention.sliding_window": 4096}, "attention.sliding_window"),  # OLMo 3
+        ("smollm3", {"rope.dimension_count": 8}, "dimension_count=8 is not supported"),
+    ],
+)
+def test_what_another_computation_needs_is_refused_by_name(
+    case: str, extra: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    arch, architecture, settings, usual = CASES[case]
+    model = make_checkpoint(architecture, tmp_path / "checkpoint", **(SMALL | settings))
+    ModelWriter(model, arch, "F32").write(tmp_path / "model.gguf", usual | extra)
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_checkpoint(tmp_path / "model.gguf")
