@@ -69,6 +69,8 @@ def _model_rows(facts: dict[str, Any]) -> Rows:
         ("context", f"{facts['max_position_embeddings']} tokens"),
         ("RoPE", rope),
     ]
+    if facts["layers_without_rope"]:
+        rows.append(("no RoPE", "in layers " + ", ".join(map(str, facts["layers_without_rope"]))))
     if facts["num_experts"] is not None:
         rows.append(("experts", str(facts["num_experts"])))
     if facts["sliding_windows"]:
