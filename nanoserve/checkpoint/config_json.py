@@ -107,8 +107,12 @@ class ConfigFile:
         """Return the RoPE settings of all layers; theta defaults to the architecture's."""
         objects = (self.raw.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
         is_given = any(isinstance(one, dict) and "rope_theta" in one for one in objects)
-        raw = {"rope_theta": None if is_given else self.implied["rope_theta"], **self.raw}
-        return RopeConfig.from_hf(raw, head_dim, max_positions)
+        name = "partial_rotary_factor"
+        implied = {"rope_theta": None if is_given else self.implied["rope_theta"]}
+        implied[name] = self.implied.get(name)
+        raw = {**implied, **self.raw}
+        may_be_partial = name in self.implied
+        return RopeConfig.from_hf(raw, head_dim, max_positions, may_be_partial=may_be_partial)
 
 
 def _others(architecture: str) -> dict[str, Any]:

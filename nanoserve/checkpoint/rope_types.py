@@ -75,6 +75,9 @@ def check_parameters(config: Any) -> None:
     )
     for field in fields(config)[2:]:
         value = getattr(config, field.name)
+        if field.name == "partial_rotary_factor":  # of all types
+            check_number(field.name, value, 0, 1, excludes_low=True)
+            continue
         if field.name in PARAMETERS[config.rope_type]:
             _check_parameter(config, field.name, value)
         else:
@@ -132,7 +135,7 @@ def read_settings(
     rope_type = rope_type if isinstance(rope_type, str) else shown(rope_type)
     rope_type = _OLD_NAMES.get(rope_type, rope_type)
     theta = settings.pop("rope_theta", raw.get("rope_theta"))
-    _reject_partial(settings.pop("partial_rotary_factor", raw.get("partial_rotary_factor")))
+    share = settings.pop("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if rope_type not in PARAMETERS:
         settings = {}  # so that the error is about the type, not about its parameters
     harmless = _NO_EFFECT | _NO_EFFECT_OF_TYPE.get(rope_type, {})
@@ -143,6 +146,7 @@ def read_settings(
     }
     _reject_unknown(rope_type, settings)
     _add_implied(rope_type, settings, raw, max_position_embeddings)
+    settings["partial_rotary_factor"] = 1.0 if share is None else share
     return {"rope_type": rope_type, "theta": theta, **settings}
 
 
@@ -158,9 +162,10 @@ def _is_positive(value: Any) -> bool:
     return is_number(value) and value >= _SMALLEST
 
 
-def _reject_partial(share: Any) -> None:
+def reject_partial(share: Any) -> None:
+    """Raise `ValueError` unless the whole of each head is rotated."""
     require(
-        share is None or (is_number(share) and share == 1),
+        is_number(share) and share == 1,
         f"partial_rotary_factor={shown(share)} is not supported; it must be 1",
     )
 

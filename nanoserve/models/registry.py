@@ -25,15 +25,21 @@ MODELS: Registry[type[nn.Module]] = Registry(
     {
         "Gemma2ForCausalLM": "nanoserve.models.gemma2:Gemma2ForCausalLM",
         "Gemma3ForCausalLM": "nanoserve.models.gemma3:Gemma3ForCausalLM",
+        "Glm4ForCausalLM": "nanoserve.models.glm4:Glm4ForCausalLM",
+        "GlmForCausalLM": "nanoserve.models.glm:GlmForCausalLM",
+        "GraniteForCausalLM": "nanoserve.models.granite:GraniteForCausalLM",
         "LlamaForCausalLM": "nanoserve.models.llama:LlamaForCausalLM",
         "MiniCPMForCausalLM": "nanoserve.models.minicpm:MiniCPMForCausalLM",
         "MistralForCausalLM": "nanoserve.models.llama:LlamaForCausalLM",
         "MixtralForCausalLM": "nanoserve.models.mixtral:MixtralForCausalLM",
+        "Olmo2ForCausalLM": "nanoserve.models.olmo2:Olmo2ForCausalLM",
         "Phi3ForCausalLM": "nanoserve.models.phi3:Phi3ForCausalLM",
         "Qwen2ForCausalLM": "nanoserve.models.qwen2:Qwen2ForCausalLM",
+        "Qwen2MoeForCausalLM": "nanoserve.models.qwen2_moe:Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM": "nanoserve.models.qwen3:Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM": "nanoserve.models.qwen3_moe:Qwen3MoeForCausalLM",
         THROUGH_TRANSFORMERS: "nanoserve.models.transformers:TransformersForCausalLM",
+        "SmolLM3ForCausalLM": "nanoserve.models.smollm3:SmolLM3ForCausalLM",
     },
 )
 

@@ -13,16 +13,20 @@ import pytest
 import torch
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
 from same_or_refused import TOKEN_IDS, check
-from tiny_checkpoints import GEMMA2, GEMMA3, edit_json, make_checkpoint
+from tiny_checkpoints import GEMMA2, GEMMA3, GRANITE, SMOLLM3, edit_json, make_checkpoint
 from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    Glm4ForCausalLM,
+    GraniteForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
+    Olmo2ForCausalLM,
     Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
+    SmolLM3ForCausalLM,
 )
 
 pytestmark = pytest.mark.small(written=["qwen3"])  # of Gemma, test_gemma.py changes every entry
@@ -30,24 +34,32 @@ WINDOWED = {"sliding_window": 9}
 MODELS: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
     "gemma2": (Gemma2ForCausalLM, GEMMA2),
     "gemma3": (Gemma3ForCausalLM, GEMMA3),
+    "glm4": (Glm4ForCausalLM, {}),
+    "granite": (GraniteForCausalLM, GRANITE),
     "llama": (LlamaForCausalLM, {}),
     "minicpm": (MiniCPMForCausalLM, MINICPM4),
     "mistral": (MistralForCausalLM, WINDOWED),
+    "olmo2": (Olmo2ForCausalLM, {}),
     "phi3": (Phi3ForCausalLM, WINDOWED),
     "qwen2": (Qwen2ForCausalLM, WINDOWED | {"use_sliding_window": True, "max_window_layers": 1}),
     "qwen3": (Qwen3ForCausalLM, WINDOWED | {"use_sliding_window": True, "max_window_layers": 1}),
+    "smollm3": (SmolLM3ForCausalLM, SMOLLM3 | WINDOWED | {"use_sliding_window": True}),
 }
 LOCAL = ["sliding_attention", "full_attention"]
 ROPES = [
     {"rope_type": "default", "rope_theta": 1e6},
     {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
     {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+    {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.25},
 ]
 # Where a value of the same type would not do.
 VALUES: dict[str, list[Any]] = {
-    "attention_bias": [True],
+    "attention_bias": [True, False],
+    "attention_multiplier": [0.3],
     "attn_logit_softcapping": [1.0, None],
     "dtype": ["bfloat16", "float16", "float64"],
+    "embedding_multiplier": [2.0],
     "final_logit_softcapping": [2.0, None],
     "head_dim": [8, 12, None],
     "hidden_act": ["gelu_pytorch_tanh", "gelu", "relu"],
@@ -55,14 +67,18 @@ VALUES: dict[str, list[Any]] = {
     "hidden_size": [32, 60],
     "intermediate_size": [96],
     "layer_types": [LOCAL, LOCAL[::-1], ["full_attention"] * 2, None],
+    "logits_scaling": [3],
     "max_position_embeddings": [64, 4096],
     "max_window_layers": [0, 2],
     "mlp_bias": [True],
+    "no_rope_layer_interval": [1, 3],
+    "no_rope_layers": [[1, 0, 0], [0, 0, 0, 1], None],
     "num_attention_heads": [2, 8],
     "num_hidden_layers": [1, 3],
     "num_key_value_heads": [1, 4, None],
     "original_max_position_embeddings": [256],
     "query_pre_attn_scalar": [64],
+    "residual_multiplier": [0.5],
     "rms_norm_eps": [1e-2],
     "rope_parameters": ROPES,
     "scale_depth": [1.0, 3.0],

@@ -22,6 +22,7 @@ class RotaryEmbedding(nn.Module):
 
     def __init__(self, rope: RopeConfig, head_dim: int, length: int, context: LayerContext) -> None:
         super().__init__()
+        rope.check_whole()
         # Angles are always float32: at position 40,000, neighbours are equal in bfloat16.
         inv_freq, scale = 1 / rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim), 1.0
         if rope.rope_type != "default":
