@@ -2,7 +2,7 @@
 
 transformers reads the whole `config.json`. Only what the engine itself needs is taken from it: the
 sizes of the KV cache and of the vocabulary, the data type and the end of a sequence. What the
-engine's attention cannot compute is rejected by name. `nanoserve.models.transformers` has the
+engine's attention cannot compute is rejected by name. `nanoserve.models.transformers.model` has the
 model.
 """
 

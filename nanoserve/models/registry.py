@@ -38,7 +38,7 @@ MODELS: Registry[type[nn.Module]] = Registry(
         "Qwen2MoeForCausalLM": "nanoserve.models.qwen2_moe:Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM": "nanoserve.models.qwen3:Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM": "nanoserve.models.qwen3_moe:Qwen3MoeForCausalLM",
-        THROUGH_TRANSFORMERS: "nanoserve.models.transformers:TransformersForCausalLM",
+        THROUGH_TRANSFORMERS: "nanoserve.models.transformers.model:TransformersForCausalLM",
         "SmolLM3ForCausalLM": "nanoserve.models.smollm3:SmolLM3ForCausalLM",
     },
 )

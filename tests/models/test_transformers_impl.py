@@ -22,7 +22,7 @@ WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 CASES: dict[str, dict[str, Any]] = {
     "OlmoForCausalLM": {"clip_qkv": 0.3},
     "Cohere2ForCausalLM": {"layer_types": WINDOWS},
-    "Qwen2MoeForCausalLM": {},
+    "OlmoeForCausalLM": {},
     "GPT2LMHeadModel": {},  # learned positions
     "GemmaForCausalLM": {},
     "OPTForCausalLM": {},
@@ -87,7 +87,7 @@ def assert_like(model: PreTrainedModel, llm: LLM, count: int = 20, **options: An
         torch.testing.assert_close(torch.tensor(found), expected.max(-1).values, atol=1e-4, rtol=0)
 
 
-@pytest.mark.small(name=["Cohere2ForCausalLM", "Qwen2MoeForCausalLM"])
+@pytest.mark.small(name=["Cohere2ForCausalLM", "OlmoeForCausalLM"])
 @pytest.mark.parametrize("name", CASES)
 def test_it_answers_as_transformers(name: str, tmp_path: Path, by_size: Any) -> None:
     model, count = make(name, tmp_path), by_size(12, 40, 100)
@@ -192,10 +192,10 @@ def test_tensors_must_match(name: str, tmp_path: Path) -> None:
     ids=str,
 )
 def test_options_of_our_own_classes_are_rejected(option: dict[str, Any], tmp_path: Path) -> None:
-    make("Qwen2MoeForCausalLM", tmp_path)
+    make("OlmoeForCausalLM", tmp_path)
     (name,) = option
     with pytest.raises(ValueError, match=rf"through transformers .* does not support {name}="):
-        LLM(tmp_path, **OPTIONS | option, model_impl="transformers")
+        LLM(tmp_path, **OPTIONS | option)
 
 
 def test_hf_overrides(tmp_path: Path) -> None:
@@ -250,8 +250,8 @@ def test_a_quantized_checkpoint_is_rejected(tmp_path: Path) -> None:
 
 def test_new_weights(tmp_path: Path) -> None:
     """From a folder, from a trainer's model, and after a sleep that dropped them."""
-    make("Qwen2MoeForCausalLM", tmp_path)
-    new = make("Qwen2MoeForCausalLM", tmp_path / "new", seed=1)
+    make("OlmoeForCausalLM", tmp_path)
+    new = make("OlmoeForCausalLM", tmp_path / "new", seed=1)
     with LLM(tmp_path, **OPTIONS) as llm:
         llm.update_weights(tmp_path / "new")
         assert_like(new, llm, 6)

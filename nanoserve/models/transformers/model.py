@@ -27,14 +27,14 @@ from nanoserve.checkpoint.text_part import name_in_model
 from nanoserve.checkpoint.transformers_config import read_settings
 from nanoserve.checkpoint.weight_files import Weights, open_weights, weight_files
 from nanoserve.models.layers.context import LayerContext
-from nanoserve.models.transformers_attention import (
+from nanoserve.models.transformers.attention import (
     NAME,
     AttentionStep,
     attention_of,
     register_attention,
 )
-from nanoserve.models.transformers_check import why_different
-from nanoserve.models.transformers_linear import recording_linears, replace_linears
+from nanoserve.models.transformers.check import why_different
+from nanoserve.models.transformers.linears import recording_linears, replace_linears
 from nanoserve.utils.checks import require, shown
 
 

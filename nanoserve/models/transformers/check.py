@@ -14,7 +14,7 @@ from torch import Tensor
 from nanoserve.attention.interface import AttentionMetadata
 from nanoserve.attention.kv_cache import KVCacheSpec
 from nanoserve.attention.torch import TorchAttention
-from nanoserve.models.transformers_attention import NAME, AttentionStep
+from nanoserve.models.transformers.attention import NAME, AttentionStep
 
 _LENGTHS = (24, 17)
 _ENDS = (7, 8, 24)  # of chunks
