@@ -119,9 +119,14 @@ def _check_options(name: str, files: ConfigFiles, config: EngineConfig, *, is_ow
     for option in ("tensor_parallel_size", "pipeline_parallel_size"):
         size = getattr(config, option)
         require(size == 1, f"{why} {option}={size}")
-    for option in ("quantization", "batch_invariant", "enable_return_routed_experts"):
+    for option in ("batch_invariant", "enable_return_routed_experts"):
         value = getattr(config, option)
         require(not value, f"{why} {option}={shown(value)}")
+    is_on_cpu = config.device == "cpu" and config.attention_backend != "triton"
+    require(
+        is_on_cpu or not config.quantization,
+        f"{why} quantization={config.quantization!r} with Triton's kernels or on a GPU",
+    )
     quantized = files.config.get("quantization_config")
     require(not quantized, f"{why} quantized checkpoints: quantization_config={shown(quantized)}")
     known = getattr(transformers, name).config_class().to_dict().keys() | files.config.keys()

@@ -130,6 +130,29 @@ def test_an_8_bit_kv_cache_is_that_of_our_own_class(kv_cache_dtype: str, tmp_pat
     assert found[0] == found[1]
 
 
+@pytest.mark.small(quantization=["int8"])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_weights_are_those_of_our_own_class(quantization: str, tmp_path: Path) -> None:
+    """The linears have the same codes, whether or not they are fused."""
+    make_qwen3(tmp_path, hidden_size=64, intermediate_size=96)
+    found = []
+    for model_impl in ("nanoserve", "transformers"):
+        options = {**OPTIONS, "quantization": quantization, "model_impl": model_impl}
+        with LLM(tmp_path, **options) as llm:
+            outputs = llm.generate(prompts(8), PARAMS, use_tqdm=False)
+            found.append([output.outputs[0] for output in outputs])
+    for one, other in zip(*found, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
+
+
+def test_quantization_needs_linears(tmp_path: Path) -> None:
+    """GPT-2's weights are stored in another kind of module."""
+    make("GPT2LMHeadModel", tmp_path)
+    with pytest.raises(ValueError, match=r"only the linears of GPT2LMHeadModel, .* omit the opt"):
+        LLM(tmp_path, quantization="int8", **OPTIONS)
+
+
 def test_16_bit_weights_are_accepted(tmp_path: Path) -> None:
     """The comparison at loading allows for their rounding."""
     make("OlmoForCausalLM", tmp_path)
@@ -185,7 +208,6 @@ def test_tensors_must_match(name: str, tmp_path: Path) -> None:
     [
         {"tensor_parallel_size": 2},
         {"pipeline_parallel_size": 2},
-        {"quantization": "int8"},
         {"batch_invariant": True},
         {"enable_return_routed_experts": True},
     ],

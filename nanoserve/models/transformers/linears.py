@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from nanoserve.models.layers.context import LinearMethod
+from nanoserve.utils.checks import require
 
 
 class MethodLinear(nn.Module):
@@ -41,11 +42,29 @@ def recording_linears(model: nn.Module) -> Iterator[set[str]]:
             hook.remove()
 
 
-def replace_linears(model: nn.Module, names: set[str], method: LinearMethod) -> None:
+def replace_linears(
+    model: nn.Module, names: set[str], method: LinearMethod, architecture: str
+) -> None:
     """Let the linears of these names multiply with `method`; others stay as they are.
 
     A linear that is never called may be read in another way, such as an expert of a fused product.
+
+    Raises `ValueError` if `method` is to quantize the model, and most weights are no such linears.
     """
-    for name in sorted(names):
-        linear: Any = model.get_submodule(name)
-        model.set_submodule(name, MethodLinear(linear, method))
+    linears: dict[str, Any] = {name: model.get_submodule(name) for name in sorted(names)}
+    if hasattr(method, "to_integers"):
+        num_replaced = sum(linear.weight.numel() for linear in linears.values())
+        others = {id(p): p.numel() for p in model.parameters() if p.dim() > 1}
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                others.pop(id(module.weight), None)
+        for linear in linears.values():
+            others.pop(id(linear.weight), None)
+        num_others = sum(others.values())
+        require(
+            num_replaced >= num_others,
+            f"quantization: only the linears of {architecture}, {num_replaced} weights, can be "
+            f"quantized, and {num_others} other weights cannot: omit the option",
+        )
+    for name in list(linears):
+        model.set_submodule(name, MethodLinear(linears.pop(name), method))

@@ -123,7 +123,7 @@ class TransformersForCausalLM(nn.Module):
         with recording_linears(self.model) as called:
             self._check()
         if self.context.linear_method is not None:
-            replace_linears(self.model, called, self.context.linear_method)
+            replace_linears(self.model, called, self.context.linear_method, self.name)
             self._check()  # that nothing else reads their weights
 
     def _check(self) -> None:
