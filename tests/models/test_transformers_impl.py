@@ -186,6 +186,16 @@ def test_model_impl_nanoserve_needs_a_class_of_its_own(tmp_path: Path) -> None:
         LLM(tmp_path, model_impl="nanoserve", **OPTIONS)
 
 
+def test_an_override_names_a_class_of_nanoserves_own(tmp_path: Path) -> None:
+    """Whatever the file says: a checkpoint may name a class that is a copy of another."""
+    make_qwen3(tmp_path)
+    edit_json(tmp_path / "config.json", architectures=["MyForCausalLM"])
+    with pytest.raises(ValueError, match="architecture 'MyForCausalLM' is not supported"):
+        LLM(tmp_path, **OPTIONS)
+    overrides = {"architectures": ["Qwen3ForCausalLM"]}
+    assert describe(str(tmp_path), **OPTIONS, hf_overrides=overrides)["model_impl"] == "nanoserve"
+
+
 @pytest.mark.parametrize("name", ["missing", "unexpected", "misshapen"])
 def test_tensors_must_match(name: str, tmp_path: Path) -> None:
     make("OlmoForCausalLM", tmp_path)
