@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from nanoserve.models.layers.context import LinearMethod
@@ -15,9 +16,11 @@ class MethodLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, method: LinearMethod) -> None:
         super().__init__()
-        self.weight: Tensor | None = linear.weight
+        self.weight: Tensor | None = linear.weight.data
         self.bias, self.method = linear.bias, method
         self.method.process_after_loading(self)
+        # Some classes read the dtype of a linear's weight.
+        self.weight = torch.empty_like(linear.weight, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute [..., in_features] -> [..., out_features]."""
