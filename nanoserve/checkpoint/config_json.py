@@ -108,7 +108,8 @@ class ConfigFile:
         objects = (self.raw.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
         is_given = any(isinstance(one, dict) and "rope_theta" in one for one in objects)
         raw = {"rope_theta": None if is_given else self.implied["rope_theta"], **self.raw}
-        return RopeConfig.from_hf(raw, head_dim, max_positions)
+        share = self.implied.get("partial_rotary_factor")  # None: the architecture has no such
+        return RopeConfig.from_hf(raw, head_dim, max_positions, share)
 
 
 def _others(architecture: str) -> dict[str, Any]:

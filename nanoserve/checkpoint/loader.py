@@ -146,6 +146,7 @@ def check_weights(
     `elsewhere`, may be stored or not.
     """
     expected, stored = expected_tensors(model), stored_tensors(path)
+    stored = {name: tensor for name, tensor in stored.items() if is_read(model, name)}
     wanted = {name: parts[0].shape for name, parts in expected.items()}  # parts agree on it
     found = {name: tensor.shape for name, tensor in stored.items()}
     others = model.tied_tensors.keys() | elsewhere
@@ -198,6 +199,15 @@ def _load_safetensors(
                 model.lm_head.process_after_loading()
                 early.append(model.lm_head)
     return early
+
+
+def is_read(model: nn.Module, name: str) -> bool:
+    """Return False for a tensor that the checkpoint has for another purpose than this model.
+
+    The model's class declares such names: `unread_prefixes = ("mtp.",)` are those of heads for
+    multi-token prediction.
+    """
+    return not name.startswith(getattr(model, "unread_prefixes", ()))
 
 
 def stored_tensors(path: Weights) -> dict[str, Stored]:

@@ -15,6 +15,7 @@ class MoEConfig:
     intermediate_size: int  # of one expert
     norm_topk_prob: bool  # True if the weights of the chosen experts are normalised to sum to one
     dense_layers: frozenset[int] = frozenset()
+    shared_expert_intermediate_size: int | None = None  # of an expert that every token uses
 
     def __post_init__(self) -> None:
         require(
@@ -42,6 +43,9 @@ class MoEConfig:
             intermediate_size=file.size("moe_intermediate_size", "intermediate_size"),
             norm_topk_prob=norm,
             dense_layers=frozenset(i for i in layers if i in dense or (i + 1) % every),
+            shared_expert_intermediate_size=file.size("shared_expert_intermediate_size")
+            if file.has("shared_expert_intermediate_size")
+            else None,
         )
 
 

@@ -24,7 +24,7 @@ from nanoserve.checkpoint.formats.source import (
     WeightSource,
     open_quantized,
 )
-from nanoserve.checkpoint.loader import expected_tensors
+from nanoserve.checkpoint.loader import expected_tensors, is_read
 from nanoserve.checkpoint.weight_files import Weights
 from nanoserve.kernels.cpu.memory import give_back_freed
 
@@ -210,7 +210,7 @@ def _check(
     elsewhere: Set[str],
 ) -> None:
     wanted = {name: parts[0].shape for name, parts in expected.items()}
-    found = source.shapes()
+    found = {name: shape for name, shape in source.shapes().items() if is_read(model, name)}
     others = model.tied_tensors.keys() | elsewhere
     if wanted != {name: found[name] for name in found.keys() - others}:
         mismatches = describe_mismatches(wanted, found, others)

@@ -35,6 +35,7 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     short_factor: tuple[float, ...] | None = None  # one per pair of dimensions
     long_factor: tuple[float, ...] | None = None
+    partial_rotary_factor: float = 1.0  # share of a head's dimensions, the first, that is rotated
 
     def __post_init__(self) -> None:
         if any(
@@ -51,21 +52,31 @@ class RopeConfig:
 
     @classmethod
     def from_hf(
-        cls, raw: Mapping[str, Any], head_dim: int, max_position_embeddings: int
+        cls,
+        raw: Mapping[str, Any],
+        head_dim: int,
+        max_position_embeddings: int,
+        default_share: float | None = None,
     ) -> "RopeConfig":
         """Read the settings from `config.json` (`raw`).
 
-        `max_position_embeddings` is the value in that file, before any extension.
+        `max_position_embeddings` is the value in that file, before any extension. `default_share`
+        is the architecture's `partial_rotary_factor`; None if it rotates whole heads only.
         """
         settings = _settings(raw)
         is_default = settings.get("rope_type", settings.get("type", "default")) == "default"
         theta: Any = settings.get("rope_theta", raw.get("rope_theta"))
         is_plain = settings.keys() <= {"rope_theta", "rope_type", "type"} and is_number(theta)
-        if is_default and is_plain and raw.get("partial_rotary_factor") is None:
+        is_whole = raw.get("partial_rotary_factor", default_share) is None
+        if is_default and is_plain and is_whole:
             return cls(theta=theta)
-        config = cls(**read_settings(raw, settings, max_position_embeddings))
+        config = cls(**read_settings(raw, settings, max_position_embeddings, default_share))
         check_head_dim(config, head_dim)
         return config
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Return the number of dimensions of a head that are rotated."""
+        return int(head_dim * self.partial_rotary_factor)
 
     def num_positions(self, max_position_embeddings: int) -> int:
         """Return the longest sequence, in tokens; the argument is the value in `config.json`.

@@ -7,7 +7,7 @@ with 300 tokens takes 19 blocks = 152 MiB, and the same 64 GiB serve 431.
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -15,11 +15,13 @@ from typing import NamedTuple
 import torch
 
 from nanoserve.attention.kv_cache import KVCache, KVCacheSpec
+from nanoserve.attention.recurrent_state import LayerCache
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.kv_groups import KVCacheGroup, SequenceRoom, kv_cache_groups
 from nanoserve.kernels.cpu.memory import map_zeros
 from nanoserve.models.layers.context import LayerContext
+from nanoserve.worker.recurrent_states import RecurrentStates
 
 _GIB = 2**30
 
@@ -42,9 +44,10 @@ def longest_sequence(config: EngineConfig, model_config: ModelConfig, num_kv_blo
 
 def kv_block_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
     """Return the bytes of a block over all ranks: K and V of the layers of the largest group."""
-    num_layers = max(len(group.layers) for group in kv_cache_groups(config, model_config))
+    groups = kv_cache_groups(config, model_config)
+    num_layers, all_layers = (of(len(group.layers) for group in groups) for of in (max, sum))
     per_token = model_config.kv_bytes_per_token(config.kv_cache_dtype)
-    return config.block_size * per_token // model_config.num_hidden_layers * num_layers
+    return config.block_size * per_token // all_layers * num_layers
 
 
 class KVCacheLayout(NamedTuple):
@@ -52,7 +55,8 @@ class KVCacheLayout(NamedTuple):
 
     spec: KVCacheSpec  # of each layer
     groups: tuple[KVCacheGroup, ...]  # of all layers of the model
-    layers_here: range  # of the rank's pipeline stage
+    layers_here: Sequence[int]  # of the rank's pipeline stage
+    states: RecurrentStates = RecurrentStates()  # of layers that have no K and V
 
     @classmethod
     def of(
@@ -69,7 +73,8 @@ class KVCacheLayout(NamedTuple):
             config.kv_cache_dtype,
         )
         groups = kv_cache_groups(config, model_config)
-        return cls(spec, groups, context.pp.layers_of(num_layers))
+        states = RecurrentStates.of(config, model_config, context)
+        return cls(spec, groups, context.pp.layers_of(num_layers), states)
 
     @property
     def block_bytes(self) -> int:
@@ -79,6 +84,17 @@ class KVCacheLayout(NamedTuple):
     def group_layers(self) -> list[list[int]]:
         """Return, for each group, its layers on this rank."""
         return [[i for i in group.layers if i in self.layers_here] for group in self.groups]
+
+    def allocate(self, num_kv_blocks: int, device: torch.device) -> list[LayerCache]:
+        """Allocate KV caches and states, zeroed; returns one for each layer here, in their order.
+
+        See `allocate_kv_caches`.
+        """
+        states = self.states.allocate(_zeros_on(device))
+        layers = [layer for layer in self.layers_here if layer not in states]
+        kv_caches = allocate_kv_caches(self.spec, self.groups, layers, num_kv_blocks, device)
+        caches = states | dict(zip(layers, kv_caches, strict=True))
+        return [caches[layer] for layer in self.layers_here]
 
 
 def decide_num_kv_blocks(
@@ -126,7 +142,7 @@ def _explicit_num_kv_blocks(config: EngineConfig, block_bytes: int, memory_bytes
 def allocate_kv_caches(
     spec: KVCacheSpec,
     groups: Sequence[KVCacheGroup],
-    layers_here: range,
+    layers_here: Sequence[int],
     num_kv_blocks: int,
     device: torch.device,
 ) -> list[KVCache]:
@@ -140,14 +156,17 @@ def allocate_kv_caches(
     nothing. Large pages, where the system has them, make reading scattered blocks an eighth faster.
     """
     by_group = KVCacheLayout(spec, tuple(groups), layers_here).group_layers()
-    zeros = _map_zeros if device.type == "cpu" else partial(torch.zeros, device=device)
-    shared = spec.allocate(max(map(len, by_group)), num_kv_blocks + 1, zeros)
+    shared = spec.allocate(max(map(len, by_group)), num_kv_blocks + 1, _zeros_on(device))
     caches = {
         layer: replace(cache, group=group)
         for group, layers in enumerate(by_group)
         for layer, cache in zip(layers, shared, strict=False)
     }
     return [caches[layer] for layer in layers_here]
+
+
+def _zeros_on(device: torch.device) -> Callable[..., torch.Tensor]:
+    return _map_zeros if device.type == "cpu" else partial(torch.zeros, device=device)
 
 
 def _map_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from nanoserve.attention.kv_cache import KVCache
+from nanoserve.attention.recurrent_state import LayerCache
 from nanoserve.checkpoint.loader import check_weights, expected_tensors, load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.quantized_loader import check_weights as check_quantized_weights
@@ -19,7 +19,7 @@ from nanoserve.engine.executor import SecondModelMemory
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.registry import model_class
 from nanoserve.utils.checks import require
-from nanoserve.worker.kv_cache import KVCacheLayout, allocate_kv_caches
+from nanoserve.worker.kv_cache import KVCacheLayout
 
 logger = logging.getLogger(__name__)
 
@@ -134,16 +134,20 @@ def allocate_pool(
     layout: KVCacheLayout,
     num_kv_blocks: int,
     device: torch.device,
-) -> list[KVCache]:
-    """Allocate the KV caches of this rank's layers: `num_kv_blocks` blocks and dummy block 0."""
-    kv_caches = allocate_kv_caches(*layout, num_kv_blocks, device)
+) -> list[LayerCache]:
+    """Allocate the KV caches of this rank's layers: `num_kv_blocks` blocks and dummy block 0.
+
+    Layers with recurrent states get these instead.
+    """
+    kv_caches = layout.allocate(num_kv_blocks, device)
     if config.num_kv_blocks or config.kv_cache_memory_bytes:
         for kv_cache in kv_caches:
             kv_cache.fill_(0.0)  # map all pages now: no step waits for the system
     pool = (num_kv_blocks + 1) * layout.block_bytes / 2**30
+    states = layout.states.describe()
     logger.info(
         f"{model_config.architecture}, {model_config.dtype}, {num_kv_blocks} KV blocks of "
-        f"{config.block_size} tokens in {layout.spec.cache_key} ({pool:.2f} GiB)"
+        f"{config.block_size} tokens in {layout.spec.cache_key} ({pool:.2f} GiB){states}"
     )
     return kv_caches
 
