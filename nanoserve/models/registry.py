@@ -33,6 +33,9 @@ MODELS: Registry[type[nn.Module]] = Registry(
         "Qwen2ForCausalLM": "nanoserve.models.qwen2:Qwen2ForCausalLM",
         "Qwen3ForCausalLM": "nanoserve.models.qwen3:Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM": "nanoserve.models.qwen3_moe:Qwen3MoeForCausalLM",
+        "Qwen3NextForCausalLM": "nanoserve.models.qwen3_next:Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM": "nanoserve.models.qwen3_5:Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM": "nanoserve.models.qwen3_5:Qwen3_5ForCausalLM",
     },
 )
 
