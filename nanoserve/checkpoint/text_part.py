@@ -28,6 +28,8 @@ _ARCHITECTURES = {
     "qwen2_vl_text": "Qwen2ForCausalLM",
     "qwen2_5_vl_text": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3_5_moe_text": "Qwen3_5MoeForCausalLM",
+    "qwen3_5_text": "Qwen3_5ForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "qwen3_vl_text": "Qwen3ForCausalLM",
 }
@@ -47,6 +49,8 @@ _DEFAULTS: dict[str, tuple[float | None, ...]] = {
     "qwen2_vl_text": (152_064, 8192, 29_568, 80, 64, 8, 32_768, 1e-5, 1e6),
     "qwen2_5_vl_text": (152_064, 8192, 29_568, 80, 64, 8, 32_768, 1e-5, 1e6),
     "qwen3": (151_936, 4096, 22_016, 32, 32, 32, 32_768, 1e-6, 10_000.0),
+    "qwen3_5_moe_text": (248_320, 2048, 5632, 40, 16, 2, 32_768, 1e-6, 10_000.0),
+    "qwen3_5_text": (248_320, 4096, 12_288, 32, 16, 4, 32_768, 1e-6, 10_000.0),
     "qwen3_moe": (151_936, 2048, 6144, 24, 32, 4, 32_768, 1e-6, 10_000.0),
     "qwen3_vl_text": (151_936, 4096, 22_016, 32, 32, 32, 128_000, 1e-6, 500_000.0),
 }
