@@ -14,7 +14,7 @@ _GATED_DELTA = {
     "attention_bias": False, "head_dim": 256, "rope_theta": 10_000.0,
     "partial_rotary_factor": 0.25, "layer_types": None, "full_attention_interval": 4,
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-    "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "attn_output_gate": True,
 }  # fmt: skip
 OTHER_SETTINGS: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"sliding_window": 4096, "rope_theta": 10_000.0},
@@ -35,9 +35,10 @@ OTHER_SETTINGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
         "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": None,
     },
-    "Qwen3_5ForCausalLM": _GATED_DELTA,
+    "Qwen3_5ForCausalLM": {**_GATED_DELTA, "mrope_section": None},
     "Qwen3_5MoeForCausalLM": {  # all layers have experts, so intermediate_size has no effect
         **_GATED_DELTA,
+        "mrope_section": None,
         "intermediate_size": 5632, "num_experts": 256, "num_local_experts": None,
         "num_experts_per_tok": 8, "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,

@@ -108,6 +108,12 @@ class ConfigFile:
         objects = (self.raw.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
         is_given = any(isinstance(one, dict) and "rope_theta" in one for one in objects)
         raw = {"rope_theta": None if is_given else self.implied["rope_theta"], **self.raw}
+        if "mrope_section" in self.implied:  # of images' positions: text has one coordinate
+            raw |= {
+                name: {k: v for k, v in raw[name].items() if not k.startswith("mrope_")}
+                for name in ("rope_parameters", "rope_scaling")
+                if isinstance(raw.get(name), dict)
+            }
         share = self.implied.get("partial_rotary_factor")  # None: the architecture has no such
         return RopeConfig.from_hf(raw, head_dim, max_positions, share)
 

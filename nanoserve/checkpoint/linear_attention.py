@@ -44,6 +44,8 @@ class LinearAttentionConfig:
     @classmethod
     def from_hf(cls, file: ConfigFile) -> "LinearAttentionConfig":
         """Read the settings `linear_...`, and `layer_types` or `full_attention_interval`."""
+        gate = file.get("attn_output_gate")
+        require(gate in (None, True), f"attn_output_gate={shown(gate)} is not supported")
         return cls(
             layers=_linear_layers(file),
             num_key_heads=file.size("linear_num_key_heads"),

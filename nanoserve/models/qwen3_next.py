@@ -37,11 +37,13 @@ class GatedAttention(Qwen3Attention):
         heads = self.qkv_proj(hidden).view(hidden.shape[0], -1, self.layer.head_dim)
         q, k, v = heads.split([2 * num_heads, num_kv_heads, num_kv_heads], dim=1)
         q, gate = q.unflatten(1, (num_heads, 2)).unbind(dim=2)
-        q_norm, k_norm = self.norms
         cos, sin = self.rotary.cos[metadata.positions], self.rotary.sin[metadata.positions]
-        q, k = rotate(q_norm(q), cos, sin), rotate(k_norm(k), cos, sin)
+        q, k = (
+            rotate(norm(x.reshape(-1, x.shape[2])).view(x.shape), cos, sin)  # kernels take rows
+            for norm, x in zip(self.norms, (q, k), strict=True)
+        )
         kv_cache.store(k, v, metadata.slot_mapping)
-        attended = self.backend.attend(self.layer, q.contiguous(), kv_cache, metadata)
+        attended = self.backend.attend(self.layer, q, kv_cache, metadata)
         return self.o_proj((attended * gate.sigmoid()).flatten(1))
 
 

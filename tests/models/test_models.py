@@ -9,7 +9,7 @@ import pytest
 import torch
 import toy_model
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
-from tiny_checkpoints import GEMMA2, GEMMA3, edit_json, make_checkpoint
+from tiny_checkpoints import DELTA, DELTA_MOE, GEMMA2, GEMMA3, edit_json, make_checkpoint
 from torch import nn
 from toy_model import LoudForCausalLM
 from transformers import (
@@ -21,8 +21,11 @@ from transformers import (
     Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
+    Qwen3NextForCausalLM,
 )
 
 from nanoserve import LLM, SamplingParams
@@ -87,11 +90,28 @@ CASES = {
         Qwen3MoeForCausalLM,
         QWEN3_MOE | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
     ),
+    "qwen3-next": (Qwen3NextForCausalLM, DELTA_MOE),
+    "qwen3-next, few dense layers": (
+        Qwen3NextForCausalLM,
+        DELTA_MOE
+        | {"num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": False}
+        | {"layer_types": ["full_attention", "linear_attention", "full_attention"]}
+        | {"linear_conv_kernel_dim": 2, "linear_num_key_heads": 4, "attention_bias": True},
+    ),
+    "qwen3.5": (Qwen3_5ForCausalLM, DELTA),
+    "qwen3.5, tied": (
+        Qwen3_5ForCausalLM,
+        DELTA
+        | {"tie_word_embeddings": True, "linear_num_value_heads": 6}
+        | {"rope_parameters": {"rope_theta": 1e3, "partial_rotary_factor": 0.5}},
+    ),
+    "qwen3.5-moe": (Qwen3_5MoeForCausalLM, DELTA_MOE),
 }
 
 VARIANTS = {  # of architectures that have another case
     "llama, biased", "llama, 1 KV head", "minicpm, biased", "mistral", "phi3, longrope",
     "qwen2, tied", "qwen3", "mixtral", "qwen3-moe", "qwen3-moe, normalised, tied",
+    "qwen3-next, few dense layers", "qwen3.5, tied", "qwen3.5-moe",
 }  # fmt: skip
 
 
@@ -172,14 +192,16 @@ def test_log_probabilities_are_those_of_transformers(case: str, made: Made) -> N
             assert abs(entry.logprob - float(expected[position, token_id])) < 1e-4
 
 
-@pytest.mark.full(case=["gemma3", "llama, biased", "mixtral", "phi3"])
+@pytest.mark.full(
+    case=["gemma3", "llama, biased", "mixtral", "phi3", "qwen3-next", "qwen3.5, tied"]
+)
 # Mixtral: three experts on two ranks.
 @pytest.mark.size("full")
 @pytest.mark.parametrize(
     "case",
     [
         "gemma2", "gemma3", "llama, biased", "minicpm4", "mixtral", "phi3",
-        "qwen2", "qwen3", "qwen3-moe",
+        "qwen2", "qwen3", "qwen3-moe", "qwen3-next", "qwen3.5, tied", "qwen3.5-moe",
     ],
 )  # fmt: skip
 def test_so_are_those_of_two_ranks(case: str, made: Made) -> None:
@@ -188,13 +210,20 @@ def test_so_are_those_of_two_ranks(case: str, made: Made) -> None:
 
 @pytest.mark.small(case=["qwen3, window in layer 1"])
 @pytest.mark.full(
-    case=["gemma2", "gemma3", "mixtral, tied, window", "qwen2", "qwen3, window in layer 1"]
+    case=[
+        "gemma2",
+        "gemma3",
+        "mixtral, tied, window",
+        "qwen2",
+        "qwen3, window in layer 1",
+        "qwen3.5",
+    ]
 )
 @pytest.mark.parametrize(
     "case",
     [
         "gemma2", "gemma3", "llama", "minicpm4", "mistral, window", "mixtral, tied, window",
-        "phi3", "qwen2", "qwen3, window in layer 1", "qwen3-moe, dense layers",
+        "phi3", "qwen2", "qwen3, window in layer 1", "qwen3-moe, dense layers", "qwen3.5",
     ],
 )  # fmt: skip
 def test_so_are_those_of_the_interpreted_kernels(
