@@ -165,6 +165,11 @@ class ModelConfig:
         return frozenset() if self.linear_attention is None else self.linear_attention.layers
 
     @property
+    def num_kv_layers(self) -> int:
+        """Number of layers that have K and V."""
+        return self.num_hidden_layers - len(self.recurrent_layers)
+
+    @property
     def rope_theta(self) -> float:
         return self.rope.theta
 
@@ -179,8 +184,7 @@ class ModelConfig:
         """
         kind = kv_format(kv_cache_dtype, self.dtype)
         bytes_per_head = head_bytes(self.head_dim, kind.item_bytes, kind.has_scales)
-        num_layers = self.num_hidden_layers - len(self.recurrent_layers)
-        return 2 * num_layers * self.num_key_value_heads * bytes_per_head
+        return 2 * self.num_kv_layers * self.num_key_value_heads * bytes_per_head
 
 
 def read_config_files(source: "Path | GGUFFile") -> ConfigFiles:

@@ -39,12 +39,18 @@ class GatedAttention(Qwen3Attention):
         q, gate = q.unflatten(1, (num_heads, 2)).unbind(dim=2)
         cos, sin = self.rotary.cos[metadata.positions], self.rotary.sin[metadata.positions]
         q, k = (
-            rotate(norm(x.reshape(-1, x.shape[2])).view(x.shape), cos, sin)  # kernels take rows
-            for norm, x in zip(self.norms, (q, k), strict=True)
+            rotate_first(norm(x.reshape(-1, x.shape[2])).view(x.shape), cos, sin)
+            for norm, x in zip(self.norms, (q, k), strict=True)  # kernels of norms take rows
         )
         kv_cache.store(k, v, metadata.slot_mapping)
         attended = self.backend.attend(self.layer, q, kv_cache, metadata)
         return self.o_proj((attended * gate.sigmoid()).flatten(1))
+
+
+def rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate as many of the first dimensions of each head as cos and sin have angles for."""
+    first, rest = x.tensor_split((2 * cos.shape[-1],), dim=-1)
+    return torch.cat((rotate(first, cos, sin), rest), dim=-1)
 
 
 class SharedExpertMoE(SparseMoE):

@@ -7,7 +7,7 @@ with 300 tokens takes 19 blocks = 152 MiB, and the same 64 GiB serve 431.
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -15,7 +15,6 @@ from typing import NamedTuple
 import torch
 
 from nanoserve.attention.kv_cache import KVCache, KVCacheSpec
-from nanoserve.attention.recurrent_state import LayerCache
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.kv_groups import KVCacheGroup, SequenceRoom, kv_cache_groups
@@ -44,10 +43,9 @@ def longest_sequence(config: EngineConfig, model_config: ModelConfig, num_kv_blo
 
 def kv_block_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
     """Return the bytes of a block over all ranks: K and V of the layers of the largest group."""
-    groups = kv_cache_groups(config, model_config)
-    num_layers, all_layers = (of(len(group.layers) for group in groups) for of in (max, sum))
+    num_layers = max(len(group.layers) for group in kv_cache_groups(config, model_config))
     per_token = model_config.kv_bytes_per_token(config.kv_cache_dtype)
-    return config.block_size * per_token // all_layers * num_layers
+    return config.block_size * per_token // model_config.num_kv_layers * num_layers
 
 
 class KVCacheLayout(NamedTuple):
@@ -55,7 +53,7 @@ class KVCacheLayout(NamedTuple):
 
     spec: KVCacheSpec  # of each layer
     groups: tuple[KVCacheGroup, ...]  # of all layers of the model
-    layers_here: Sequence[int]  # of the rank's pipeline stage
+    layers_here: range  # of the rank's pipeline stage
     states: RecurrentStates = RecurrentStates()  # of layers that have no K and V
 
     @classmethod
@@ -84,17 +82,6 @@ class KVCacheLayout(NamedTuple):
     def group_layers(self) -> list[list[int]]:
         """Return, for each group, its layers on this rank."""
         return [[i for i in group.layers if i in self.layers_here] for group in self.groups]
-
-    def allocate(self, num_kv_blocks: int, device: torch.device) -> list[LayerCache]:
-        """Allocate KV caches and states, zeroed; returns one for each layer here, in their order.
-
-        See `allocate_kv_caches`.
-        """
-        states = self.states.allocate(_zeros_on(device))
-        layers = [layer for layer in self.layers_here if layer not in states]
-        kv_caches = allocate_kv_caches(self.spec, self.groups, layers, num_kv_blocks, device)
-        caches = states | dict(zip(layers, kv_caches, strict=True))
-        return [caches[layer] for layer in self.layers_here]
 
 
 def decide_num_kv_blocks(
@@ -142,11 +129,11 @@ def _explicit_num_kv_blocks(config: EngineConfig, block_bytes: int, memory_bytes
 def allocate_kv_caches(
     spec: KVCacheSpec,
     groups: Sequence[KVCacheGroup],
-    layers_here: Sequence[int],
+    layers_here: range,
     num_kv_blocks: int,
     device: torch.device,
 ) -> list[KVCache]:
-    """Allocate the KV caches of `layers_here`, zeroed, and return them in that order.
+    """Allocate the KV caches of those of `layers_here` that have K and V, zeroed, in that order.
 
     num_kv_blocks: the number of usable blocks; dummy block 0 is added. A block belongs to one group
     at a time, so the j-th layers of all groups share their memory.
@@ -156,17 +143,14 @@ def allocate_kv_caches(
     nothing. Large pages, where the system has them, make reading scattered blocks an eighth faster.
     """
     by_group = KVCacheLayout(spec, tuple(groups), layers_here).group_layers()
-    shared = spec.allocate(max(map(len, by_group)), num_kv_blocks + 1, _zeros_on(device))
+    zeros = _map_zeros if device.type == "cpu" else partial(torch.zeros, device=device)
+    shared = spec.allocate(max(map(len, by_group)), num_kv_blocks + 1, zeros)
     caches = {
         layer: replace(cache, group=group)
         for group, layers in enumerate(by_group)
         for layer, cache in zip(layers, shared, strict=False)
     }
-    return [caches[layer] for layer in layers_here]
-
-
-def _zeros_on(device: torch.device) -> Callable[..., torch.Tensor]:
-    return _map_zeros if device.type == "cpu" else partial(torch.zeros, device=device)
+    return [caches[layer] for layer in layers_here if layer in caches]
 
 
 def _map_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -19,7 +19,7 @@ from nanoserve.engine.executor import SecondModelMemory
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.registry import model_class
 from nanoserve.utils.checks import require
-from nanoserve.worker.kv_cache import KVCacheLayout
+from nanoserve.worker.kv_cache import KVCacheLayout, allocate_kv_caches
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +128,19 @@ def second_model_memory(
     return SecondModelMemory(kept_bytes(model), block_bytes)
 
 
+def allocate_caches(
+    layout: KVCacheLayout, num_kv_blocks: int, device: torch.device
+) -> list[LayerCache]:
+    """Allocate the KV cache or the states of each layer here, in their order, all zeroed.
+
+    num_kv_blocks: the number of usable blocks; dummy block 0 is added.
+    """
+    states: dict[int, LayerCache] = {**layout.states.allocate(device)}
+    spec, groups, layers_here = layout.spec, layout.groups, layout.layers_here
+    kv_caches = iter(allocate_kv_caches(spec, groups, layers_here, num_kv_blocks, device))
+    return [states[layer] if layer in states else next(kv_caches) for layer in layers_here]
+
+
 def allocate_pool(
     config: EngineConfig,
     model_config: ModelConfig,
@@ -139,7 +152,7 @@ def allocate_pool(
 
     Layers with recurrent states get these instead.
     """
-    kv_caches = layout.allocate(num_kv_blocks, device)
+    kv_caches = allocate_caches(layout, num_kv_blocks, device)
     if config.num_kv_blocks or config.kv_cache_memory_bytes:
         for kv_cache in kv_caches:
             kv_cache.fill_(0.0)  # map all pages now: no step waits for the system

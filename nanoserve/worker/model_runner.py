@@ -26,7 +26,7 @@ from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cpu_device import Computation, Device, StepOutput
 from nanoserve.worker.heads import HEADS, Heads
 from nanoserve.worker.kv_cache import KVCacheLayout, longest_sequence
-from nanoserve.worker.load_model import allocate_pool, load_model
+from nanoserve.worker.load_model import allocate_caches, allocate_pool, load_model
 
 logger = logging.getLogger(__name__)
 
@@ -336,5 +336,7 @@ def _with_one_block(
     """
     longest = config.max_model_len or model_config.max_position_embeddings
     return make(
-        layout.allocate(1, context.device), blocks_needed(longest, config.block_size), longest
+        allocate_caches(layout, 1, context.device),
+        blocks_needed(longest, config.block_size),
+        longest,
     )

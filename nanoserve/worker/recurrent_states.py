@@ -4,15 +4,18 @@ They are allocated for all slots at the start, next to the KV blocks. So they li
 running sequences, not their length.
 """
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from nanoserve.attention.recurrent_state import LayerCache, RecurrentStateSpec
+from nanoserve.attention.recurrent_state import RecurrentState, RecurrentStateSpec
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
+from nanoserve.kernels.cpu.memory import map_zeros
 from nanoserve.models.layers.context import LayerContext
 from nanoserve.models.registry import model_class
 from nanoserve.utils.checks import require
@@ -58,8 +61,12 @@ class RecurrentStates:
         )
         return memory_bytes - self.num_bytes
 
-    def allocate(self, zeros: Callable[..., Tensor]) -> dict[int, LayerCache]:
-        """Allocate the states, zeroed, and return them by layer."""
+    def allocate(self, device: torch.device) -> dict[int, RecurrentState]:
+        """Allocate the states, zeroed, and return them by layer.
+
+        On a CPU, the system provides the memory of a slot when it is first used.
+        """
+        zeros = _map_zeros if device.type == "cpu" else partial(torch.zeros, device=device)
         return {layer: spec.allocate(self.num_slots, zeros) for layer, spec in self.specs.items()}
 
     def describe(self) -> str:
@@ -68,3 +75,7 @@ class RecurrentStates:
             return ""
         gib = self.num_bytes / 2**30
         return f", recurrent states of {self.num_slots} sequences ({gib:.2f} GiB)"
+
+
+def _map_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return map_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)

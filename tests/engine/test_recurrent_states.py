@@ -28,6 +28,7 @@ from nanoserve.features.recurrent_options import supported_options
 from nanoserve.models.layers.context import LayerContext
 from nanoserve.worker.cuda_device import CudaDevice
 from nanoserve.worker.kv_cache import KVCacheLayout, kv_block_bytes
+from nanoserve.worker.load_model import allocate_caches
 from nanoserve.worker.model_runner import ModelRunner
 
 PROMPTS = [[(i * i + 7 * j) % 300 for j in range(1 + 13 * i % 60)] for i in range(8)]
@@ -240,7 +241,7 @@ def test_only_layers_with_attention_have_kv(path: Path) -> None:
     assert layout.block_bytes == kv_block_bytes(config, model_config) == 16 * of_a_token
     of_a_slot = 3 * 4 * (3 * (2 * 2 * 8 + 4 * 12) + 4 * 8 * 12)  # three layers
     assert layout.states.num_bytes == (7 + 1) * of_a_slot
-    caches = layout.allocate(5, torch.device("cpu"))
+    caches = allocate_caches(layout, 5, torch.device("cpu"))
     states = [cache for cache in caches if isinstance(cache, RecurrentState)]
     assert [caches.index(state) for state in states] == [0, 1, 2]
     sizes = [x.nbytes for state in states for x in state.states.values()]

@@ -108,12 +108,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Apply rotary embeddings to x [num_tokens, num_heads, head_dim].
 
     cos and sin are [num_tokens, head_dim / 2], for the tokens' positions. Pairs (x[i], x[i +
-    head_dim / 2]) are rotated by their angles: see `RotaryEmbedding`. If cos and sin are narrower,
-    only the first dimensions of x are rotated.
+    head_dim / 2]) are rotated by their angles: see `RotaryEmbedding`.
     """
-    size = 2 * cos.shape[-1]
-    if size < x.shape[-1]:
-        return torch.cat((rotate(x[..., :size], cos, sin), x[..., size:]), dim=-1)
     first, second = x.chunk(2, dim=-1)
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
