@@ -430,12 +430,12 @@ def other_server_flags() -> str:
 def architectures() -> str:
     """Return a table of architectures: models, file, and name in GGUF files."""
     from nanoserve.checkpoint.gguf.names import FORMS
-    from nanoserve.models.registry import MODELS
+    from nanoserve.models.registry import MODELS, supported_architectures
 
-    same_names("architectures", words.FAMILIES, MODELS.names())
+    same_names("architectures", words.FAMILIES, supported_architectures())
     rows = []
-    for name, entry in MODELS.entries().items():
-        module = str(entry).partition(":")[0].rpartition(".")[2]
+    for name in words.FAMILIES:
+        module = str(MODELS.entry(name)).partition(":")[0].rpartition(".")[2]
         gguf = [f"`{theirs}`" for theirs, form in FORMS.items() if form.architecture == name]
         rows.append((f"`{name}`", words.FAMILIES[name], f"`{module}.py`", ", ".join(gguf)))
     return table(("`architectures` in `config.json`", "models", "file", "in GGUF"), rows)

@@ -386,7 +386,6 @@ UNSUPPORTED = {
     "context parallelism": "decode_context_parallel_size",
     "expert parallelism with all-to-all, EPLB": "enable_eplb",
     "data parallelism within one engine": "data_parallel_size",
-    "models through transformers' own code": "model_impl",
     "weights sent by a trainer": "weight_transfer_config",
 }
 

@@ -59,6 +59,12 @@ def build_engine(config: EngineConfig) -> GuardedEngine:
             config.model,
             model_config.multimodal_architecture,
         )
+    if model_config.transformers_config is not None:
+        logger.warning(
+            "%s runs through transformers, with nanoserve's attention: slower than a model of "
+            "nanoserve's own, because its layers are neither fused nor quantized",
+            model_config.checkpoint_architecture,
+        )
     tokenizer = load_tokenizer(config, checkpoint)
     if tokenizer is not None and tokenizer.backend.get_vocab_size() > model_config.vocab_size:
         logger.warning(

@@ -41,6 +41,7 @@ _SMALLEST = {
 }
 _CHOICES = {
     "dtype": ("auto", *DTYPES),
+    "model_impl": ("auto", "nanoserve", "transformers"),
     "load_format": ("auto", "safetensors", "dummy"),
     "scheduling_policy": ("fcfs", "priority"),
     "device": ("auto", "cpu", "cuda"),
@@ -125,6 +126,10 @@ class EngineConfig:
     # Data type of weights and activations: "auto" (the checkpoint's), "float32", "bfloat16" or
     # "float16".
     dtype: str = "auto"
+    # Code of the model: "nanoserve" (nanoserve's own classes), "transformers" (transformers' class
+    # with nanoserve's attention, which is slower), or "auto": transformers' class for architectures
+    # that nanoserve does not have.
+    model_impl: str = "auto"
     # Source of the weights: "auto", "safetensors" or "dummy" (random weights, for benchmarks).
     load_format: str = "auto"
     # Quantize unquantized weights as they are loaded: "int8" (one scale per row), "int4" (one scale

@@ -11,6 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nanoserve.checkpoint.config_json import architecture_of
 from nanoserve.checkpoint.gguf.container import GGUFFile
 from nanoserve.checkpoint.hub import fetch_all_but_weights, fetch_weights
 from nanoserve.checkpoint.model_config import ConfigFiles, ModelConfig, read_config_files
@@ -18,9 +19,14 @@ from nanoserve.checkpoint.overrides import config_with_overrides
 from nanoserve.checkpoint.packaged import BUNDLED, packaged_file
 from nanoserve.config import EngineConfig
 from nanoserve.utils.checks import require
+from nanoserve.utils.registry import import_location
 
 if TYPE_CHECKING:
     from nanoserve.checkpoint.gguf.container import GGUFFile
+
+
+# Imported on first use, because importing transformers takes seconds.
+_THROUGH_TRANSFORMERS = "nanoserve.checkpoint.transformers_config:transformers_model_config"
 
 
 @dataclass(frozen=True)
@@ -81,8 +87,18 @@ class Checkpoint:
     def model_config(self, config: EngineConfig, supported: Collection[str]) -> ModelConfig:
         """Return the settings of the config files, with the overrides of `config` applied.
 
-        See `ModelConfig.from_files` for the settings that are rejected.
+        If `model_impl` says so, or if nanoserve has no class for the architecture, the model runs
+        through transformers: see `nanoserve.checkpoint.transformers_config`. See also
+        `ModelConfig.from_files` for the settings that are rejected.
         """
+        is_known = architecture_of(self.config_files.config) in supported
+        if config.model_impl == "transformers" or (config.model_impl == "auto" and not is_known):
+            require(
+                not self.folder.is_file(),
+                f"model_impl={config.model_impl!r}: transformers does not run {self.folder}; use "
+                "model_impl='nanoserve' for a GGUF file",
+            )
+            return import_location(_THROUGH_TRANSFORMERS)(self.config_files, config, supported)
         has_overrides = config.hf_overrides or config.override_generation_config
         if not has_overrides and config.generation_config == "auto":
             return ModelConfig.from_files(self.config_files, config.dtype, supported)

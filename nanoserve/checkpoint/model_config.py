@@ -33,6 +33,9 @@ _SCALES = (
     "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "scale_emb",
 )  # fmt: skip
 
+# The architecture of all models that transformers computes, as in vLLM.
+THROUGH_TRANSFORMERS = "TransformersForCausalLM"
+
 
 class ConfigFiles(NamedTuple):
     """The contents of `config.json` and `generation_config.json`, {} if there is no such file.
@@ -82,6 +85,8 @@ class ModelConfig:
         None  # as in the file; None: unquantized weights
     )
     multimodal_architecture: str | None = None  # of the checkpoint, if this is its text part
+    # The whole config.json, if transformers computes the model.
+    transformers_config: Mapping[str, Any] | None = None
 
     if not TYPE_CHECKING:  # otherwise a type checker would accept every name
 
@@ -149,8 +154,8 @@ class ModelConfig:
             mlp_bias=file.flag("mlp_bias"),
             hidden_act=file.activation(),
             dtype=dtype,
-            eos_token_ids=_eos_token_ids(raw) | _eos_token_ids(generation),
-            default_sampling=_default_sampling(generation),
+            eos_token_ids=eos_token_ids(raw) | eos_token_ids(generation),
+            default_sampling=default_sampling(generation),
             **features,
         )
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -168,6 +173,13 @@ class ModelConfig:
     def num_kv_layers(self) -> int:
         """Number of layers that have K and V."""
         return self.num_hidden_layers - len(self.recurrent_layers)
+
+    @property
+    def checkpoint_architecture(self) -> str:
+        """Name of the architecture in `config.json`, or of its text part."""
+        if self.transformers_config is None:
+            return self.architecture
+        return architecture_of(self.transformers_config)
 
     @property
     def rope_theta(self) -> float:
@@ -238,7 +250,7 @@ def _scales(file: ConfigFile) -> dict[str, float | None]:
     return scales
 
 
-def _eos_token_ids(raw: Mapping[str, Any]) -> frozenset[int]:
+def eos_token_ids(raw: Mapping[str, Any]) -> frozenset[int]:
     """Return the EOS token ids of a config: the entry may be absent, one id or a list.
 
     Ids must fit in 32 bits. Some checkpoints have ids beyond their vocabulary, which are never
@@ -251,7 +263,7 @@ def _eos_token_ids(raw: Mapping[str, Any]) -> frozenset[int]:
     return frozenset(token_ids)
 
 
-def _default_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
+def default_sampling(generation: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sampling parameters that the model's authors recommend.
 
     An explicit `do_sample: false` means greedy sampling.

@@ -31,6 +31,11 @@ def config_with_overrides(
     """
     changed = files._replace(config=_changed(files.config, config.hf_overrides or {}))
     read = ModelConfig.from_files(changed, config.dtype, supported)
+    return with_sampling_overrides(read, config)
+
+
+def with_sampling_overrides(read: ModelConfig, config: EngineConfig) -> ModelConfig:
+    """Return `read` with the recommended sampling parameters that `config` chooses."""
     chosen = dict(config.override_generation_config or {})
     if "max_new_tokens" in chosen:  # as generation_config.json calls it
         chosen["max_tokens"] = chosen.pop("max_new_tokens")

@@ -8,12 +8,9 @@ are not read.
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanoserve.utils.checks import require, shown
-
-if TYPE_CHECKING:
-    from nanoserve.checkpoint.weight_files import Weights
 
 # The `model_type` in `text_config`, and the architecture that computes it. Positions of images have
 # three coordinates in the Qwen-VL models; those of text are three times the same.
@@ -65,27 +62,30 @@ _HEADS = ("lm_head.", "language_model.lm_head.")
 _OTHERS = re.compile(r"model\.(visual|vision|audio|image|multi_modal|mm_|connector|embed_vision)")
 
 
-def text_config(raw: Mapping[str, Any]) -> dict[str, Any] | None:
+def text_config(
+    raw: Mapping[str, Any], architectures: Mapping[str, str] = _ARCHITECTURES
+) -> dict[str, Any] | None:
     """Return the `config.json` that the text part of a multimodal model would have.
 
-    Returns None for other models, and if the text part is not of a supported type.
+    architectures: by `model_type`. Returns None for other models, and if the text part is not of
+    one of these types.
     """
     text = raw.get("text_config")
     if text is None and raw.get("vision_config") and raw.get("model_type") in _FLAT:
         text = {**raw, "model_type": _FLAT[raw["model_type"]]}
     if not isinstance(text, Mapping) or raw.get("is_encoder_decoder"):
         return None
-    architecture = _ARCHITECTURES.get(str(text.get("model_type")))
-    if architecture is None:
+    model_type = str(text.get("model_type"))
+    if model_type not in architectures:
         return None
-    defaults = zip(_SIZES, _DEFAULTS[text["model_type"]], strict=True)
-    own = {name: value for name, value in defaults if value is not None}
+    defaults = zip(_SIZES, _DEFAULTS.get(model_type, (None,) * len(_SIZES)), strict=True)
+    own: dict[str, Any] = {name: value for name, value in defaults if value is not None}
     own |= {name: value for name, value in text.items() if name != "quantization_config"}
     own |= {name: raw[name] for name in _OF_WHOLE if raw.get(name) is not None}
     for name in ("rope_parameters", "rope_scaling"):
         if isinstance(own.get(name), Mapping):
             own[name] = _without_coordinates(own[name])
-    return own | {"architectures": [architecture]}
+    return own | {"architectures": [architectures[model_type]]}
 
 
 def _without_coordinates(rope: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -104,12 +104,12 @@ class TextWeights:
     prefix, head: of the names of its tensors in the checkpoint.
     """
 
-    source: Any  # `Weights`
+    source: Any  # `nanoserve.checkpoint.weight_files.Weights`
     prefix: str
     head: str
 
     @classmethod
-    def of(cls, source: "Weights", names: Iterable[str]) -> "TextWeights":
+    def of(cls, source: object, names: Iterable[str]) -> "TextWeights":
         """Find the text model among the `names` of all tensors; raises `ValueError` otherwise."""
         embedding = "embed_tokens.weight"
         found = {*names}
@@ -134,6 +134,6 @@ class TextWeights:
         return "model." + stored.removeprefix(self.prefix)
 
 
-def name_in_model(source: "Weights", stored: str) -> str | None:
+def name_in_model(source: object, stored: str) -> str | None:
     """Return the model's name of a stored tensor; None if the model has no part with it."""
     return source.name_of(stored) if isinstance(source, TextWeights) else stored

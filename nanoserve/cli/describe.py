@@ -83,9 +83,13 @@ def _of_model(config: ModelConfig) -> Facts:
         "max_position_embeddings", "tie_word_embeddings", "multimodal_architecture",
     )  # fmt: skip
     facts = {name: getattr(config, name) for name in names}
-    usual = asdict(RopeConfig())
-    rope = {k: v for k, v in asdict(config.rope).items() if v != usual[k]}
-    facts["rope"] = {"rope_type": config.rope.rope_type, "theta": config.rope.theta} | rope
+    facts |= {"model_impl": "nanoserve", "architecture": config.checkpoint_architecture}
+    if config.transformers_config is not None:  # transformers knows the positions
+        facts |= {"model_impl": "transformers", "rope": None}
+    else:
+        usual = asdict(RopeConfig())
+        rope = {k: v for k, v in asdict(config.rope).items() if v != usual[k]}
+        facts["rope"] = {"rope_type": config.rope.rope_type, "theta": config.rope.theta} | rope
     facts["sliding_windows"] = sorted({window for window in config.sliding_windows if window})
     facts["num_recurrent_layers"] = len(config.recurrent_layers)
     facts["num_experts"] = None if config.moe is None else config.moe.num_experts

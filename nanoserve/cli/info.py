@@ -57,18 +57,15 @@ def _model_rows(facts: dict[str, Any]) -> Rows:
     if "architecture" not in facts:
         return rows
     heads = f"{facts['num_attention_heads']} ({facts['num_key_value_heads']} of K and V)"
-    settings = {k: v for k, v in facts["rope"].items() if k not in ("rope_type", "theta")}
-    lists = {k: f"of {len(v)} values" for k, v in settings.items() if isinstance(v, tuple)}
-    shown = [f"{name} {value}" for name, value in (settings | lists).items()]
-    rope = ", ".join([facts["rope"]["rope_type"], f"theta {facts['rope']['theta']:g}", *shown])
     rows += [
         ("architecture", _architecture(facts)),
         ("layers", f"{facts['num_hidden_layers']}, {facts['hidden_size']} wide"),
         ("heads", f"{heads}, of {facts['head_dim']}"),
         ("vocabulary", f"{facts['vocab_size']} tokens"),
         ("context", f"{facts['max_position_embeddings']} tokens"),
-        ("RoPE", rope),
     ]
+    if facts["rope"] is not None:
+        rows.append(("RoPE", _rope(facts["rope"])))
     if facts["num_recurrent_layers"]:
         rows.append(("recurrent", f"{facts['num_recurrent_layers']} layers have a state, no KV"))
     if facts["num_experts"] is not None:
@@ -80,7 +77,15 @@ def _model_rows(facts: dict[str, Any]) -> Rows:
 
 def _architecture(facts: dict[str, Any]) -> str:
     whole = facts["multimodal_architecture"]
-    return facts["architecture"] + (f", the text part of {whole}" if whole else "")
+    how = ", through transformers" if facts["model_impl"] == "transformers" else ""
+    return facts["architecture"] + (f", the text part of {whole}" if whole else how)
+
+
+def _rope(rope: dict[str, Any]) -> str:
+    settings = {k: v for k, v in rope.items() if k not in ("rope_type", "theta")}
+    lists = {k: f"of {len(v)} values" for k, v in settings.items() if isinstance(v, tuple)}
+    shown = [f"{name} {value}" for name, value in (settings | lists).items()]
+    return ", ".join([rope["rope_type"], f"theta {rope['theta']:g}", *shown])
 
 
 def _weight_rows(facts: dict[str, Any]) -> Rows:

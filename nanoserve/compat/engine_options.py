@@ -199,7 +199,6 @@ class VllmOptions(TypedDict, total=False):
     mm_shm_cache_max_object_size_mb: Any
     mm_tensor_ipc: Any
     model_class_overrides: Any
-    model_impl: Any
     model_loader_extra_config: Any
     model_weights: Any
     moe_backend: Any
@@ -287,6 +286,7 @@ class EngineOptions(VllmOptions, total=False):
     download_dir: str | Path | None
     trust_remote_code: bool
     dtype: Dtype | torch.dtype | None
+    model_impl: Literal["auto", "nanoserve", "transformers", "vllm"] | None
     load_format: Literal["auto", "safetensors", "dummy", "hf"] | None
     quantization: str | None
     quantization_group_size: int | None

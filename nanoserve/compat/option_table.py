@@ -98,8 +98,6 @@ FOREIGN: dict[str, Foreign] = {
     **_known("config_format", "config.json is the only format", _one_of("auto", "hf")),
     **_known("tokenizer_mode", "the checkpoint's tokenizer.json is used, by the tokenizers library",
              _one_of("auto", "hf")),
-    **_known("model_impl", "models are nanoserve's own; nanoserve.models.registry adds others",
-             _one_of("auto", "vllm")),
     **_known("model_weights", "pass the folder with config.json and weights as model"),
     **_known("tokens_only", "skip_tokenizer_init=True takes and returns token ids", _off),
     **_known("hf_config_path", "config.json must be in the folder of the weights"),

@@ -38,6 +38,7 @@ SPELLINGS: dict[str, dict[Any, Any]] = {
         "CPU_ATTN": "auto",
     },
     "load_format": {"hf": "auto"},
+    "model_impl": {"vllm": "nanoserve"},
     "distributed_executor_backend": {"uni": "mp"},
 }
 # Advice for values that are not supported here.

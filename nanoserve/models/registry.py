@@ -16,7 +16,7 @@ To add your own model, register its class, or the place to import the class from
 import torch
 from torch import nn
 
-from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.checkpoint.model_config import THROUGH_TRANSFORMERS, ModelConfig
 from nanoserve.models.layers.context import LayerContext
 from nanoserve.utils.registry import Registry
 
@@ -36,6 +36,7 @@ MODELS: Registry[type[nn.Module]] = Registry(
         "Qwen3NextForCausalLM": "nanoserve.models.qwen3_next:Qwen3NextForCausalLM",
         "Qwen3_5ForCausalLM": "nanoserve.models.qwen3_5:Qwen3_5ForCausalLM",
         "Qwen3_5MoeForCausalLM": "nanoserve.models.qwen3_5:Qwen3_5ForCausalLM",
+        THROUGH_TRANSFORMERS: "nanoserve.models.transformers:TransformersForCausalLM",
     },
 )
 
@@ -50,8 +51,8 @@ def register_model(architecture: str, model: str | type[nn.Module]) -> None:
 
 
 def supported_architectures() -> list[str]:
-    """Return the names of all architectures, in alphabetical order."""
-    return sorted(MODELS.names())
+    """Return the names of the architectures with a class of their own, in alphabetical order."""
+    return sorted(set(MODELS.names()) - {THROUGH_TRANSFORMERS})
 
 
 def model_class(architecture: str) -> type[nn.Module]:

@@ -19,7 +19,7 @@ from nanoserve.models.layers.ops import TorchOps
 from nanoserve.models.layers.routed_experts import RoutedExperts
 from nanoserve.models.quantization.linear_methods import choose_linear_method
 from nanoserve.models.quantization.schemes import check_activations
-from nanoserve.models.registry import weight_bytes
+from nanoserve.models.registry import model_class, weight_bytes
 from nanoserve.utils.registry import Registry
 from nanoserve.worker.backend_checks import (
     TRITON_ATTENTION,
@@ -80,12 +80,13 @@ def make_runner(
     from nanoserve.worker.cuda import Cuda
     from nanoserve.worker.cuda_device import CudaDevice  # imports Triton
 
-    attention = context.attention
+    attention, model = context.attention, model_class(model_config.architecture)
+    is_capturable = attention.capturable and getattr(model, "capturable", True)
     device = CudaDevice(
         config,
         Cuda(context.device),
-        is_capturable=attention.capturable,
-        captures_mixed_steps=attention.captures_mixed_steps,
+        is_capturable=is_capturable,
+        captures_mixed_steps=is_capturable and attention.captures_mixed_steps,
         second_models=second_models,
     )
     return ModelRunner.load(config, model_config, path, context, device)

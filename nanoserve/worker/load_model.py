@@ -46,6 +46,9 @@ def load_model(
     # 2) The model; its position tables have `num_positions` entries.
     context = replace(context, max_model_len=config.max_model_len, num_positions=num_positions)
     model = model_class(model_config.architecture)(model_config, context)
+    if hasattr(model, "load_weights"):  # the model's class reads its weights itself
+        model.load_weights(path, config.load_format)
+        return model
     is_deferred = any(hasattr(parameter, "bits") for parameter in model.parameters())
     load = load_weights
     if is_deferred or model_config.quantization_config:
@@ -88,7 +91,7 @@ def check_model(
     elsewhere: names of tensors that the files may also hold, for other pipeline stages.
     """
     path = _of_model(path, config, model_config)
-    if config.load_format != "dummy":
+    if config.load_format != "dummy" and not hasattr(model, "load_weights"):
         if model_config.quantization_config:
             check_quantized_weights(model, path, elsewhere)
         else:
@@ -157,10 +160,11 @@ def allocate_pool(
         for kv_cache in kv_caches:
             kv_cache.fill_(0.0)  # map all pages now: no step waits for the system
     pool = (num_kv_blocks + 1) * layout.block_bytes / 2**30
-    states = layout.states.describe()
+    name = model_config.checkpoint_architecture
     logger.info(
-        f"{model_config.architecture}, {model_config.dtype}, {num_kv_blocks} KV blocks of "
-        f"{config.block_size} tokens in {layout.spec.cache_key} ({pool:.2f} GiB){states}"
+        f"{name}, {model_config.dtype}, {num_kv_blocks} KV blocks of "
+        f"{config.block_size} tokens in {layout.spec.cache_key} ({pool:.2f} GiB)"
+        f"{layout.states.describe()}"
     )
     return kv_caches
 

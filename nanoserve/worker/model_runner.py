@@ -335,8 +335,5 @@ def _with_one_block(
     Its buffers are sized for the longest sequence that may turn out to fit.
     """
     longest = config.max_model_len or model_config.max_position_embeddings
-    return make(
-        allocate_caches(layout, 1, context.device),
-        blocks_needed(longest, config.block_size),
-        longest,
-    )
+    kv_caches = allocate_caches(layout, 1, context.device)
+    return make(kv_caches, blocks_needed(longest, config.block_size), longest)

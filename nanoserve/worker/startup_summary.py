@@ -27,7 +27,10 @@ def summary(engine: GuardedEngine) -> str:
     config, model_config, executor = engine.config, engine.model_config, engine.executor
     context = getattr(executor, "context", None)  # None if the model is in other processes
     size = config.block_size
-    parts = [repr(config.model), model_config.architecture, model_config.dtype, config.device]
+    architecture = model_config.checkpoint_architecture
+    if model_config.transformers_config is not None:
+        architecture += " through transformers"
+    parts = [repr(config.model), architecture, model_config.dtype, config.device]
     if config.tensor_parallel_size > 1:
         parts.append(f"{config.tensor_parallel_size} ranks")
     if config.pipeline_parallel_size > 1:

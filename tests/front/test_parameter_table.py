@@ -10,7 +10,7 @@ from fresh_modules import fresh_modules
 pytest.importorskip("fastapi", reason="pip install 'nanoserve[serve]'")  # one list is of its bodies
 
 from nanoserve import SamplingParams
-from nanoserve.checkpoint.model_config import _default_sampling
+from nanoserve.checkpoint.model_config import default_sampling
 from nanoserve.cli import chat
 from nanoserve.compat.sampling import FOREIGN
 from nanoserve.features.speculative.draft_model import _simplified
@@ -76,7 +76,7 @@ def test_every_parameter_of_bodies_is_a_field_of_theirs() -> None:
 
 def test_a_generation_config_recommends_what_it_did() -> None:
     generation = {name: number for number, name in enumerate(RECOMMENDED)}
-    found = _default_sampling({**generation, "num_beams": 4, "min_tokens": 2, "max_tokens": 9})
+    found = default_sampling({**generation, "num_beams": 4, "min_tokens": 2, "max_tokens": 9})
     assert found == {ours: generation[theirs] for theirs, ours in RECOMMENDED.items()}
 
 
@@ -115,7 +115,7 @@ def test_a_row_that_is_changed_is_seen_everywhere() -> None:
         given = params(num_speculative_tokens=4)
         assert given.filters_logits and not params(num_speculative_tokens=0).filters_logits
         assert draft_model._simplified(given).num_speculative_tokens == 4
-        recommended = model_config._default_sampling({"num_drafts": 3})
+        recommended = model_config.default_sampling({"num_drafts": 3})
         assert recommended == {"num_speculative_tokens": 3}
         assert flags == FLAGS | {"num_speculative_tokens": int}
         assert {*body._SAME} == OF_BODIES - {"num_speculative_tokens"} | {"detokenize"}
