@@ -96,14 +96,20 @@ FIELDS = {
 FAMILIES = {
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3 (text)",
+    "Glm4ForCausalLM": "GLM-4-0414",
+    "GlmForCausalLM": "GLM-4 (glm-4-9b-hf)",
+    "GraniteForCausalLM": "Granite 3",
     "LlamaForCausalLM": "Llama 2, 3, 3.1, 3.2 and derived models",
     "MiniCPMForCausalLM": "MiniCPM, MiniCPM4 (dense attention)",
     "MistralForCausalLM": "Mistral, with and without sliding window",
     "MixtralForCausalLM": "Mixtral",
+    "Olmo2ForCausalLM": "OLMo 2",
     "Phi3ForCausalLM": "Phi-3, Phi-3.5",
     "Qwen2ForCausalLM": "Qwen2, Qwen2.5",
+    "Qwen2MoeForCausalLM": "Qwen1.5-MoE, Qwen2-MoE",
     "Qwen3ForCausalLM": "Qwen3",
     "Qwen3MoeForCausalLM": "Qwen3's mixtures of experts",
+    "SmolLM3ForCausalLM": "SmolLM3",
 }
 
 # By `quant_method`: what is supported, and some of what is rejected.

@@ -16,11 +16,24 @@ _GATED_DELTA = {
     "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
     "linear_num_key_heads": 16, "linear_num_value_heads": 32, "attn_output_gate": True,
 }  # fmt: skip
+_GLM = {
+    "attention_bias": True, "head_dim": 128, "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
+}  # fmt: skip
+# Their `attention_bias` means q, k and v alone.
+WITHOUT_O_BIAS = ("GlmForCausalLM", "Glm4ForCausalLM")
 OTHER_SETTINGS: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"sliding_window": 4096, "rope_theta": 10_000.0},
     "MixtralForCausalLM": {
         "sliding_window": None, "num_experts": 8, "num_local_experts": None,
         "num_experts_per_tok": 2, "rope_theta": 1e6,
+    },
+    "Qwen2MoeForCausalLM": {
+        "qkv_bias": True, "use_sliding_window": False, "sliding_window": 4096,
+        "max_window_layers": 28, "layer_types": None,
+        "num_experts": 60, "num_local_experts": None, "num_experts_per_tok": 4,
+        "moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632,
+        "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None,
+        "rope_theta": 10_000.0,
     },
     "Qwen3MoeForCausalLM": {
         "attention_bias": False, "use_sliding_window": False, "sliding_window": 4096,
@@ -54,6 +67,19 @@ OTHER_SETTINGS: dict[str, dict[str, Any]] = {
         **_GEMMA,
         "final_logit_softcapping": None, "sliding_window_pattern": 6,
         "rope_theta": 1e6, "rope_local_base_freq": 10_000.0,
+    },
+    "GlmForCausalLM": _GLM,
+    "Glm4ForCausalLM": _GLM,
+    "GraniteForCausalLM": {
+        "attention_bias": False, "mlp_bias": False, "rope_theta": 10_000.0,
+        "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0,
+        "logits_scaling": 1.0,
+    },
+    "Olmo2ForCausalLM": {"attention_bias": False, "rope_theta": 10_000.0},
+    "SmolLM3ForCausalLM": {
+        "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True,
+        "use_sliding_window": False, "sliding_window": None, "layer_types": None,
+        "no_rope_layers": None, "no_rope_layer_interval": 4, "rope_theta": 2e6,
     },
     "MiniCPMForCausalLM": {
         "attention_bias": False, "tie_word_embeddings": True, "rope_theta": 10_000.0,

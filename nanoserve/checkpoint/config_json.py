@@ -107,15 +107,18 @@ class ConfigFile:
         """Return the RoPE settings of all layers; theta defaults to the architecture's."""
         objects = (self.raw.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
         is_given = any(isinstance(one, dict) and "rope_theta" in one for one in objects)
-        raw = {"rope_theta": None if is_given else self.implied["rope_theta"], **self.raw}
+        name = "partial_rotary_factor"
+        implied = {"rope_theta": None if is_given else self.implied["rope_theta"]}
+        implied[name] = self.implied.get(name)
+        raw = {**implied, **self.raw}
         if "mrope_section" in self.implied:  # of images' positions: text has one coordinate
             raw |= {
-                name: {k: v for k, v in raw[name].items() if not k.startswith("mrope_")}
-                for name in ("rope_parameters", "rope_scaling")
-                if isinstance(raw.get(name), dict)
+                key: {k: v for k, v in raw[key].items() if not k.startswith("mrope_")}
+                for key in ("rope_parameters", "rope_scaling")
+                if isinstance(raw.get(key), dict)
             }
-        share = self.implied.get("partial_rotary_factor")  # None: the architecture has no such
-        return RopeConfig.from_hf(raw, head_dim, max_positions, share)
+        may_be_partial = name in self.implied
+        return RopeConfig.from_hf(raw, head_dim, max_positions, may_be_partial=may_be_partial)
 
 
 def _others(architecture: str) -> dict[str, Any]:

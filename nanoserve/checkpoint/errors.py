@@ -150,8 +150,10 @@ _FORM = (
 )
 # Beginning of a model's name -> the organisation that publishes it.
 _ORGANISATIONS = {
-    "deepseek": "deepseek-ai", "gemma": "google", "llama": "meta-llama", "meta-llama": "meta-llama",
-    "minicpm": "openbmb", "mistral": "mistralai", "mixtral": "mistralai", "phi": "microsoft",
+    "deepseek": "deepseek-ai", "gemma": "google", "glm": "zai-org", "granite": "ibm-granite",
+    "llama": "meta-llama", "meta-llama": "meta-llama",
+    "minicpm": "openbmb", "mistral": "mistralai", "mixtral": "mistralai", "olmo": "allenai",
+    "phi": "microsoft",
     "qwen": "Qwen", "qwq": "Qwen", "smollm": "HuggingFaceTB", "tinyllama": "TinyLlama",
 }  # fmt: skip
 _ADDRESS = re.compile(r"https?://|(www\.)?(huggingface\.co|hf\.co)/", re.IGNORECASE)

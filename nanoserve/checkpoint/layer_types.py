@@ -1,4 +1,4 @@
-"""Layers of different types: some have a sliding window and, in Gemma 3, another rotary embedding.
+"""Layers of different types: with or without a sliding window, a rotary embedding, or another one.
 
 Files that could describe such layers, and do not rule them out, are read here too.
 """
@@ -19,6 +19,23 @@ def read_layer_types(file: ConfigFile, head_dim: int, max_positions: int) -> dic
         rope, local_rope = file.rope(head_dim, max_positions), None
     windows = _sliding_windows(file)
     return {"rope": rope, "local_rope": local_rope, "sliding_windows": windows}
+
+
+def layers_without_rope(file: ConfigFile) -> frozenset[int]:
+    """Return the indices of SmolLM3's layers without RoPE.
+
+    In files, `no_rope_layers` has a 1 for each layer with RoPE, and a 0 for each layer without it.
+    """
+    num_layers, flags = file.size("num_hidden_layers"), file.get("no_rope_layers")
+    if flags is None:
+        every = file.size("no_rope_layer_interval")
+        return frozenset(range(every - 1, num_layers, every))
+    require(
+        isinstance(flags, list) and len(flags) >= num_layers and all(f in (0, 1) for f in flags),
+        f"no_rope_layers={shown(flags)} must be a list of 0 and 1, one for each of the "
+        f"num_hidden_layers={num_layers}",
+    )
+    return frozenset(i for i in range(num_layers) if not flags[i])
 
 
 def _sliding_windows(file: ConfigFile) -> tuple[int | None, ...]:
@@ -50,8 +67,12 @@ def _is_windowed(file: ConfigFile, layer: int) -> bool:
         return layer % 2 == 0
     if file.has("sliding_window_pattern"):  # Gemma 3: every sixth layer has no window
         return (layer + 1) % file.size("sliding_window_pattern") != 0
+    if file.has("no_rope_layer_interval"):  # SmolLM3
+        return layer in layers_without_rope(file)
     if file.get("max_window_layers") is not None:
         check_int("max_window_layers", file.get("max_window_layers"), 0)
+        if file.architecture == "Qwen2MoeForCausalLM":
+            return layer % 2 == 0 and layer < file.get("max_window_layers")
         return layer >= file.get("max_window_layers")
     return True
 

@@ -10,12 +10,13 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from nanoserve.checkpoint.architecture_defaults import WITHOUT_O_BIAS
 from nanoserve.checkpoint.config_json import ConfigFile, architecture_of, read_json
 from nanoserve.checkpoint.errors import check_folder
 from nanoserve.checkpoint.formats.fields import check_quantization_config
 from nanoserve.checkpoint.gguf.config import read_settings
 from nanoserve.checkpoint.kv_formats import head_bytes, kv_format
-from nanoserve.checkpoint.layer_types import read_layer_types
+from nanoserve.checkpoint.layer_types import layers_without_rope, read_layer_types
 from nanoserve.checkpoint.linear_attention import LinearAttentionConfig
 from nanoserve.checkpoint.moe_config import MoEConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
@@ -28,9 +29,10 @@ from nanoserve.utils.parameter_table import PARAMETERS
 if TYPE_CHECKING:
     from nanoserve.checkpoint.gguf.container import GGUFFile
 
-# Files of Gemma, MiniCPM or a user's own model have some of these.
+# Files of Gemma, MiniCPM, Granite or a user's own model have some of these.
 _SCALES = (
     "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping", "scale_emb",
+    "attention_multiplier",
 )  # fmt: skip
 
 # The architecture of all models that transformers computes, as in vLLM.
@@ -72,6 +74,7 @@ class ModelConfig:
     sliding_windows: tuple[int | None, ...]  # per layer: tokens that a query sees, itself included
     dtype: str
     local_rope: RopeConfig | None = None  # of layers with a window, where it differs
+    layers_without_rope: frozenset[int] = frozenset()
     attention_soft_cap: float | None = None  # c: scores become c tanh(score / c)
     logits_soft_cap: float | None = None
     embedding_scale: float = 1.0
@@ -149,8 +152,10 @@ class ModelConfig:
             rms_norm_eps=file.positive("rms_norm_eps"),
             tie_word_embeddings=file.flag("tie_word_embeddings"),
             # Qwen2 always has these biases, without an entry in config.json.
-            qkv_bias=file.flag("attention_bias") or file.architecture == "Qwen2ForCausalLM",
-            o_bias=file.flag("attention_bias"),
+            qkv_bias=file.flag("attention_bias")
+            or file.flag("qkv_bias")
+            or file.architecture == "Qwen2ForCausalLM",
+            o_bias=file.flag("attention_bias") and file.architecture not in WITHOUT_O_BIAS,
             mlp_bias=file.flag("mlp_bias"),
             hidden_act=file.activation(),
             dtype=dtype,
@@ -222,6 +227,8 @@ def _features(file: ConfigFile, head_dim: int, max_positions: int) -> dict[str, 
         fields["sliding_windows"] = (None,) * file.size("num_hidden_layers")
     else:
         fields |= read_layer_types(file, head_dim, max_positions)
+    if file.has("no_rope_layers") or file.has("no_rope_layer_interval"):
+        fields["layers_without_rope"] = layers_without_rope(file)
     if any(file.has(name) for name in _SCALES):
         fields |= _scales(file)
     if file.has("num_experts_per_tok"):
@@ -234,7 +241,7 @@ def _features(file: ConfigFile, head_dim: int, max_positions: int) -> dict[str, 
 
 
 def _scales(file: ConfigFile) -> dict[str, float | None]:
-    """Return the scales and soft caps of Gemma and MiniCPM that the file sets."""
+    """Return the scales and soft caps of Gemma, MiniCPM and Granite that the file sets."""
     scales: dict[str, float | None] = {}
     if file.has("query_pre_attn_scalar"):
         scales["attention_scale"] = file.positive("query_pre_attn_scalar") ** -0.5
@@ -247,6 +254,11 @@ def _scales(file: ConfigFile) -> dict[str, float | None]:
         scales["embedding_scale"] = file.positive("scale_emb")
         scales["residual_scale"] = file.positive("scale_depth") / math.sqrt(layers)
         scales["logits_scale"] = file.positive("dim_model_base") / file.size("hidden_size")
+    if file.has("attention_multiplier"):  # Granite
+        scales["attention_scale"] = file.positive("attention_multiplier")
+        scales["embedding_scale"] = file.positive("embedding_multiplier")
+        scales["residual_scale"] = file.positive("residual_multiplier")
+        scales["logits_scale"] = 1 / file.positive("logits_scaling")
     return scales
 
 

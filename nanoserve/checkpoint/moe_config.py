@@ -15,7 +15,7 @@ class MoEConfig:
     intermediate_size: int  # of one expert
     norm_topk_prob: bool  # True if the weights of the chosen experts are normalised to sum to one
     dense_layers: frozenset[int] = frozenset()
-    shared_expert_intermediate_size: int | None = None  # of an expert that every token uses
+    shared_expert_intermediate_size: int | None = None  # None: no expert is shared by all tokens
 
     def __post_init__(self) -> None:
         require(
@@ -26,7 +26,7 @@ class MoEConfig:
 
     @classmethod
     def from_hf(cls, file: ConfigFile) -> "MoEConfig":
-        """Read the settings of Qwen3-MoE or Mixtral.
+        """Read the settings of Qwen2-MoE, Qwen3-MoE or Mixtral.
 
         Mixtral has fewer: no layer is dense, and the weights of the chosen experts sum to one.
         """
@@ -37,15 +37,14 @@ class MoEConfig:
         check_list("mlp_only_layers", dense, is_int, "integers")
         dense = frozenset(dense)
         layers = range(file.size("num_hidden_layers"))
+        shared = "shared_expert_intermediate_size"
         return cls(
             num_experts=_num_experts(file),
             num_experts_per_tok=file.size("num_experts_per_tok"),
             intermediate_size=file.size("moe_intermediate_size", "intermediate_size"),
             norm_topk_prob=norm,
             dense_layers=frozenset(i for i in layers if i in dense or (i + 1) % every),
-            shared_expert_intermediate_size=file.size("shared_expert_intermediate_size")
-            if file.has("shared_expert_intermediate_size")
-            else None,
+            shared_expert_intermediate_size=file.size(shared) if file.has(shared) else None,
         )
 
 

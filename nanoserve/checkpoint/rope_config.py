@@ -9,7 +9,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from nanoserve.checkpoint.rope_types import check_head_dim, check_parameters, read_settings
+from nanoserve.checkpoint.rope_types import (
+    check_head_dim,
+    check_parameters,
+    read_settings,
+    reject_partial,
+)
 from nanoserve.utils.checks import check_int, is_number, require, shown
 
 
@@ -35,7 +40,7 @@ class RopeConfig:
     mscale_all_dim: float | None = None
     short_factor: tuple[float, ...] | None = None  # one per pair of dimensions
     long_factor: tuple[float, ...] | None = None
-    partial_rotary_factor: float = 1.0  # share of a head's dimensions, the first, that is rotated
+    partial_rotary_factor: float = 1.0  # part of each head that is rotated
 
     def __post_init__(self) -> None:
         if any(
@@ -56,27 +61,44 @@ class RopeConfig:
         raw: Mapping[str, Any],
         head_dim: int,
         max_position_embeddings: int,
-        default_share: float | None = None,
+        *,
+        may_be_partial: bool = False,
     ) -> "RopeConfig":
         """Read the settings from `config.json` (`raw`).
 
-        `max_position_embeddings` is the value in that file, before any extension. `default_share`
-        is the architecture's `partial_rotary_factor`; None if it rotates whole heads only.
+        `max_position_embeddings` is the value in that file, before any extension. may_be_partial:
+        the model can rotate a part of each head.
         """
         settings = _settings(raw)
         is_default = settings.get("rope_type", settings.get("type", "default")) == "default"
         theta: Any = settings.get("rope_theta", raw.get("rope_theta"))
         is_plain = settings.keys() <= {"rope_theta", "rope_type", "type"} and is_number(theta)
-        is_whole = raw.get("partial_rotary_factor", default_share) is None
-        if is_default and is_plain and is_whole:
+        if is_default and is_plain and raw.get("partial_rotary_factor") is None:
             return cls(theta=theta)
-        config = cls(**read_settings(raw, settings, max_position_embeddings, default_share))
-        check_head_dim(config, head_dim)
+        found = read_settings(raw, settings, max_position_embeddings)
+        if not may_be_partial:
+            reject_partial(found["partial_rotary_factor"])
+        config = cls(**found)
+        check_head_dim(config, config.rotary_dim(head_dim))
         return config
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Return the number of dimensions of a head that are rotated."""
-        return int(head_dim * self.partial_rotary_factor)
+        """Return how many values of a head are rotated; raises `ValueError` for no whole pairs."""
+        rotary_dim = int(head_dim * self.partial_rotary_factor)
+        require(
+            rotary_dim > 0 and rotary_dim % 2 == 0,
+            f"partial_rotary_factor={self.partial_rotary_factor} of head_dim={head_dim} is "
+            f"{rotary_dim}, which must be even and above 0",
+        )
+        return rotary_dim
+
+    def check_whole(self) -> None:
+        """Raise `ValueError` unless the whole of each head is rotated."""
+        require(
+            self.partial_rotary_factor == 1,
+            f"partial_rotary_factor={self.partial_rotary_factor} needs a model that uses "
+            f"nanoserve.models.layers.partial_rotary.PartialRotaryEmbedding",
+        )
 
     def num_positions(self, max_position_embeddings: int) -> int:
         """Return the longest sequence, in tokens; the argument is the value in `config.json`.

@@ -75,8 +75,9 @@ def check_parameters(config: Any) -> None:
     )
     for field in fields(config)[2:]:
         value = getattr(config, field.name)
-        if field.name == "partial_rotary_factor":
-            continue  # of every type; `read_settings` has checked it
+        if field.name == "partial_rotary_factor":  # of all types
+            check_number(field.name, value, 0, 1, excludes_low=True)
+            continue
         if field.name in PARAMETERS[config.rope_type]:
             _check_parameter(config, field.name, value)
         else:
@@ -121,10 +122,7 @@ def _check_pairs(config: Any) -> None:
 
 
 def read_settings(
-    raw: Mapping[str, Any],
-    settings: dict[str, Any],
-    max_position_embeddings: int,
-    default_share: float | None = None,
+    raw: Mapping[str, Any], settings: dict[str, Any], max_position_embeddings: int
 ) -> dict[str, Any]:
     """Return the fields of a `RopeConfig`; arguments are as in `RopeConfig.from_hf`."""
     nested = sorted(name for name, value in settings.items() if isinstance(value, dict))
@@ -137,8 +135,7 @@ def read_settings(
     rope_type = rope_type if isinstance(rope_type, str) else shown(rope_type)
     rope_type = _OLD_NAMES.get(rope_type, rope_type)
     theta = settings.pop("rope_theta", raw.get("rope_theta"))
-    share = raw.get("partial_rotary_factor", default_share)
-    share = _checked_share(settings.pop("partial_rotary_factor", share), default_share is not None)
+    share = settings.pop("partial_rotary_factor", raw.get("partial_rotary_factor"))
     if rope_type not in PARAMETERS:
         settings = {}  # so that the error is about the type, not about its parameters
     harmless = _NO_EFFECT | _NO_EFFECT_OF_TYPE.get(rope_type, {})
@@ -149,40 +146,28 @@ def read_settings(
     }
     _reject_unknown(rope_type, settings)
     _add_implied(rope_type, settings, raw, max_position_embeddings)
-    whole = {} if share == 1 else {"partial_rotary_factor": share}
-    return {"rope_type": rope_type, "theta": theta, **settings, **whole}
+    settings["partial_rotary_factor"] = 1.0 if share is None else share
+    return {"rope_type": rope_type, "theta": theta, **settings}
 
 
 def check_head_dim(config: Any, head_dim: int) -> None:
-    """Raise `ValueError` unless a head is cut into pairs, and longrope has a factor for each.
-
-    A head has `head_dim` dimensions, of which `config.rotary_dim` are rotated.
-    """
-    rotary_dim = config.rotary_dim(head_dim)
-    require(
-        config.partial_rotary_factor == 1 or (rotary_dim > 0 and rotary_dim % 2 == 0),
-        f"partial_rotary_factor={config.partial_rotary_factor} of head_dim={head_dim} are "
-        f"{rotary_dim} dimensions, which must be an even number above 0",
-    )
+    """Raise `ValueError` unless longrope's factors have `head_dim` / 2 numbers."""
     for name in ("short_factor", "long_factor") if config.rope_type == "longrope" else ():
         count = len(getattr(config, name))
-        rule = f"has {count} numbers; head_dim={head_dim} needs {rotary_dim // 2}"
-        _check(config, count == rotary_dim // 2, name, rule)
+        rule = f"has {count} numbers; head_dim={head_dim} needs {head_dim // 2}"
+        _check(config, count == head_dim // 2, name, rule)
 
 
 def _is_positive(value: Any) -> bool:
     return is_number(value) and value >= _SMALLEST
 
 
-def _checked_share(share: Any, may_be_partial: bool) -> float:
-    """Return the share of a head that is rotated, which only some architectures let be below 1."""
-    if may_be_partial and share is not None:
-        return float(check_number("partial_rotary_factor", share, 0, 1, excludes_low=True))
+def reject_partial(share: Any) -> None:
+    """Raise `ValueError` unless the whole of each head is rotated."""
     require(
-        share is None or (is_number(share) and share == 1),
+        is_number(share) and share == 1,
         f"partial_rotary_factor={shown(share)} is not supported; it must be 1",
     )
-    return 1.0
 
 
 def _reject_unknown(rope_type: str, settings: Mapping[str, Any]) -> None:

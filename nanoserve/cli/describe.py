@@ -90,6 +90,7 @@ def _of_model(config: ModelConfig) -> Facts:
         usual = asdict(RopeConfig())
         rope = {k: v for k, v in asdict(config.rope).items() if v != usual[k]}
         facts["rope"] = {"rope_type": config.rope.rope_type, "theta": config.rope.theta} | rope
+    facts["layers_without_rope"] = sorted(config.layers_without_rope)
     facts["sliding_windows"] = sorted({window for window in config.sliding_windows if window})
     facts["num_recurrent_layers"] = len(config.recurrent_layers)
     facts["num_experts"] = None if config.moe is None else config.moe.num_experts

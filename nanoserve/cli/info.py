@@ -66,6 +66,8 @@ def _model_rows(facts: dict[str, Any]) -> Rows:
     ]
     if facts["rope"] is not None:
         rows.append(("RoPE", _rope(facts["rope"])))
+    if facts["layers_without_rope"]:
+        rows.append(("no RoPE", "in layers " + ", ".join(map(str, facts["layers_without_rope"]))))
     if facts["num_recurrent_layers"]:
         rows.append(("recurrent", f"{facts['num_recurrent_layers']} layers have a state, no KV"))
     if facts["num_experts"] is not None:

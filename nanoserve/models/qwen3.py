@@ -57,15 +57,16 @@ class Qwen3Attention(nn.Module):
 
     def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         """Compute attention, [num_tokens, hidden_size] -> the same; store the tokens' K and V."""
-        num_heads, num_kv_heads = self.layer.num_heads, self.layer.num_kv_heads
+        layer = self.layer
         # 1) One product yields all heads: [num_tokens, num_heads + 2 num_kv_heads, head_dim].
-        heads = self.qkv_proj(hidden).view(hidden.shape[0], -1, self.layer.head_dim)
+        heads = self.project(hidden)
         if self.ops.norm_rotate_store is not None:  # 2) to 5) as one kernel
             q = self.ops.norm_rotate_store(heads, self.rotary, self.norms, kv_cache, metadata)
         else:
             # 2) Queries, keys and values. k and v have fewer heads: a group of query heads shares
             #    one of each (GQA, Ainslie et al. 2023), which makes the cache smaller.
-            q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=1)
+            sizes = [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads]
+            q, k, v = heads.split(sizes, dim=1)
             # 3) Every query and key head is normalised over its head_dim.
             q_norm, k_norm = self.norms
             if q_norm is not None:
@@ -78,8 +79,12 @@ class Qwen3Attention(nn.Module):
             kv_cache.store(k, v, metadata.slot_mapping)
         # 6) Every token attends to the cached K and V up to itself: [num_tokens, num_heads,
         # head_dim].
-        attended = self.backend.attend(self.layer, q, kv_cache, metadata)
+        attended = self.backend.attend(layer, q, kv_cache, metadata)
         return self.o_proj(attended.flatten(1))
+
+    def project(self, hidden: Tensor) -> Tensor:
+        """Return this rank's heads of q, k and v."""
+        return self.qkv_proj(hidden).view(len(hidden), -1, self.layer.head_dim)
 
 
 class Qwen3MLP(nn.Module):

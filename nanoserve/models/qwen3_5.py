@@ -3,17 +3,9 @@
 Qwen3-Next whose checkpoints store the projections of linear attention in other tensors.
 """
 
-from collections.abc import Mapping
-from typing import ClassVar
-
 from nanoserve.models.layers.gated_delta_net import GatedDeltaNet
 from nanoserve.models.qwen3_next import Qwen3NextForCausalLM
 
 
 class Qwen3_5ForCausalLM(Qwen3NextForCausalLM):  # its name in config.json
     linear_attention_class = GatedDeltaNet
-    # Read by the loader: published mixtures of experts have them.
-    stacked_experts: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "gate_up_proj": ("gate_proj", "up_proj"),
-        "down_proj": ("down_proj",),
-    }

@@ -4,8 +4,9 @@ Full attention has an output gate, and rotates a quarter of each head. Norms mul
 their weight, as in Gemma. One more expert, weighted by a gate of its own, computes every token.
 """
 
-from collections.abc import Iterator
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -13,15 +14,14 @@ from torch import Tensor, nn
 from nanoserve.attention.interface import AttentionMetadata
 from nanoserve.attention.kv_cache import KVCache
 from nanoserve.attention.recurrent_state import LayerCache
-from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.models.gemma2 import GemmaRMSNorm
 from nanoserve.models.layers.context import LayerContext
-from nanoserve.models.layers.experts import SparseMoE
 from nanoserve.models.layers.gated_delta_net import GatedDeltaNet, InterleavedGatedDeltaNet
 from nanoserve.models.layers.ops import rotate
 from nanoserve.models.layers.rotary import RotaryEmbedding
-from nanoserve.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM, Qwen3MLP
+from nanoserve.models.layers.shared_expert import SharedExpertMoE
+from nanoserve.models.qwen3 import Qwen3Attention, Qwen3ForCausalLM, Qwen3MLP, Qwen3Model
 
 
 class GatedAttention(Qwen3Attention):
@@ -34,7 +34,7 @@ class GatedAttention(Qwen3Attention):
 
     def forward(self, hidden: Tensor, kv_cache: KVCache, metadata: AttentionMetadata) -> Tensor:
         num_heads, num_kv_heads = self.layer.num_heads, self.layer.num_kv_heads
-        heads = self.qkv_proj(hidden).view(hidden.shape[0], -1, self.layer.head_dim)
+        heads = self.project(hidden)
         q, k, v = heads.split([2 * num_heads, num_kv_heads, num_kv_heads], dim=1)
         q, gate = q.unflatten(1, (num_heads, 2)).unbind(dim=2)
         cos, sin = self.rotary.cos[metadata.positions], self.rotary.sin[metadata.positions]
@@ -53,29 +53,19 @@ def rotate_first(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((rotate(first, cos, sin), rest), dim=-1)
 
 
-class SharedExpertMoE(SparseMoE):
-    """A mixture of experts with one that computes every token, weighted by a sigmoid."""
-
-    def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
-        super().__init__(config, index, context)
-        shared = replace(config, intermediate_size=config.moe.shared_expert_intermediate_size)
-        self.shared_expert = Qwen3MLP(shared, index, context)
-        self.shared_gate = context.empty(1, config.hidden_size)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        weight = torch.nn.functional.linear(hidden, self.shared_gate).sigmoid()
-        return super().forward(hidden) + weight * self.shared_expert(hidden)
-
-    def checkpoint_tensors(self, own_name: str) -> Iterator[CheckpointTensor]:
-        yield from super().checkpoint_tensors(own_name)
-        name, shape = f"{own_name}.shared_expert_gate.weight", tuple(self.shared_gate.shape)
-        yield CheckpointTensor(name, self.shared_gate, shape)
-
-
 def sparse_or_dense(config: ModelConfig, index: int, context: LayerContext) -> nn.Module:
     """Return the feed-forward of layer `index`."""
     is_dense = config.moe is None or index in config.moe.dense_layers
     return (Qwen3MLP if is_dense else SharedExpertMoE)(config, index, context)
+
+
+class Qwen3NextModel(Qwen3Model):
+    def rotary_by_layer(self, config: ModelConfig, context: LayerContext) -> list[RotaryEmbedding]:
+        """Return tables as wide as the part of a head that is rotated: see `rotate_first`."""
+        rotary_dim = config.rope.rotary_dim(config.head_dim)
+        whole = replace(config.rope, partial_rotary_factor=1.0)
+        rotary = RotaryEmbedding(whole, rotary_dim, config.max_position_embeddings, context)
+        return [rotary] * config.num_hidden_layers
 
 
 class Qwen3NextDecoderLayer(nn.Module):
@@ -107,10 +97,15 @@ class Qwen3NextDecoderLayer(nn.Module):
 
 
 class Qwen3NextForCausalLM(Qwen3ForCausalLM):
+    model_class = Qwen3NextModel
     layer_class = Qwen3NextDecoderLayer  # type: ignore[assignment]  # it has the same constructor
     attention_class, norm_class = GatedAttention, GemmaRMSNorm
     linear_attention_class: type[GatedDeltaNet] = InterleavedGatedDeltaNet
     mlp_class = staticmethod(sparse_or_dense)  # type: ignore[assignment]  # called like a class
+    # Read by the loader.
     fused_tensors = GatedDeltaNet.fused_tensors
-    # Heads for multi-token prediction are not read.
-    unread_prefixes = ("mtp.",)
+    stacked_experts: ClassVar[Mapping[str, tuple[str, ...]]] = {  # as Qwen3.5 is published
+        "gate_up_proj": ("gate_proj", "up_proj"),
+        "down_proj": ("down_proj",),
+    }
+    unread_prefixes = ("mtp.",)  # of heads for multi-token prediction

@@ -12,18 +12,23 @@ pytest.importorskip("gguf", reason="pip install 'nanoserve[gguf]'")
 
 from gguf_models import KINDS, ModelWriter
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
-from tiny_checkpoints import make_checkpoint, prompt_logits
+from tiny_checkpoints import GRANITE, make_checkpoint, prompt_logits
 from transformers import (
     AutoModelForCausalLM,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    Glm4ForCausalLM,
+    GraniteForCausalLM,
     LlamaForCausalLM,
     MixtralForCausalLM,
+    Olmo2ForCausalLM,
     Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2ForCausalLM,
+    Qwen2MoeForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
+    SmolLM3ForCausalLM,
 )
 
 from nanoserve import LLM, SamplingParams
@@ -118,6 +123,28 @@ CASES: dict[str, tuple[str, type[PreTrainedModel], dict[str, Any], dict[str, Any
         "phi3", Phi3ForCausalLM, {"sliding_window": 17},
         {"attention.sliding_window": 17, "attention.key_length": None, "vocab_size": None},
     ),
+    "glm4": (
+        "glm4", Glm4ForCausalLM,
+        {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.25}}, {},
+    ),
+    "granite": (
+        "granite", GraniteForCausalLM, GRANITE,
+        {"attention.scale": 0.15, "embedding_scale": 12.0, "residual_scale": 0.22,
+         "logit_scale": 8.0},
+    ),
+    "granite, biased, without scales": (
+        "granite", GraniteForCausalLM, {"attention_multiplier": 0.25, "attention_bias": True},
+        {"logit_scale": 1.0},
+    ),
+    "olmo2": ("olmo2", Olmo2ForCausalLM, {}, {}),
+    "qwen2-moe": (
+        "qwen2moe", Qwen2MoeForCausalLM,
+        MOE | {"head_dim": 16, "shared_expert_intermediate_size": 64},
+        {"expert_count": 6, "expert_used_count": 2},
+    ),
+    "smollm3": (  # every fourth layer has no RoPE
+        "smollm3", SmolLM3ForCausalLM, {"num_hidden_layers": 5, "tie_word_embeddings": True}, {},
+    ),
     "phi3, longrope": (
         "phi3", Phi3ForCausalLM,
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32,
@@ -166,7 +193,9 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.small(case=["llama", "mixtral", "phi3"], kind=["BF16", "Q4_0"])
-@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma3", "mixtral", "phi3"])
+@pytest.mark.parametrize(
+    "case", ["llama", "qwen3", "gemma3", "glm4", "mixtral", "olmo2", "phi3", "qwen2-moe"]
+)
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0"])
 def test_so_they_are_from_smaller_types(case: str, kind: str, tmp_path: Path) -> None:
     assert_agrees(*write(case, tmp_path, kind))
@@ -182,14 +211,16 @@ def test_so_they_are_from_blocks_of_256(case: str, kind: str, tmp_path: Path) ->
 
 
 @pytest.mark.small(kind=["Q4_0"])
-@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen2-moe", "qwen3"])
 @pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_0"])
 @torch.inference_mode()
 def test_transformers_reads_the_same_from_the_file(case: str, kind: str, tmp_path: Path) -> None:
     """Its own reader of GGUF, where it knows the architecture: names, permutation, settings."""
     pytest.importorskip("accelerate")
-    # Of a Qwen3's file it does not read the size of a head.
-    _, path = write(case, tmp_path, kind, **{"head_dim": 128} if case == "qwen3" else {})
+    # There are sizes that it does not read, and takes from its defaults.
+    sizes = {"moe_intermediate_size": 1408, "shared_expert_intermediate_size": 5632}
+    sizes = {"qwen2-moe": sizes, "qwen3": {"head_dim": 128}}.get(case, {})
+    _, path = write(case, tmp_path, kind, **sizes)
     options = {"gguf_file": path.name, "dtype": torch.float32}
     assert_agrees(AutoModelForCausalLM.from_pretrained(tmp_path, **options), path)
 
@@ -227,3 +258,25 @@ def test_the_data_type_follows_the_matrices(kind: str, dtype: str, tmp_path: Pat
 def test_no_gemma_computes_in_float16_by_itself(tmp_path: Path) -> None:
     _, path = write("gemma2", tmp_path, "F16")
     assert ModelConfig.from_checkpoint(path).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("case", "extra", "message"),
+    [
+        ("granite", {"rope.scaling.finetuned": False}, "granite.rope.scaling.finetuned=False"),
+        ("granite", {"logit_scale": 0.0}, "logit_scale=0.0"),
+        ("granite", {"embedding_scale": "12"}, "embedding_multiplier='12'"),
+        ("glm4", {"rope.dimension_count": 18}, "partial_rotary_factor=1.125"),
+        ("glm4", {"rope.dimension_count": 5}, "of head_dim=16 is 5, which must be even"),
+        ("olmo2", {"attention.sliding_window": 4096}, "attention.sliding_window"),  # OLMo 3
+        ("smollm3", {"rope.dimension_count": 8}, "dimension_count=8 is not supported"),
+    ],
+)
+def test_what_another_computation_needs_is_refused_by_name(
+    case: str, extra: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    arch, architecture, settings, usual = CASES[case]
+    model = make_checkpoint(architecture, tmp_path / "checkpoint", **(SMALL | settings))
+    ModelWriter(model, arch, "F32").write(tmp_path / "model.gguf", usual | extra)
+    with pytest.raises(ValueError, match=message):
+        ModelConfig.from_checkpoint(tmp_path / "model.gguf")

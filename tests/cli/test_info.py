@@ -6,8 +6,15 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
-from tiny_checkpoints import edit_json, make_checkpoint, make_qwen3
-from transformers import Gemma3ForCausalLM, MixtralForCausalLM, Phi3ForCausalLM, Qwen3ForCausalLM
+from tiny_checkpoints import SMOLLM3, edit_json, make_checkpoint, make_qwen3
+from transformers import (
+    Gemma3ForCausalLM,
+    MixtralForCausalLM,
+    Phi3ForCausalLM,
+    Qwen2MoeForCausalLM,
+    Qwen3ForCausalLM,
+    SmolLM3ForCausalLM,
+)
 
 import nanoserve.worker.cpu_device
 from nanoserve import LLM
@@ -63,6 +70,11 @@ def test_the_pool_is_that_of_an_engine(options: dict[str, Any]) -> None:
         (Gemma3ForCausalLM, {}),
         (Phi3ForCausalLM, {}),
         (MixtralForCausalLM, {"num_local_experts": 3}),
+        (
+            Qwen2MoeForCausalLM,
+            {"num_experts": 3, "num_experts_per_tok": 2, "head_dim": 12}
+            | {"moe_intermediate_size": 24, "shared_expert_intermediate_size": 36},
+        ),
     ],
 )
 def test_weights_are_counted_without_reading_them(
@@ -172,3 +184,9 @@ def test_it_is_also_told_in_words(capsys: pytest.CaptureFixture[str]) -> None:
         "refused         max_model_len",
     ):
         assert line in told
+
+
+def test_layers_without_rope_are_named(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    make_checkpoint(SmolLM3ForCausalLM, tmp_path, **SMOLLM3 | {"no_rope_layers": [0, 1, 0]})
+    assert main(["info", str(tmp_path), "--skip-tokenizer-init"]) == 0
+    assert "in layers 0, 2\n" in capsys.readouterr().out

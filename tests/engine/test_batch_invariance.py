@@ -14,7 +14,14 @@ from typing import Any, NamedTuple
 import pytest
 from model_fuzz import VOCAB_SIZE, Difference, ModelRun, reference_engine
 from tiny_checkpoints import GEMMA2, make_checkpoint
-from transformers import Gemma2ForCausalLM, PreTrainedModel, Qwen3ForCausalLM, Qwen3MoeForCausalLM
+from transformers import (
+    Gemma2ForCausalLM,
+    Olmo2ForCausalLM,
+    PreTrainedModel,
+    Qwen2MoeForCausalLM,
+    Qwen3ForCausalLM,
+    Qwen3MoeForCausalLM,
+)
 
 from nanoserve import LLM, SamplingParams
 
@@ -51,6 +58,12 @@ KINDS = {
     ),
     "fp8 KV cache": Kind(Qwen3ForCausalLM, {}, {"kv_cache_dtype": "fp8"}),
     "experts": Kind(Qwen3MoeForCausalLM, EXPERTS, {"dtype": "bfloat16"}),
+    "a shared expert": Kind(
+        Qwen2MoeForCausalLM,
+        EXPERTS | {"shared_expert_intermediate_size": 48},
+        {"dtype": "bfloat16"},
+    ),
+    "all heads normalised together": Kind(Olmo2ForCausalLM, {}, {"dtype": "bfloat16"}),
     "windows and GELU": Kind(  # three groups of layers, so that three times the blocks are needed
         Gemma2ForCausalLM,
         GEMMA2,

@@ -342,7 +342,7 @@ def test_tensors_for_other_purposes_are_not_read(
 def test_experts_may_be_stored_as_one_stack(options: dict[str, Any], tmp_path: Path) -> None:
     if options:
         pytest.importorskip("numba", reason="pip install 'nanoserve[cpu]'")
-    make_checkpoint(Qwen3_5MoeForCausalLM, tmp_path, **DELTA_MOE)
+    model = make_checkpoint(Qwen3_5MoeForCausalLM, tmp_path, **DELTA_MOE)
     expected = greedy(tmp_path, PROMPTS, **options)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -356,6 +356,10 @@ def test_experts_may_be_stored_as_one_stack(options: dict[str, Any], tmp_path: P
         tensors[f"{prefix}.down_proj"] = down
     save_file(tensors, file)
     assert greedy(tmp_path, PROMPTS, **options) == expected
+    with LLM(tmp_path, **OPTIONS | options) as llm:  # so does transformers, in a trainer
+        llm.update_weights(model)
+        outputs = llm.generate(PROMPTS, LONG, use_tqdm=False)
+        assert [output.outputs[0].token_ids for output in outputs] == expected
     tensors[f"{prefix}.down_proj"] = down[:5]
     save_file(tensors, file)
     with pytest.raises(ValueError, match=r"experts.down_proj is \[5, 48, 24\], not \[6, 48, 24\]"):

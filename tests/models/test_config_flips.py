@@ -13,12 +13,24 @@ import pytest
 import torch
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
 from same_or_refused import TOKEN_IDS, check
-from tiny_checkpoints import DELTA, DELTA_MOE, GEMMA2, GEMMA3, edit_json, make_checkpoint
+from tiny_checkpoints import (
+    DELTA,
+    DELTA_MOE,
+    GEMMA2,
+    GEMMA3,
+    GRANITE,
+    SMOLLM3,
+    edit_json,
+    make_checkpoint,
+)
 from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    Glm4ForCausalLM,
+    GraniteForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
+    Olmo2ForCausalLM,
     Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2ForCausalLM,
@@ -26,6 +38,7 @@ from transformers import (
     Qwen3_5MoeForCausalLM,
     Qwen3ForCausalLM,
     Qwen3NextForCausalLM,
+    SmolLM3ForCausalLM,
 )
 
 pytestmark = pytest.mark.small(written=["qwen3"])  # of Gemma, test_gemma.py changes every entry
@@ -34,15 +47,19 @@ ALL = {"num_experts": 2}  # for each token, so that rounding to 16 bits does not
 MODELS: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
     "gemma2": (Gemma2ForCausalLM, GEMMA2),
     "gemma3": (Gemma3ForCausalLM, GEMMA3),
+    "glm4": (Glm4ForCausalLM, {}),
+    "granite": (GraniteForCausalLM, GRANITE),
     "llama": (LlamaForCausalLM, {}),
     "minicpm": (MiniCPMForCausalLM, MINICPM4),
     "mistral": (MistralForCausalLM, WINDOWED),
+    "olmo2": (Olmo2ForCausalLM, {}),
     "phi3": (Phi3ForCausalLM, WINDOWED),
     "qwen2": (Qwen2ForCausalLM, WINDOWED | {"use_sliding_window": True, "max_window_layers": 1}),
     "qwen3": (Qwen3ForCausalLM, WINDOWED | {"use_sliding_window": True, "max_window_layers": 1}),
     "qwen3-next": (Qwen3NextForCausalLM, DELTA_MOE | ALL),
     "qwen3.5": (Qwen3_5ForCausalLM, DELTA),
     "qwen3.5-moe": (Qwen3_5MoeForCausalLM, DELTA_MOE | ALL),
+    "smollm3": (SmolLM3ForCausalLM, SMOLLM3 | WINDOWED | {"use_sliding_window": True}),
 }
 LOCAL = ["sliding_attention", "full_attention"]
 LINEAR = ["linear_attention", "full_attention"]
@@ -50,14 +67,17 @@ ROPES = [
     {"rope_type": "default", "rope_theta": 1e6},
     {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
     {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
-    {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "partial_rotary_factor": 0.5},
     {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]},
+    {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
+    {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.25},
 ]
 # Where a value of the same type would not do.
 VALUES: dict[str, list[Any]] = {
-    "attention_bias": [True],
+    "attention_bias": [True, False],
+    "attention_multiplier": [0.3],
     "attn_logit_softcapping": [1.0, None],
     "dtype": ["bfloat16", "float16", "float64"],
+    "embedding_multiplier": [2.0],
     "final_logit_softcapping": [2.0, None],
     "head_dim": [8, 12, None],
     "hidden_act": ["gelu_pytorch_tanh", "gelu", "relu"],
@@ -84,14 +104,18 @@ VALUES: dict[str, list[Any]] = {
     "norm_topk_prob": [False],
     "decoder_sparse_step": [2],
     "mlp_only_layers": [[0]],
+    "logits_scaling": [3],
     "max_position_embeddings": [64, 4096],
     "max_window_layers": [0, 2],
     "mlp_bias": [True],
+    "no_rope_layer_interval": [1, 3],
+    "no_rope_layers": [[1, 0, 0], [0, 0, 0, 1], None],
     "num_attention_heads": [2, 8],
     "num_hidden_layers": [1, 3],
     "num_key_value_heads": [1, 4, None],
     "original_max_position_embeddings": [256],
     "query_pre_attn_scalar": [64],
+    "residual_multiplier": [0.5],
     "rms_norm_eps": [1e-2],
     "rope_parameters": ROPES,
     "scale_depth": [1.0, 3.0],

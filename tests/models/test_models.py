@@ -9,23 +9,38 @@ import pytest
 import torch
 import toy_model
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
-from tiny_checkpoints import DELTA, DELTA_MOE, GEMMA2, GEMMA3, edit_json, make_checkpoint
+from tiny_checkpoints import (
+    DELTA,
+    DELTA_MOE,
+    GEMMA2,
+    GEMMA3,
+    GRANITE,
+    SMOLLM3,
+    edit_json,
+    make_checkpoint,
+)
 from torch import nn
 from toy_model import LoudForCausalLM
 from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    Glm4ForCausalLM,
+    GlmForCausalLM,
+    GraniteForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
     MixtralForCausalLM,
+    Olmo2ForCausalLM,
     Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2ForCausalLM,
+    Qwen2MoeForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5MoeForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
     Qwen3NextForCausalLM,
+    SmolLM3ForCausalLM,
 )
 
 from nanoserve import LLM, SamplingParams
@@ -33,6 +48,13 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.models import registry
 from nanoserve.models.registry import model_class, register_model, supported_architectures
 
+QWEN2_MOE = {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 36,
+    "head_dim": 12,
+}
 QWEN3_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 NEAR_TIE = 1e-5  # a gap that transformers itself may see the other way round
 LONGROPE = {
@@ -46,6 +68,18 @@ LONGROPE = {
 CASES = {
     "gemma2": (Gemma2ForCausalLM, GEMMA2),
     "gemma3": (Gemma3ForCausalLM, GEMMA3),
+    "glm": (GlmForCausalLM, {}),
+    "glm4": (Glm4ForCausalLM, {"tie_word_embeddings": True}),
+    "glm4, 1 KV head, a quarter": (
+        Glm4ForCausalLM,
+        {
+            "num_key_value_heads": 1,
+            "attention_bias": False,
+            "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.25},
+        },
+    ),
+    "granite": (GraniteForCausalLM, GRANITE | {"tie_word_embeddings": True}),
+    "granite, biased": (GraniteForCausalLM, GRANITE | {"attention_bias": True, "mlp_bias": True}),
     "llama": (LlamaForCausalLM, {}),
     "llama, biased": (
         LlamaForCausalLM,
@@ -59,6 +93,11 @@ CASES = {
     "minicpm, biased": (MiniCPMForCausalLM, MINICPM4 | {"attention_bias": True}),
     "mistral": (MistralForCausalLM, {"sliding_window": None}),
     "mistral, window": (MistralForCausalLM, {"sliding_window": 21}),
+    "olmo2": (Olmo2ForCausalLM, {}),
+    "olmo2, 1 KV head": (
+        Olmo2ForCausalLM,
+        {"num_key_value_heads": 1, "attention_bias": True, "tie_word_embeddings": True},
+    ),
     "phi3": (Phi3ForCausalLM, {"sliding_window": 17}),
     "phi3, longrope": (
         Phi3ForCausalLM,
@@ -68,6 +107,14 @@ CASES = {
     "qwen2, tied": (
         Qwen2ForCausalLM,
         {"head_dim": 12, "tie_word_embeddings": True, "num_key_value_heads": 4},
+    ),
+    "qwen2-moe": (Qwen2MoeForCausalLM, QWEN2_MOE),
+    "qwen2-moe, normalised, tied": (
+        Qwen2MoeForCausalLM,
+        QWEN2_MOE
+        | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]}
+        | {"norm_topk_prob": True, "tie_word_embeddings": True, "qkv_bias": False}
+        | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
     ),
     "qwen3": (Qwen3ForCausalLM, {}),
     "qwen3, window in layer 1": (
@@ -106,11 +153,21 @@ CASES = {
         | {"rope_parameters": {"rope_theta": 1e3, "partial_rotary_factor": 0.5}},
     ),
     "qwen3.5-moe": (Qwen3_5MoeForCausalLM, DELTA_MOE),
+    "smollm3": (SmolLM3ForCausalLM, SMOLLM3),
+    "smollm3, window": (  # in the layers without RoPE
+        SmolLM3ForCausalLM,
+        SMOLLM3
+        | {"no_rope_layers": [0, 1, 0, 1], "use_sliding_window": True, "sliding_window": 9}
+        | {"attention_bias": True, "mlp_bias": True},
+    ),
 }
 
 VARIANTS = {  # of architectures that have another case
-    "llama, biased", "llama, 1 KV head", "minicpm, biased", "mistral", "phi3, longrope",
-    "qwen2, tied", "qwen3", "mixtral", "qwen3-moe", "qwen3-moe, normalised, tied",
+    "glm", "glm4, 1 KV head, a quarter", "granite, biased", "llama, biased",
+    "llama, 1 KV head", "minicpm, biased", "mistral",
+    "olmo2, 1 KV head", "phi3, longrope", "qwen2, tied", "qwen2-moe, normalised, tied", "qwen3",
+    "mixtral", "qwen3-moe",
+    "qwen3-moe, normalised, tied", "smollm3",
     "qwen3-next, few dense layers", "qwen3.5, tied", "qwen3.5-moe",
 }  # fmt: skip
 
@@ -193,15 +250,25 @@ def test_log_probabilities_are_those_of_transformers(case: str, made: Made) -> N
 
 
 @pytest.mark.full(
-    case=["gemma3", "llama, biased", "mixtral", "phi3", "qwen3-next", "qwen3.5, tied"]
+    case=[
+        "gemma3",
+        "llama, biased",
+        "mixtral",
+        "olmo2, 1 KV head",
+        "phi3",
+        "qwen3-next",
+        "qwen3.5, tied",
+    ]
 )
 # Mixtral: three experts on two ranks.
 @pytest.mark.size("full")
 @pytest.mark.parametrize(
     "case",
     [
-        "gemma2", "gemma3", "llama, biased", "minicpm4", "mixtral", "phi3",
-        "qwen2", "qwen3", "qwen3-moe", "qwen3-next", "qwen3.5, tied", "qwen3.5-moe",
+        "gemma2", "gemma3", "glm4", "llama, biased", "minicpm4", "mixtral", "olmo2",
+        "olmo2, 1 KV head",
+        "phi3", "qwen2", "qwen2-moe", "qwen3", "qwen3-moe",
+        "qwen3-next", "qwen3.5, tied", "qwen3.5-moe",
     ],
 )  # fmt: skip
 def test_so_are_those_of_two_ranks(case: str, made: Made) -> None:
@@ -222,8 +289,9 @@ def test_so_are_those_of_two_ranks(case: str, made: Made) -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        "gemma2", "gemma3", "llama", "minicpm4", "mistral, window", "mixtral, tied, window",
-        "phi3", "qwen2", "qwen3, window in layer 1", "qwen3-moe, dense layers", "qwen3.5",
+        "gemma2", "gemma3", "glm4", "llama", "minicpm4", "mistral, window", "mixtral, tied, window",
+        "olmo2", "phi3", "qwen2", "qwen3, window in layer 1", "qwen3-moe, dense layers",
+        "smollm3, window", "qwen3.5",
     ],
 )  # fmt: skip
 def test_so_are_those_of_the_interpreted_kernels(

@@ -6,7 +6,12 @@ from typing import Any
 import pytest
 import torch
 from tiny_checkpoints import edit_json, make_checkpoint, prompt_logits
-from transformers import MixtralForCausalLM, PreTrainedModel, Qwen3MoeForCausalLM
+from transformers import (
+    MixtralForCausalLM,
+    PreTrainedModel,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeForCausalLM,
+)
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
@@ -20,8 +25,10 @@ from nanoserve.models.registry import model_class
 
 PROMPT = [(7 * i * i + i) % 300 for i in range(40)]
 QWEN = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+QWEN2 = QWEN | {"head_dim": 12, "shared_expert_intermediate_size": 36}
 MIXTRAL = {"num_local_experts": 6}
 ARCHITECTURES: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
+    "qwen2-moe": (Qwen2MoeForCausalLM, QWEN2),
     "qwen3-moe": (Qwen3MoeForCausalLM, QWEN),
     "mixtral": (MixtralForCausalLM, MIXTRAL),
 }
@@ -63,6 +70,12 @@ def assert_agrees(model: PreTrainedModel, path: Path) -> torch.Tensor:
         ("qwen3-moe", {"use_sliding_window": True, "sliding_window": 9}),
         ("qwen3-moe", {"use_sliding_window": False, "sliding_window": 9}),
         ("qwen3-moe", {"output_router_logits": True}),
+        ("qwen2-moe", {"shared_expert_intermediate_size": 20}),
+        ("qwen2-moe", {"norm_topk_prob": True}),
+        ("qwen2-moe", {"qkv_bias": False}),
+        ("qwen2-moe", {"mlp_only_layers": [0], "intermediate_size": 50}),
+        ("qwen2-moe", {"use_sliding_window": True, "sliding_window": 9}),
+        ("qwen2-moe", {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 0}),
         ("mixtral", {"num_local_experts": 2}),
         ("mixtral", {"num_experts_per_tok": 1}),
         ("mixtral", {"num_experts_per_tok": 6}),
@@ -104,6 +117,8 @@ def test_another_activation_is_refused(name: str, tmp_path: Path) -> None:
         ("qwen3-moe", {"mlp_only_layers": None}),
         ("qwen3-moe", {"use_sliding_window": True, "sliding_window": 9}),
         ("qwen3-moe", {"max_window_layers": 1, "layer_types": ["full_attention"] * 2}),
+        ("qwen2-moe", {"qkv_bias": ..., "norm_topk_prob": ..., "attention_bias": True}),
+        ("qwen2-moe", {"layer_types": ..., "use_sliding_window": True, "sliding_window": 9}),
         ("mixtral", {"num_experts": 6, "num_local_experts": ...}),
         ("mixtral", {"num_experts_per_tok": 1}),
         ("mixtral", {"num_experts_per_tok": ...}),
@@ -145,6 +160,10 @@ def test_an_edited_file_is_read_as_transformers_reads_it(
         ("qwen3-moe", {"mlp_only_layers": ["1"]}, "mlp_only_layers=.*must be a list"),
         ("qwen3-moe", {"norm_topk_prob": None}, "norm_topk_prob=None must be True or False"),
         ("qwen3-moe", {"norm_topk_prob": "no"}, "norm_topk_prob='no' must be True or False"),
+        ("qwen2-moe", {"shared_expert_intermediate_size": 0}, "shared_expert_intermediate_size=0"),
+        ("qwen2-moe", {"shared_expert_intermediate_size": None}, "shared_expert_intermediate_size"),
+        ("qwen2-moe", {"shared_expert_intermediate_size": ...}, r"not \[5632, 48\]"),
+        ("qwen2-moe", {"num_experts": 0}, "num_experts=0"),
         ("mixtral", {"num_local_experts": ...}, "missing: .*experts.6.w3.*and 8 more"),
         ("mixtral", {"num_experts": 5}, "contradicts itself.*5.*6"),
         ("mixtral", {"num_experts_per_tok": None}, "num_experts_per_tok"),

@@ -12,17 +12,30 @@ from minicpm_reference import MINICPM4, MiniCPMForCausalLM
 from quantized_checkpoints import CASES as QUANTIZED
 from quantized_checkpoints import make_quantized
 from safetensors.torch import load_file, save_file
-from tiny_checkpoints import GEMMA2, GEMMA3, make_checkpoint, make_qwen3, prompt_logits
+from tiny_checkpoints import (
+    GEMMA2,
+    GEMMA3,
+    GRANITE,
+    SMOLLM3,
+    make_checkpoint,
+    make_qwen3,
+    prompt_logits,
+)
 from torch import Tensor, nn
 from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    Glm4ForCausalLM,
+    GraniteForCausalLM,
     MixtralForCausalLM,
+    Olmo2ForCausalLM,
     Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2ForCausalLM,
+    Qwen2MoeForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
+    SmolLM3ForCausalLM,
 )
 
 from nanoserve.checkpoint.loader import load_weights
@@ -44,6 +57,11 @@ CASES: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
     "biases": (Qwen2ForCausalLM, TIED),
     "gemma2": (Gemma2ForCausalLM, GEMMA2),
     "gemma3, with a rope of its own in layers with a window": (Gemma3ForCausalLM, GEMMA3),
+    "glm4, a part of each head": (Glm4ForCausalLM, {}),
+    "granite": (GraniteForCausalLM, GRANITE),
+    "olmo2, q and k normalised": (Olmo2ForCausalLM, {}),
+    "smollm3, a layer without rope": (SmolLM3ForCausalLM, SMOLLM3),
+    "a shared expert": (Qwen2MoeForCausalLM, MOE | {"shared_expert_intermediate_size": 36}),
     "minicpm, scaled": (MiniCPMForCausalLM, MINICPM4 | TIED),
     "phi3, fused": (Phi3ForCausalLM, {"sliding_window": None}),
     "mixtral": (MixtralForCausalLM, {"num_local_experts": 4}),

@@ -148,6 +148,21 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
             "vision_config": {**QWEN_SEES, "out_hidden_size": 48},
         },
     ),
+    "glm4v": (
+        "Glm4vForConditionalGeneration",
+        {
+            "text_config": {
+                **TEXT,
+                "hidden_size": 64,  # 4 x 16
+                "rope_parameters": {
+                    **COORDINATES,
+                    "partial_rotary_factor": 0.5,
+                    "mrope_section": [2, 1, 1],
+                },
+            },
+            "vision_config": {**SEES, "depth": 1, "num_heads": 2, "out_hidden_size": 64},
+        },
+    ),
     "voxtral": (
         "VoxtralForConditionalGeneration",
         {"text_config": {**TEXT, "model_type": "llama"}, "audio_config": HEARS},

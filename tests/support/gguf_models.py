@@ -24,7 +24,11 @@ ARCHS = {
     "qwen3": gguf.MODEL_ARCH.QWEN3, "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
     "gemma2": gguf.MODEL_ARCH.GEMMA2, "gemma3": gguf.MODEL_ARCH.GEMMA3,
     "phi3": gguf.MODEL_ARCH.PHI3, "minicpm": gguf.MODEL_ARCH.MINICPM,
+    "glm4": gguf.MODEL_ARCH.GLM4, "granite": gguf.MODEL_ARCH.GRANITE,
+    "olmo2": gguf.MODEL_ARCH.OLMO2, "qwen2moe": gguf.MODEL_ARCH.QWEN2MOE,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
 }  # fmt: skip
+_PERMUTED = ("llama", "minicpm", "granite", "smollm3")
 
 
 def random_blocks(kind: str, rows: int, columns: int, seed: int = 0) -> np.ndarray:
@@ -97,12 +101,16 @@ class ModelWriter:
             "rope.freq_base": float(rope["rope_theta"]),
             "vocab_size": config.vocab_size,
         }
-        if self.arch in ("llama", "phi3"):
-            found["rope.dimension_count"] = head_dim
+        if self.arch in ("llama", "phi3", "granite", "smollm3", "glm4"):
+            share = rope.get("partial_rotary_factor", 1.0)
+            found["rope.dimension_count"] = int(head_dim * share)
         if self.arch.startswith("gemma"):
             found["attention.sliding_window"] = config.sliding_window
-        if self.arch == "qwen3moe":
+        if self.arch in ("qwen2moe", "qwen3moe"):
             found["expert_feed_forward_length"] = config.moe_intermediate_size
+        if self.arch == "qwen2moe":
+            size = config.shared_expert_intermediate_size
+            found["expert_shared_feed_forward_length"] = size
         return found
 
     def add(self, writer: gguf.GGUFWriter, name: str, weight: torch.Tensor) -> None:
@@ -111,10 +119,10 @@ class ModelWriter:
         stem, _, suffix = name.rpartition(".")
         theirs = self.names.get_name(stem)
         assert theirs is not None, name
-        stored, kind = self.stored(weight)
-        if self.arch in ("llama", "minicpm") and ".q_proj" in name:
+        stored, kind = self.stored(weight.squeeze(0))
+        if self.arch in _PERMUTED and ".q_proj" in name:
             stored = permute(stored, self.config.num_attention_heads)
-        if self.arch in ("llama", "minicpm") and ".k_proj" in name:
+        if self.arch in _PERMUTED and ".k_proj" in name:
             stored = permute(stored, self.config.num_key_value_heads)
         if self.arch.startswith("gemma") and name.endswith("norm.weight"):
             stored = stored + 1

@@ -64,6 +64,21 @@ DELTA_MOE = DELTA | {
     "moe_intermediate_size": 24,
     "shared_expert_intermediate_size": 40,
 }
+SMOLLM3 = {
+    "num_hidden_layers": 3,
+    "no_rope_layer_interval": 2,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 100.0,  # so that positions are to be seen in all logits
+    },
+}
+# Scales as in the published models, but for the first: a head has 16 values here.
+GRANITE = {
+    "attention_multiplier": 0.15,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
 
 
 def make_qwen3(path: Path | str, seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:

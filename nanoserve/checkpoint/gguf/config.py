@@ -73,7 +73,8 @@ def config_json(file: GGUFFile) -> dict[str, Any]:
     value_dim = settings.size("attention.value_length", head_dim)
     entry = settings.entry("attention.value_length", value_dim)
     require(value_dim == head_dim, f"{entry} must equal key_length={head_dim}")
-    raw |= read_rope(settings, file, context, head_dim) | _experts(settings)
+    raw |= read_rope(settings, file, context, head_dim, form.rotates_parts)
+    raw |= _experts(settings)
     raw |= _own_settings(settings, raw)
     require(
         not settings.left,
@@ -95,7 +96,7 @@ def _experts(settings: Settings) -> dict[str, Any]:
         "moe_intermediate_size": size,
         "num_local_experts": count,
         "num_experts_per_tok": used,
-        "norm_topk_prob": True,  # as in llama.cpp, for all of these models
+        "norm_topk_prob": settings.name != "qwen2moe",  # as in llama.cpp
     }
 
 
@@ -106,6 +107,11 @@ def _own_settings(settings: Settings, raw: dict[str, Any]) -> dict[str, Any]:
         base = raw["hidden_size"] / settings.positive("logit_scale")
         embedding = settings.positive("embedding_scale")
         return {"scale_emb": embedding, "scale_depth": depth, "dim_model_base": base}
+    if settings.name == "granite":
+        return _granite(settings, raw["head_dim"])
+    if settings.name == "qwen2moe":
+        shared = settings.take("expert_shared_feed_forward_length") or raw["intermediate_size"]
+        return {"shared_expert_intermediate_size": shared, "qkv_bias": raw["attention_bias"]}
     if settings.name == "phi3":
         return {"sliding_window": settings.take("attention.sliding_window") or None}
     if settings.name not in _GEMMA_27B:
@@ -121,6 +127,19 @@ def _own_settings(settings: Settings, raw: dict[str, Any]) -> dict[str, Any]:
         "final_logit_softcapping": settings.take("final_logit_softcapping"),
     }
     return {name: value for name, value in found.items() if value is not None}
+
+
+def _granite(settings: Settings, head_dim: int) -> dict[str, Any]:
+    """Return Granite's multipliers; in llama.cpp, 0 stands for none."""
+    name = "granite.rope.scaling.finetuned"  # llama.cpp uses it as a switch for RoPE
+    has_rope = settings.file.settings.get(name, True)
+    require(has_rope, f"{settings.file.path}: {name}={shown(has_rope)} is not supported")
+    return {
+        "embedding_multiplier": settings.take("embedding_scale") or 1.0,
+        "residual_multiplier": settings.take("residual_scale") or 1.0,
+        "attention_multiplier": settings.take("attention.scale") or head_dim**-0.5,
+        "logits_scaling": settings.positive("logit_scale"),
+    }
 
 
 def _dtype(file: GGUFFile, form: Form) -> str:

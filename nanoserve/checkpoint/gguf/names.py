@@ -18,11 +18,26 @@ _GEMMA = _PLAIN | {
     "post_attention_norm": "post_attention_layernorm", "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }  # fmt: skip
+_OLMO2 = {name: theirs for name, theirs in _PLAIN.items() if name not in ("attn_norm", "ffn_norm")}
+_OLMO2 |= {
+    "post_attention_norm": "post_attention_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+_GLM4 = _PLAIN | {
+    "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
+    "ffn_up": "mlp.gate_up_proj",
+}  # fmt: skip
 # A 3-dimensional tensor in GGUF is one tensor per expert in a checkpoint.
 _QWEN_EXPERTS = {
     "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.{}.gate_proj",
     "ffn_up_exps": "mlp.experts.{}.up_proj", "ffn_down_exps": "mlp.experts.{}.down_proj",
 }  # fmt: skip
+_SHARED_EXPERT = {
+    "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
+    "ffn_gate_shexp": "mlp.shared_expert.gate_proj", "ffn_up_shexp": "mlp.shared_expert.up_proj",
+    "ffn_down_shexp": "mlp.shared_expert.down_proj",
+}  # fmt: skip
+ONE_ROW = ".shared_expert_gate.weight"  # a matrix with one row, which GGUF stores as a vector
 _MIXTRAL_EXPERTS = {
     "ffn_gate_inp": "block_sparse_moe.gate", "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
@@ -47,11 +62,13 @@ class Form(NamedTuple):
     # a pair has one element in each half of a head.
     has_permuted_heads: bool = False
     adds_one_to_norms: bool = False  # the stored weight is Gemma's 1 + w
+    rotates_parts: bool = False  # rope.dimension_count may be less than a head
 
 
 FORMS = {
     "llama": Form("LlamaForCausalLM", _PLAIN | _MIXTRAL_EXPERTS, has_permuted_heads=True),
     "qwen2": Form("Qwen2ForCausalLM"),
+    "qwen2moe": Form("Qwen2MoeForCausalLM", _PLAIN | _QWEN_EXPERTS | _SHARED_EXPERT),
     "qwen3": Form("Qwen3ForCausalLM"),
     "qwen3moe": Form("Qwen3MoeForCausalLM", _PLAIN | _QWEN_EXPERTS),
     "gemma2": Form("Gemma2ForCausalLM", _GEMMA, adds_one_to_norms=True),
@@ -61,6 +78,10 @@ FORMS = {
         _PLAIN | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     ),
     "minicpm": Form("MiniCPMForCausalLM", has_permuted_heads=True),
+    "glm4": Form("Glm4ForCausalLM", _GLM4, rotates_parts=True),
+    "granite": Form("GraniteForCausalLM", has_permuted_heads=True),
+    "olmo2": Form("Olmo2ForCausalLM", _OLMO2),
+    "smollm3": Form("SmolLM3ForCausalLM", has_permuted_heads=True),
 }
 
 

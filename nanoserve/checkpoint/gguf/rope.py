@@ -15,17 +15,21 @@ from nanoserve.checkpoint.gguf.settings import Settings
 from nanoserve.utils.checks import check_number, require
 
 
-def read_rope(settings: Settings, file: GGUFFile, context: int, head_dim: int) -> dict[str, Any]:
+def read_rope(
+    settings: Settings, file: GGUFFile, context: int, head_dim: int, may_be_partial: bool
+) -> dict[str, Any]:
     """Return the entries of `config.json`. Raises `ValueError` for an unsupported type."""
-    dims = settings.take("rope.dimension_count", head_dim)
+    dims = settings.size("rope.dimension_count", head_dim)
     entry = settings.entry("rope.dimension_count", dims)
     require(
-        dims == head_dim,
+        dims == head_dim or may_be_partial,
         f"{entry} is not supported: it must be {head_dim}, all dimensions of a head",
     )
-    theta = settings.take("rope.freq_base", 10_000.0)  # llama.cpp's default
+    raw = {"rope_theta": settings.take("rope.freq_base", 10_000.0)}  # llama.cpp's default
+    if may_be_partial:
+        raw["partial_rotary_factor"] = dims / head_dim
     scaling = _scaling(settings, file, context)
-    return {"rope_theta": theta, "rope_scaling": scaling} if scaling else {"rope_theta": theta}
+    return raw | ({"rope_scaling": scaling} if scaling else {})
 
 
 def _scaling(settings: Settings, file: GGUFFile, context: int) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
 from nanoserve.checkpoint.gguf.blocks import FLOATS, read_values
 from nanoserve.checkpoint.gguf.container import GGUFFile, StoredTensor
-from nanoserve.checkpoint.gguf.names import ROPE_TENSORS, plain_name
+from nanoserve.checkpoint.gguf.names import ONE_ROW, ROPE_TENSORS, plain_name
 from nanoserve.checkpoint.gguf.settings import Settings, form_of
 from nanoserve.utils.checks import require
 
@@ -61,7 +61,9 @@ class GGUFSource:
         return {name.format(i): _Place(tensor, i) for i in range(tensor.shape[0])}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: place.shape for name, place in self._places.items()}
+        shapes = {name: place.shape for name, place in self._places.items()}
+        rows = [name for name in shapes if name.endswith(ONE_ROW) and len(shapes[name]) == 1]
+        return shapes | {name: (1, *shapes[name]) for name in rows}
 
     def is_quantized(self, name: str) -> bool:
         return self._places[name].tensor.type not in FLOATS
@@ -75,6 +77,8 @@ class GGUFSource:
             raise ValueError(f"{tensor.file}: {tensor.name}: {error}") from error
         if self._form.adds_one_to_norms and name.endswith("norm.weight"):
             return cast(Tensor, values).float() - 1  # only matrices can be quantized
+        if name.endswith(ONE_ROW) and isinstance(values, Tensor):
+            return values.view(1, -1)
         if self._form.has_permuted_heads and ".attn_q." in tensor.name:
             return _in_halves(values, self._num_heads)
         if self._form.has_permuted_heads and ".attn_k." in tensor.name:

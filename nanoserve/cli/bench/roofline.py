@@ -67,6 +67,8 @@ class Need:
             self.num_moe_layers = config.num_hidden_layers - len(config.moe.dense_layers)
             self.expert = 3 * hidden * config.moe.intermediate_size
             self.dense += self.num_moe_layers * hidden * config.moe.num_experts  # the router
+            shared = config.moe.shared_expert_intermediate_size or 0
+            self.dense += self.num_moe_layers * 3 * hidden * shared
         num_dense_layers = config.num_hidden_layers - self.num_moe_layers
         self.dense += num_dense_layers * 3 * hidden * config.intermediate_size
 

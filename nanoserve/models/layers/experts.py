@@ -93,7 +93,7 @@ class SparseMoE(nn.Module):
 
     def route(self, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Return each token's experts, int64 [num_tokens, top_k], and weights of the same shape."""
-        logits = _product(hidden, self.router, self.linear)
+        logits = product(hidden, self.router, self.linear)
         # In float32: among many experts, 16-bit values would often be equal.
         weights, ids = logits.softmax(dim=-1, dtype=torch.float32).topk(self.top_k, dim=-1)
         if self.norm_topk_prob:
@@ -148,15 +148,16 @@ def sum_of_experts(
     for pairs, expert_gate_up, expert_down in zip(pairs_of_experts, gate_up, down, strict=True):
         if len(pairs):
             tokens = pairs // top_k
-            gated = act_and_mul(_product(hidden[tokens], expert_gate_up), "silu")
-            product = _product(gated, expert_down)
-            out.index_add_(0, tokens, product * weights[pairs, None].float())
+            gated = act_and_mul(product(hidden[tokens], expert_gate_up), "silu")
+            result = product(gated, expert_down)
+            out.index_add_(0, tokens, result * weights[pairs, None].float())
     return out.to(hidden.dtype)
 
 
-def _product(
+def product(
     x: Tensor,
     weight: "Tensor | Callable[[Tensor], Tensor]",
     linear: Callable[[Tensor, Tensor], Tensor] = F.linear,
 ) -> Tensor:
+    """Return the product of x with a weight, or with what a linear method has made of it."""
     return linear(x, weight) if isinstance(weight, Tensor) else weight(x)

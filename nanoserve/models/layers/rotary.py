@@ -16,15 +16,13 @@ from nanoserve.models.layers.rope_scaling import inverse_frequencies
 class RotaryEmbedding(nn.Module):
     """Tables of cos and sin of the angles of positions, [num_positions, head_dim / 2] each.
 
-    With `partial_rotary_factor`, only the first dimensions of a head are rotated, and only these
-    count as head_dim. `length` is the model's limit, in tokens. The context may limit the table to
-    fewer positions, and may have the sequence length that frequencies are computed for,
-    `max_model_len`.
+    `length` is the model's limit, in tokens. The context may limit the table to fewer positions,
+    and may have the sequence length that frequencies are computed for, `max_model_len`.
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int, length: int, context: LayerContext) -> None:
         super().__init__()
-        head_dim = rope.rotary_dim(head_dim)
+        rope.check_whole()
         # Angles are always float32: at position 40,000, neighbours are equal in bfloat16.
         inv_freq, scale = 1 / rope.theta ** (torch.arange(0, head_dim, 2).float() / head_dim), 1.0
         if rope.rope_type != "default":

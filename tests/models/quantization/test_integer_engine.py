@@ -9,15 +9,27 @@ import pytest
 import torch
 from integer_models import dequantized, distance, our_logits, reference_logits
 from quantized_checkpoints import CASES, make_quantized
-from tiny_checkpoints import DELTA, DELTA_MOE, GEMMA2, GEMMA3, make_checkpoint, make_qwen3
+from tiny_checkpoints import (
+    DELTA,
+    DELTA_MOE,
+    GEMMA2,
+    GEMMA3,
+    GRANITE,
+    make_checkpoint,
+    make_qwen3,
+)
 from torch import Tensor, nn
 from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    Glm4ForCausalLM,
+    GraniteForCausalLM,
     LlamaForCausalLM,
     MixtralForCausalLM,
+    Olmo2ForCausalLM,
     Phi3ForCausalLM,
     PreTrainedModel,
+    Qwen2MoeForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
@@ -51,6 +63,10 @@ ARCHITECTURES: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
     "mixtral": (MixtralForCausalLM, {"num_local_experts": 5}),
     "qwen3-next": (Qwen3NextForCausalLM, DELTA_MOE | DELTA_WIDE),
     "qwen3.5": (Qwen3_5ForCausalLM, DELTA | DELTA_WIDE),
+    "glm4": (Glm4ForCausalLM, {}),
+    "granite": (GraniteForCausalLM, GRANITE),
+    "olmo2": (Olmo2ForCausalLM, {}),
+    "qwen2-moe": (Qwen2MoeForCausalLM, MOE | {"shared_expert_intermediate_size": 64}),
 }
 # Rounded the other way, an input moves by a 254th: seen are parts of a thousandth.
 NEAR = 0.01
