@@ -15,7 +15,7 @@ import torch
 from fake_cuda import FakeCuda
 from model_fuzz import VOCAB_SIZE, Difference, ModelRun, reference_engine
 from safetensors.torch import load_file, save_file
-from tiny_checkpoints import DELTA, DELTA_MOE, make_checkpoint
+from tiny_checkpoints import DELTA, DELTA_MOE, edit_json, make_checkpoint
 from transformers import PreTrainedModel, Qwen3_5ForCausalLM, Qwen3_5MoeForCausalLM
 
 from nanoserve import LLM, BeamSearchParams, SamplingParams
@@ -25,6 +25,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.features.recurrent_options import supported_options
+from nanoserve.models import registry
 from nanoserve.models.layers.context import LayerContext
 from nanoserve.worker.cuda_device import CudaDevice
 from nanoserve.worker.kv_cache import KVCacheLayout, kv_block_bytes
@@ -325,6 +326,18 @@ def test_a_draft_model_has_no_states(path: Path, checkpoint: Path) -> None:
 
 
 # ---------------------------------------------------------------- checkpoints
+
+
+@pytest.mark.size("full")
+def test_a_registered_model_may_have_states(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(registry.MODELS, "_entries", registry.MODELS.entries())
+    model = make_checkpoint(Qwen3_5ForCausalLM, tmp_path, **DELTA)
+    edit_json(tmp_path / "config.json", architectures=["OwnForCausalLM"])
+    registry.register_model("OwnForCausalLM", "nanoserve.models.qwen3_5:Qwen3_5ForCausalLM")
+    with LLM(tmp_path, **OPTIONS) as llm:
+        assert_like(model, llm)
 
 
 def test_tensors_for_other_purposes_are_not_read(
