@@ -109,6 +109,9 @@ FAMILIES = {
     "Qwen2MoeForCausalLM": "Qwen1.5-MoE, Qwen2-MoE",
     "Qwen3ForCausalLM": "Qwen3",
     "Qwen3MoeForCausalLM": "Qwen3's mixtures of experts",
+    "Qwen3NextForCausalLM": "Qwen3-Next",
+    "Qwen3_5ForCausalLM": "Qwen3.5 (text)",
+    "Qwen3_5MoeForCausalLM": "Qwen3.5's mixtures of experts (text)",
     "SmolLM3ForCausalLM": "SmolLM3",
 }
 

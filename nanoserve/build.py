@@ -15,6 +15,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.extension import PreparedFeature
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.policy import load_scheduler_class
+from nanoserve.features.recurrent_options import supported_options
 from nanoserve.models.registry import supported_architectures
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.text.detokenizer import Tokenizer
@@ -50,6 +51,7 @@ def build_engine(config: EngineConfig) -> GuardedEngine:
     load_scheduler_class(config.scheduler_cls)  # raises for an invalid class
     checkpoint = Checkpoint.open(config.model, config, config.revision)
     model_config = checkpoint.model_config(config, supported_architectures())
+    config = supported_options(config, model_config)
     SamplingParams(**model_config.default_sampling)  # raises if recommended values are invalid
     if model_config.multimodal_architecture is not None:
         logger.warning(

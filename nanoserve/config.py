@@ -185,7 +185,8 @@ class EngineConfig:
     kv_cache_memory_bytes: int | None = None
     # Data type of the KV cache: "auto" (the model's), "int8" or "fp8" (the same as "fp8_e4m3").
     kv_cache_dtype: str = "auto"
-    # Reuse the KV blocks of prefixes that earlier requests have computed.
+    # Reuse the KV blocks of prefixes that earlier requests have computed. A model with recurrent
+    # states turns it off.
     enable_prefix_caching: bool = True
     # Keep K and V of all tokens in layers with a sliding window, as in other layers. Default: True
     # on a GPU, where groups of layers have not run yet, and False on a CPU.

@@ -1,6 +1,7 @@
 """The interface that attention backends implement, and its inputs."""
 
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,11 +38,12 @@ class AttentionMetadata:
     num_decode_rows: int  # rows with one token; they come first
     max_query_len: int
     max_context_len: int
+    row_slots: Tensor | None = None  # int32 [num_rows]: see `nanoserve.attention.recurrent_state`
     # In a graph of mixed steps, int32 [2] on the device: the numbers of rows and of decode rows.
     # Tensor entries beyond these are padding, and `num_decode_rows` is not used.
     row_counts: Tensor | None = None
     # Values that a backend computes in the first layer of a step for all layers, by backend name.
-    scratch: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
+    scratch: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     _other_groups: list["AttentionMetadata"] = field(default_factory=list, repr=False)
 
     def add_group(self, slot_mapping: Tensor, block_tables: Tensor) -> None:

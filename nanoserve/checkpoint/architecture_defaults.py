@@ -10,6 +10,12 @@ _GEMMA = {
     "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": 256,
     "sliding_window": 4096, "layer_types": None, "use_bidirectional_attention": False,
 }  # fmt: skip
+_GATED_DELTA = {
+    "attention_bias": False, "head_dim": 256, "rope_theta": 10_000.0,
+    "partial_rotary_factor": 0.25, "layer_types": None, "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "attn_output_gate": True,
+}  # fmt: skip
 _GLM = {
     "attention_bias": True, "head_dim": 128, "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
 }  # fmt: skip
@@ -35,6 +41,20 @@ OTHER_SETTINGS: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 768,
         "norm_topk_prob": False, "decoder_sparse_step": 1, "mlp_only_layers": None,
         "rope_theta": 10_000.0,
+    },
+    "Qwen3NextForCausalLM": {
+        **_GATED_DELTA,
+        "num_experts": 512, "num_local_experts": None, "num_experts_per_tok": 10,
+        "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": None,
+    },
+    "Qwen3_5ForCausalLM": {**_GATED_DELTA, "mrope_section": None},
+    "Qwen3_5MoeForCausalLM": {  # all layers have experts, so intermediate_size has no effect
+        **_GATED_DELTA,
+        "mrope_section": None,
+        "intermediate_size": 5632, "num_experts": 256, "num_local_experts": None,
+        "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
     },
     "Phi3ForCausalLM": {"sliding_window": None, "rope_theta": 10_000.0},
     "Gemma2ForCausalLM": {

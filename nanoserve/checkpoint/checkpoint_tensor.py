@@ -18,3 +18,4 @@ class CheckpointTensor:
     shape: tuple[int, ...]  # of the whole tensor in the checkpoint
     dim: int = 0  # this rank keeps source.narrow(dim, start, destination.shape[dim])
     start: int = 0
+    index: int | None = None  # of its matrix in a stack: `nanoserve.checkpoint.stacked_experts`

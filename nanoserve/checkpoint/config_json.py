@@ -111,6 +111,12 @@ class ConfigFile:
         implied = {"rope_theta": None if is_given else self.implied["rope_theta"]}
         implied[name] = self.implied.get(name)
         raw = {**implied, **self.raw}
+        if "mrope_section" in self.implied:  # of images' positions: text has one coordinate
+            raw |= {
+                key: {k: v for k, v in raw[key].items() if not k.startswith("mrope_")}
+                for key in ("rope_parameters", "rope_scaling")
+                if isinstance(raw.get(key), dict)
+            }
         may_be_partial = name in self.implied
         return RopeConfig.from_hf(raw, head_dim, max_positions, may_be_partial=may_be_partial)
 

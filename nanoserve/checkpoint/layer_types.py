@@ -49,6 +49,8 @@ def _sliding_windows(file: ConfigFile) -> tuple[int | None, ...]:
     if types is None:
         return tuple(window if _is_windowed(file, i) else None for i in range(num_layers))
     known = ("full_attention", "sliding_attention")
+    if file.has("linear_num_value_heads"):
+        known += ("linear_attention",)
     require(
         isinstance(types, list) and all(name in known for name in types),
         f"layer_types={shown(types)} must be a list of {known}: other types are not supported",

@@ -9,7 +9,7 @@ Memory never holds the model twice, not even a model in a single file.
 
 import math
 import os
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Container, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -21,6 +21,7 @@ from tqdm import tqdm
 
 from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
 from nanoserve.checkpoint.errors import describe_mismatches
+from nanoserve.checkpoint.stacked_experts import from_stacks
 from nanoserve.checkpoint.text_part import name_in_model
 from nanoserve.checkpoint.weight_files import Weights, open_weights, weight_files
 
@@ -70,8 +71,12 @@ def fill_randomly(model: nn.Module) -> None:
             parameter.data.normal_(std=0.02, generator=generator)
 
 
-def expected_tensors(model: nn.Module) -> dict[str, list[CheckpointTensor]]:
+def expected_tensors(
+    model: nn.Module, stored: Container[str] = ()
+) -> dict[str, list[CheckpointTensor]]:
     """Return every checkpoint tensor that `model` needs, by full name, with what it fills.
+
+    stored: the names in the checkpoint, which show how it stores experts if there are two ways.
 
     Most tensors fill one parameter. Where a checkpoint stores several linears as one tensor, the
     model's class declares it: `fused_tensors = {"gate_up_proj": ("gate_proj", "up_proj")}` means
@@ -86,6 +91,8 @@ def expected_tensors(model: nn.Module) -> dict[str, list[CheckpointTensor]]:
             expected[f"{parent}.{tensor.name}" if parent else tensor.name] = [tensor]
     if hasattr(model, "fused_tensors"):
         expected = _as_stored(expected, model.fused_tensors)
+    if stored and hasattr(model, "stacked_experts"):
+        expected = from_stacks(expected, model.stacked_experts, stored)
     return {name: parts for name, parts in expected.items() if name not in model.tied_tensors}
 
 
@@ -121,9 +128,9 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     value_bytes: int
 
-    @property
-    def row_bytes(self) -> int:
-        return self.value_bytes * math.prod(self.shape[1:])
+    def row_bytes(self, part: CheckpointTensor) -> int:
+        """Return the bytes of a row of the tensor, or of a matrix in it."""
+        return self.value_bytes * math.prod(self.shape[1 if part.index is None else 2 :])
 
 
 class _Copy(NamedTuple):
@@ -145,7 +152,8 @@ def check_weights(
     of the offending tensors, unless the two sets match. Tied tensors, and those named in
     `elsewhere`, may be stored or not.
     """
-    expected, stored = expected_tensors(model), stored_tensors(path)
+    stored = {name: one for name, one in stored_tensors(path).items() if is_read(model, name)}
+    expected = expected_tensors(model, stored)
     wanted = {name: parts[0].shape for name, parts in expected.items()}  # parts agree on it
     found = {name: tensor.shape for name, tensor in stored.items()}
     others = model.tied_tensors.keys() | elsewhere
@@ -172,7 +180,7 @@ def _load_safetensors(
     piece_bytes = min(max(size // (20 * num_threads), 2**20), _MAX_PIECE)
     tied = set(model.tied_tensors.values()) & expected.keys()
     total = sum(  # whole rows, as they are read
-        part.destination.shape[0] * stored[name].row_bytes
+        part.destination.shape[0] * stored[name].row_bytes(part)
         for name, parts in expected.items()
         for part in parts
     )
@@ -198,6 +206,15 @@ def _load_safetensors(
                 model.lm_head.process_after_loading()
                 early.append(model.lm_head)
     return early
+
+
+def is_read(model: nn.Module, name: str) -> bool:
+    """Return False for a tensor that the checkpoint has for another purpose than this model.
+
+    The model's class declares such names: `unread_prefixes = ("mtp.",)` are those of heads for
+    multi-token prediction.
+    """
+    return not name.startswith(getattr(model, "unread_prefixes", ()))
 
 
 def stored_tensors(path: Weights) -> dict[str, Stored]:
@@ -228,16 +245,19 @@ def stored_tensors(path: Weights) -> dict[str, Stored]:
 
 def _copies(source: Stored, target: CheckpointTensor, piece_bytes: int) -> Iterator[_Copy]:
     """Yield the copies of one tensor: several, of some rows each, if it exceeds a piece."""
-    part = [slice(0, size) for size in source.shape]
+    stack: list[slice] = [] if target.index is None else [slice(target.index, target.index + 1)]
+    part = [slice(0, size) for size in source.shape[len(stack) :]]
     part[target.dim] = slice(target.start, target.start + target.destination.shape[target.dim])
     first, end = part[0].start, part[0].stop
-    row_bytes = source.row_bytes
+    row_bytes = source.row_bytes(target)
     num_rows = max(1, piece_bytes // row_bytes)
     for row in range(first, end, num_rows):
         rows = slice(row, min(row + num_rows, end))
         destination = target.destination[rows.start - first : rows.stop - first]
         num_bytes = (rows.stop - rows.start) * row_bytes
-        yield _Copy(source.file, source.name, (rows, *part[1:]), destination, num_bytes)
+        where = (*stack, rows, *part[1:])
+        destination = destination.unsqueeze(0) if stack else destination
+        yield _Copy(source.file, source.name, where, destination, num_bytes)
 
 
 def _pieces(copies: list[_Copy], piece_bytes: int) -> Iterator[list[_Copy]]:

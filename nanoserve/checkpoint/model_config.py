@@ -17,6 +17,7 @@ from nanoserve.checkpoint.formats.fields import check_quantization_config
 from nanoserve.checkpoint.gguf.config import read_settings
 from nanoserve.checkpoint.kv_formats import head_bytes, kv_format
 from nanoserve.checkpoint.layer_types import layers_without_rope, read_layer_types
+from nanoserve.checkpoint.linear_attention import LinearAttentionConfig
 from nanoserve.checkpoint.moe_config import MoEConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.checkpoint.text_part import text_config
@@ -80,6 +81,7 @@ class ModelConfig:
     residual_scale: float = 1.0  # of a block's output, before it is added to the residual stream
     logits_scale: float = 1.0
     moe: "MoEConfig | None" = None
+    linear_attention: LinearAttentionConfig | None = None
     eos_token_ids: frozenset[int] = frozenset()
     default_sampling: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json
     quantization_config: Mapping[str, Any] | None = (
@@ -168,6 +170,16 @@ class ModelConfig:
         return config
 
     @property
+    def recurrent_layers(self) -> frozenset[int]:
+        """Layers that have no K and V, but a state of fixed size for each running sequence."""
+        return frozenset() if self.linear_attention is None else self.linear_attention.layers
+
+    @property
+    def num_kv_layers(self) -> int:
+        """Number of layers that have K and V."""
+        return self.num_hidden_layers - len(self.recurrent_layers)
+
+    @property
     def checkpoint_architecture(self) -> str:
         """Name of the architecture in `config.json`, or of its text part."""
         if self.transformers_config is None:
@@ -181,13 +193,15 @@ class ModelConfig:
     def kv_bytes_per_token(self, kv_cache_dtype: str = "auto") -> int:
         """Return the bytes of a token's K and V over all layers: 2 x layers x heads x dim x size.
 
+        Layers with recurrent states have no K and V, and do not count.
+
         LLaMA-2-7B in 16 bits (32 layers, 32 KV heads of 128): 524,288 bytes, half a MiB per token.
         With a format other than "auto", a value takes one byte, and each head adds a scale of 4
         bytes: 270,336.
         """
         kind = kv_format(kv_cache_dtype, self.dtype)
         bytes_per_head = head_bytes(self.head_dim, kind.item_bytes, kind.has_scales)
-        return 2 * self.num_hidden_layers * self.num_key_value_heads * bytes_per_head
+        return 2 * self.num_kv_layers * self.num_key_value_heads * bytes_per_head
 
 
 def read_config_files(source: "Path | GGUFFile") -> ConfigFiles:
@@ -219,6 +233,8 @@ def _features(file: ConfigFile, head_dim: int, max_positions: int) -> dict[str, 
         fields |= _scales(file)
     if file.has("num_experts_per_tok"):
         fields["moe"] = MoEConfig.from_hf(file)
+    if file.has("linear_num_value_heads"):
+        fields["linear_attention"] = LinearAttentionConfig.from_hf(file)
     if file.raw.get("quantization_config"):
         fields["quantization_config"] = check_quantization_config(file.raw["quantization_config"])
     return fields

@@ -24,7 +24,7 @@ from nanoserve.checkpoint.formats.source import (
     WeightSource,
     open_quantized,
 )
-from nanoserve.checkpoint.loader import expected_tensors
+from nanoserve.checkpoint.loader import expected_tensors, is_read
 from nanoserve.checkpoint.weight_files import Weights
 from nanoserve.kernels.cpu.memory import give_back_freed
 
@@ -64,7 +64,7 @@ def load_deferred(
 def check_weights(model: nn.Module, path: Weights, elsewhere: Set[str] = frozenset()) -> None:
     """Check a quantized checkpoint, like `nanoserve.checkpoint.loader.check_weights`."""
     source = open_quantized(path, model.config.quantization_config)
-    _check(expected_tensors(model), source, model, elsewhere)
+    _check(expected_tensors(model, source.shapes()), source, model, elsewhere)
 
 
 def fill(
@@ -81,7 +81,7 @@ def fill(
 
     Raises `ValueError`, before anything is read, unless model and source have the same tensors.
     """
-    expected = expected_tensors(model)
+    expected = expected_tensors(model, source.shapes())
     _check(expected, source, model, elsewhere)
     pending = {
         _memory(parameter): _Pending(set_weight, num_rows)
@@ -112,10 +112,11 @@ def fill(
                 give_back_freed()
                 num_since = num_values
             weight = source.read(name) if parts else None
-            if any(part.destination.is_meta for part in parts):
+            is_stack = any(part.index is not None for part in parts)
+            if not is_stack and any(part.destination.is_meta for part in parts):
                 weight = to_integers(weight, source.is_quantized(name))
             for part in parts:
-                own = _slice(weight, part)
+                own = _of_stack(weight, part, to_integers) if is_stack else _slice(weight, part)
                 if not part.destination.is_meta:
                     _copy(own, part.destination)
                     _fill_head(model.lm_head, part.destination, own, to_integers)
@@ -181,6 +182,17 @@ class _Pending:
             self._fill(stack_rows(found))
 
 
+def _of_stack(
+    weight: Tensor, part: CheckpointTensor, to_integers: Callable[[Weight, bool], Weight] | None
+) -> Weight:
+    """Return the rows of one matrix of a stack, which stores no quantized weights."""
+    size = len(part.destination)
+    rows = weight[part.index, part.start : part.start + size]
+    if part.destination.is_meta and to_integers is not None:
+        return to_integers(rows, False)
+    return rows
+
+
 def _slice(weight: Weight, part: CheckpointTensor) -> Weight:
     """Return this rank's slice of a weight."""
     size = part.destination.shape[part.dim]
@@ -210,7 +222,7 @@ def _check(
     elsewhere: Set[str],
 ) -> None:
     wanted = {name: parts[0].shape for name, parts in expected.items()}
-    found = source.shapes()
+    found = {name: shape for name, shape in source.shapes().items() if is_read(model, name)}
     others = model.tied_tensors.keys() | elsewhere
     if wanted != {name: found[name] for name in found.keys() - others}:
         mismatches = describe_mismatches(wanted, found, others)

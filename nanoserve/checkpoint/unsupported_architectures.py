@@ -27,7 +27,7 @@ _ENCODERS = (
 )
 _RECURRENT = (
     "mamba mamba2 falconmamba rwkv rwkv6 rwkv7 recurrentgemma jamba zamba zamba2 bamba falconh1 "
-    "nemotronh granitemoehybrid qwen3next lfm2 lfm2moe xlstm minimax minimaxtext01 minimaxm1 "
+    "nemotronh granitemoehybrid lfm2 lfm2moe xlstm minimax minimaxtext01 minimaxm1 "
     "kimilinear olmohybrid plamo2 phi4flash hymba"
 )
 _OTHER_MODALITIES = ("vision_config", "audio_config", "mm_vision_tower", "vision_tower")
@@ -37,8 +37,8 @@ _MULTIMODAL = (
     "it is a multimodal model, of which nanoserve runs the text part if it supports its type"
 )
 _STATE = (
-    "it has recurrent layers, such as state-space models or linear attention, and nanoserve runs "
-    "softmax attention only"
+    "it has recurrent layers, such as state-space models or linear attention, of which nanoserve "
+    "runs only the gated delta rule of Qwen3-Next and Qwen3.5"
 )
 _ENCODER = "it is an encoder, which outputs embeddings, labels or masked words, but no new text"
 _NO_TEXT = {

@@ -19,6 +19,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.compat.options import engine_config
 from nanoserve.config import EngineConfig
+from nanoserve.features.recurrent_options import supported_options
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.registry import model_class, supported_architectures
 from nanoserve.sampling_params import SamplingParams
@@ -52,6 +53,7 @@ def describe(model: str, **options: Any) -> Facts:
         with _noting(facts):
             model_config = checkpoint.model_config(config, supported_architectures())
             facts |= _of_model(model_config)
+            config = supported_options(config, model_config)
             SamplingParams(**model_config.default_sampling)
         if not config.skip_tokenizer_init:
             with _noting(facts):
@@ -90,6 +92,7 @@ def _of_model(config: ModelConfig) -> Facts:
         facts["rope"] = {"rope_type": config.rope.rope_type, "theta": config.rope.theta} | rope
     facts["layers_without_rope"] = sorted(config.layers_without_rope)
     facts["sliding_windows"] = sorted({window for window in config.sliding_windows if window})
+    facts["num_recurrent_layers"] = len(config.recurrent_layers)
     facts["num_experts"] = None if config.moe is None else config.moe.num_experts
     stored = config.quantization_config
     facts["quantization"] = None if stored is None else stored.get("quant_method")
@@ -133,7 +136,7 @@ def _describe_engine(
             facts["rounding"] = {"weights": method.weights, "activations": method.activations}
         with _noting(facts):
             layout = KVCacheLayout.of(config, model_config, context)
-            _describe_pool(facts, config, model_config, layout.block_bytes)
+            _describe_pool(facts, config, model_config, layout)
         meta = replace(context, device=torch.device("meta"), num_positions=1)
         model = make(model_config, meta)
         facts["kept_bytes"] = kept_bytes(model)
@@ -145,7 +148,7 @@ def _describe_engine(
 
 
 def _describe_pool(
-    facts: Facts, config: EngineConfig, model_config: ModelConfig, block_bytes: int
+    facts: Facts, config: EngineConfig, model_config: ModelConfig, layout: KVCacheLayout
 ) -> None:
     """Add the size of the KV block pool.
 
@@ -153,13 +156,16 @@ def _describe_pool(
     """
     block_size = config.block_size
     facts["block_size"], facts["kv_cache_dtype"] = block_size, config.kv_cache_dtype
-    facts["kv_block_bytes"] = block_bytes
+    facts["kv_block_bytes"] = layout.block_bytes
+    facts["state_bytes_per_sequence"] = layout.states.bytes_per_slot
+    facts["state_bytes"] = layout.states.num_bytes
     memory_bytes = physical_memory_bytes()
     if config.device == "cuda":
         if config.num_kv_blocks is None and config.kv_cache_memory_bytes is None:
             return
         memory_bytes = torch.cuda.get_device_properties(None).total_memory
-    num_blocks = decide_num_kv_blocks(config, model_config, block_bytes, memory_bytes)
+    memory_bytes = layout.states.rest_of(memory_bytes)
+    num_blocks = decide_num_kv_blocks(config, model_config, layout.block_bytes, memory_bytes)
     room = room_of_sequence(config, model_config)
     facts["num_kv_blocks"] = num_blocks
     facts["num_kv_tokens"] = num_blocks * block_size // len(room.windows)

@@ -68,6 +68,8 @@ def _model_rows(facts: dict[str, Any]) -> Rows:
         rows.append(("RoPE", _rope(facts["rope"])))
     if facts["layers_without_rope"]:
         rows.append(("no RoPE", "in layers " + ", ".join(map(str, facts["layers_without_rope"]))))
+    if facts["num_recurrent_layers"]:
+        rows.append(("recurrent", f"{facts['num_recurrent_layers']} layers have a state, no KV"))
     if facts["num_experts"] is not None:
         rows.append(("experts", str(facts["num_experts"])))
     if facts["sliding_windows"]:
@@ -114,6 +116,9 @@ def _pool_rows(facts: dict[str, Any]) -> Rows:
         chosen = facts["dtype"] if facts["kv_cache_dtype"] == "auto" else facts["kv_cache_dtype"]
         text = f"{_size(facts['kv_block_bytes'])}, {facts['block_size']} tokens in {chosen}"
         rows.append(("KV block", text))
+    if facts.get("state_bytes"):
+        each = _size(facts["state_bytes_per_sequence"])
+        rows.append(("states", f"{_size(facts['state_bytes'])}, {each} a sequence"))
     if "num_kv_blocks" in facts:
         whole = facts["num_kv_blocks"] * facts["kv_block_bytes"]
         text = f"{facts['num_kv_blocks']:,} blocks, {_size(whole)}"

@@ -54,6 +54,7 @@ _POOLING = "nanoserve generates text; use sentence-transformers or vLLM for embe
 _GRAPHS = "the sizes of CUDA graphs follow from max_num_seqs; enforce_eager=True disables them"
 _COMPILED = "kernels are fused by hand and nothing is compiled by torch; remove it"
 _STATE = "no supported model has such a state"
+_RECURRENT = "recurrent states are in float32, and kept by slot"
 _NOT_MOVED = "weights and KV cache stay on their device: use a smaller model, or quantization"
 _GUIDED = "pass structured_outputs_config={'backend': ...}"
 _KERNELS = "device and dtype determine the kernels; only attention_backend can be chosen"
@@ -156,12 +157,12 @@ FOREIGN: dict[str, Foreign] = {
     **_known("calculate_kv_scales", "scales are per token and head, and always computed", _off),
     **_known("kv_sharing_fast_prefill", _STATE, _off),
     **_known("disable_cascade_attn", "there is no cascade attention", _anything),
-    **_known("mamba_cache_dtype mamba_ssm_cache_dtype", _STATE, _one_of("auto")),
-    **_known("mamba_block_size", _STATE),
+    **_known("mamba_cache_dtype mamba_ssm_cache_dtype", _RECURRENT, _one_of("auto", "float32")),
+    **_known("mamba_block_size", _RECURRENT),
     **_known("mamba_backend mamba_ssu_algorithm mamba_cache_mode mamba_cache_philox_rounds "
              "enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint "
              "use_replayssm replayssm_buffer_len gdn_prefill_backend kda_prefill_backend "
-             "kda_decode_backend", _STATE, _anything),
+             "kda_decode_backend", _RECURRENT, _anything),
     **_known("diffusion_config engram_config mamba_config", _STATE),
     **_known("stream_interval", "it is an option of AsyncLLM and of `nanoserve serve`", _one),
     # Compilers and graphs.

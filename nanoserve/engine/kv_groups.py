@@ -10,9 +10,11 @@ all groups have the same number of layers, and a kind with more layers forms sev
 1B has 26 layers, of which 22 have a window of 512: one group of 4 layers with full attention and
 six groups of up to 4 layers with the window. A block then holds the K and V of `block_size` tokens
 for 4 layers.
+
+Layers with recurrent states have no K and V, and belong to no group.
 """
 
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,15 +30,20 @@ class KVCacheGroup(NamedTuple):
     layers: tuple[int, ...]  # layer indices in the model
 
 
-def group_layers(sliding_windows: Iterable[int | None]) -> tuple[KVCacheGroup, ...]:
+def group_layers(
+    sliding_windows: Iterable[int | None], without_kv: Container[int] = ()
+) -> tuple[KVCacheGroup, ...]:
     """Return the groups of a model whose layers have these windows, the widest window first.
+
+    `without_kv`: indices of layers that belong to no group.
 
     The layers of a group are spread over the model, so that each pipeline stage has about the same
     number of layers of every group.
     """
     kinds: dict[int | None, list[int]] = {}
     for layer, window in enumerate(sliding_windows):
-        kinds.setdefault(window, []).append(layer)
+        if layer not in without_kv:
+            kinds.setdefault(window, []).append(layer)
     counts = [len(layers) for layers in kinds.values()]
     size = max(counts) if max(counts) <= _MOST_PADDING * min(counts) else min(counts)
     groups = []
@@ -59,7 +66,7 @@ def kv_cache_groups(config: EngineConfig, model_config: ModelConfig) -> tuple[KV
     needs_all = drafts is not None and drafts.method == "draft_model" and None not in windows
     if config.disable_hybrid_kv_cache_manager or needs_all:
         windows = [None] * len(windows)
-    return group_layers(windows)
+    return group_layers(windows, model_config.recurrent_layers)
 
 
 def blocks_needed(num_tokens: int, block_size: int) -> int:

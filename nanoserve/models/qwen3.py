@@ -25,6 +25,8 @@ from nanoserve.models.layers.rotary import RotaryEmbedding
 
 
 class Qwen3Attention(nn.Module):
+    q_parts = 1  # outputs of q_proj for each dimension of a query
+
     def __init__(
         self, config: ModelConfig, index: int, rotary: RotaryEmbedding, context: LayerContext
     ) -> None:
@@ -36,7 +38,7 @@ class Qwen3Attention(nn.Module):
         num_kv_heads = config.num_key_value_heads // kv_slices
         kv_size = config.num_key_value_heads * head_dim
         q_size = config.num_attention_heads * head_dim  # need not equal hidden_size
-        outputs = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        outputs = {"q_proj": self.q_parts * q_size, "k_proj": kv_size, "v_proj": kv_size}
         num_slices = {"k_proj": kv_slices, "v_proj": kv_slices}
         self.qkv_proj = ColumnParallelLinear(
             config.hidden_size, outputs, context, bias=config.qkv_bias, num_slices=num_slices

@@ -38,8 +38,11 @@ MODELS: Registry[type[nn.Module]] = Registry(
         "Qwen2MoeForCausalLM": "nanoserve.models.qwen2_moe:Qwen2MoeForCausalLM",
         "Qwen3ForCausalLM": "nanoserve.models.qwen3:Qwen3ForCausalLM",
         "Qwen3MoeForCausalLM": "nanoserve.models.qwen3_moe:Qwen3MoeForCausalLM",
-        THROUGH_TRANSFORMERS: "nanoserve.models.transformers.model:TransformersForCausalLM",
+        "Qwen3NextForCausalLM": "nanoserve.models.qwen3_next:Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM": "nanoserve.models.qwen3_5:Qwen3_5ForCausalLM",
+        "Qwen3_5MoeForCausalLM": "nanoserve.models.qwen3_5:Qwen3_5ForCausalLM",
         "SmolLM3ForCausalLM": "nanoserve.models.smollm3:SmolLM3ForCausalLM",
+        THROUGH_TRANSFORMERS: "nanoserve.models.transformers.model:TransformersForCausalLM",
     },
 )
 

@@ -57,6 +57,7 @@ class BatchTensors:
             num_decode_rows=header.num_decode_rows,
             max_query_len=header.max_query_len,
             max_context_len=header.max_context_len,
+            row_slots=self.row_slots[:rows],
             row_counts=self.header[first_count : first_count + 2] if is_mixed else None,
         )
         for group in range(1, self.num_groups):

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nanoserve.attention.kv_cache import KVCache
+from nanoserve.attention.recurrent_state import LayerCache
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
@@ -26,7 +26,7 @@ from nanoserve.engine.executor import Executor
 from nanoserve.models.layers.context import ParallelContext
 from nanoserve.sampling.sampler import Sampler
 from nanoserve.worker.batch_tensors import BatchTensors
-from nanoserve.worker.kv_cache import decide_num_kv_blocks, physical_memory_bytes
+from nanoserve.worker.kv_cache import KVCacheLayout, decide_num_kv_blocks, physical_memory_bytes
 from nanoserve.worker.threads import threads
 
 
@@ -40,7 +40,7 @@ class Computation:
     """
 
     model: nn.Module
-    kv_caches: list[KVCache]  # of the layers here
+    kv_caches: list[LayerCache]  # of the layers here
     sampler: Sampler
     last_token: Tensor
     block_size: int
@@ -91,18 +91,22 @@ class Device(Protocol):
         """Return the total bytes of memory that a rank has."""
 
     def num_kv_blocks(
-        self, config: EngineConfig, model_config: ModelConfig, block_bytes: int, memory_bytes: int
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        layout: KVCacheLayout,
+        memory_bytes: int,
     ) -> int | None:
         """Return the number of KV blocks if it is known before the weights are loaded, else None.
 
-        block_bytes: of a block on this rank. memory_bytes: the memory that the rank has in total.
+        layout: of this rank's KV cache. memory_bytes: the memory that the rank has in total.
         Raises `ValueError` for settings that can be rejected before the weights are loaded.
         """
 
     def measure_kv_blocks(
         self,
         model_config: ModelConfig,
-        block_bytes: int,
+        layout: KVCacheLayout,
         parallel: ParallelContext,
         make_executor: Callable[[], Executor],
     ) -> int:
@@ -182,14 +186,19 @@ class CpuDevice:
         return physical_memory_bytes() // parallel.num_ranks
 
     def num_kv_blocks(
-        self, config: EngineConfig, model_config: ModelConfig, block_bytes: int, memory_bytes: int
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        layout: KVCacheLayout,
+        memory_bytes: int,
     ) -> int:
-        return decide_num_kv_blocks(config, model_config, block_bytes, memory_bytes)
+        memory_bytes = layout.states.rest_of(memory_bytes)
+        return decide_num_kv_blocks(config, model_config, layout.block_bytes, memory_bytes)
 
     def measure_kv_blocks(
         self,
         model_config: ModelConfig,
-        block_bytes: int,
+        layout: KVCacheLayout,
         parallel: ParallelContext,
         make_executor: Callable[[], Executor],
     ) -> int:

@@ -40,7 +40,7 @@ from nanoserve.worker.gpu_memory import (
     run_worst_case,
 )
 from nanoserve.worker.graph_programs import DecodeProgram, GraphProgram, RowsProgram
-from nanoserve.worker.kv_cache import decide_num_kv_blocks, longest_sequence
+from nanoserve.worker.kv_cache import KVCacheLayout, decide_num_kv_blocks, longest_sequence
 from nanoserve.worker.mixed_program import MixedProgram, mixed_sizes
 from nanoserve.worker.sampling_program import SamplingProgram
 
@@ -158,7 +158,11 @@ class CudaDevice:
         return self.cuda.memory_info()[1]
 
     def num_kv_blocks(
-        self, config: EngineConfig, model_config: ModelConfig, block_bytes: int, memory_bytes: int
+        self,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        layout: KVCacheLayout,
+        memory_bytes: int,
     ) -> None:
         """Return None: the size of the pool is known only after the weights have been loaded.
 
@@ -177,15 +181,15 @@ class CudaDevice:
     def measure_kv_blocks(
         self,
         model_config: ModelConfig,
-        block_bytes: int,
+        layout: KVCacheLayout,
         parallel: ParallelContext,
         make_executor: Callable[[], Executor],
     ) -> int:
         """Return the configured number of KV blocks, or the number that fits in the memory left."""
         if self._has_explicit_pool:
             self.cuda.release_unused()
-            free, _ = self.cuda.memory_info()
-            return decide_num_kv_blocks(self.config, model_config, block_bytes, free)
+            free = layout.states.rest_of(self.cuda.memory_info()[0])
+            return decide_num_kv_blocks(self.config, model_config, layout.block_bytes, free)
         executor = make_executor()
         run_step = partial(self._run_worst_case, executor)
         group = parallel.tp.group
@@ -212,14 +216,15 @@ class CudaDevice:
         memory = GPUMemory(
             total,
             free,
-            step.weights,
+            step.weights - layout.states.num_bytes,  # the executor had them, too
             step.activations,
             graphs,
             mixed_graphs,
             step.libraries,
             second,
+            layout.states.num_bytes,
         )
-        return memory.num_kv_blocks(self.config, model_config, block_bytes)
+        return memory.num_kv_blocks(self.config, model_config, layout.block_bytes)
 
     def warm_up(self, executor: Executor) -> None:
         if self._has_explicit_pool:

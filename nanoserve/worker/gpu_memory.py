@@ -37,6 +37,7 @@ class GPUMemory:
     mixed_graphs: int = 0  # of mixed steps
     libraries: int = 0  # CUDA libraries, outside torch's memory; `free` does not include them
     second_model: SecondModelMemory = field(default_factory=SecondModelMemory)
+    states: int = 0  # recurrent states of all slots
 
     def num_kv_blocks(
         self, config: EngineConfig, model_config: ModelConfig, block_bytes: int
@@ -49,7 +50,7 @@ class GPUMemory:
         """
         share = int(self.total * config.gpu_memory_utilization)
         graphs = self.graphs + self.mixed_graphs
-        still_wanted = self.activations + graphs + self._of_second_model
+        still_wanted = self.activations + graphs + self._of_second_model + self.states
         taken = self.weights + still_wanted + self.libraries
         numbers = self._numbers(config, share)
         block_bytes += self.second_model.block_bytes
@@ -88,6 +89,8 @@ class GPUMemory:
             rows += f" with {drafts.num_speculative_tokens} draft tokens each"
         if self._of_second_model:
             second = f", a draft model's weights and graphs {_gib(self._of_second_model)}"
+        if self.states:
+            second += f", recurrent states {_gib(self.states)}"
         return (
             f"gpu_memory_utilization={config.gpu_memory_utilization} of {_gib(self.total)} is "
             f"{_gib(share)}; weights take {_gib(self.weights)}, a step of "

@@ -20,6 +20,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.kv_groups import KVCacheGroup, SequenceRoom, kv_cache_groups
 from nanoserve.kernels.cpu.memory import map_zeros
 from nanoserve.models.layers.context import LayerContext
+from nanoserve.worker.recurrent_states import RecurrentStates
 
 _GIB = 2**30
 
@@ -44,7 +45,7 @@ def kv_block_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
     """Return the bytes of a block over all ranks: K and V of the layers of the largest group."""
     num_layers = max(len(group.layers) for group in kv_cache_groups(config, model_config))
     per_token = model_config.kv_bytes_per_token(config.kv_cache_dtype)
-    return config.block_size * per_token // model_config.num_hidden_layers * num_layers
+    return config.block_size * per_token // model_config.num_kv_layers * num_layers
 
 
 class KVCacheLayout(NamedTuple):
@@ -53,6 +54,7 @@ class KVCacheLayout(NamedTuple):
     spec: KVCacheSpec  # of each layer
     groups: tuple[KVCacheGroup, ...]  # of all layers of the model
     layers_here: range  # of the rank's pipeline stage
+    states: RecurrentStates = RecurrentStates()  # of layers that have no K and V
 
     @classmethod
     def of(
@@ -69,7 +71,8 @@ class KVCacheLayout(NamedTuple):
             config.kv_cache_dtype,
         )
         groups = kv_cache_groups(config, model_config)
-        return cls(spec, groups, context.pp.layers_of(num_layers))
+        states = RecurrentStates.of(config, model_config, context)
+        return cls(spec, groups, context.pp.layers_of(num_layers), states)
 
     @property
     def block_bytes(self) -> int:
@@ -130,7 +133,7 @@ def allocate_kv_caches(
     num_kv_blocks: int,
     device: torch.device,
 ) -> list[KVCache]:
-    """Allocate the KV caches of `layers_here`, zeroed, and return them in that order.
+    """Allocate the KV caches of those of `layers_here` that have K and V, zeroed, in that order.
 
     num_kv_blocks: the number of usable blocks; dummy block 0 is added. A block belongs to one group
     at a time, so the j-th layers of all groups share their memory.
@@ -147,7 +150,7 @@ def allocate_kv_caches(
         for group, layers in enumerate(by_group)
         for layer, cache in zip(layers, shared, strict=False)
     }
-    return [caches[layer] for layer in layers_here]
+    return [caches[layer] for layer in layers_here if layer in caches]
 
 
 def _map_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from nanoserve.attention.kv_cache import KVCache
+from nanoserve.attention.recurrent_state import LayerCache
 from nanoserve.checkpoint.loader import check_weights, expected_tensors, load_weights
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.quantized_loader import check_weights as check_quantized_weights
@@ -131,15 +131,31 @@ def second_model_memory(
     return SecondModelMemory(kept_bytes(model), block_bytes)
 
 
+def allocate_caches(
+    layout: KVCacheLayout, num_kv_blocks: int, device: torch.device
+) -> list[LayerCache]:
+    """Allocate the KV cache or the states of each layer here, in their order, all zeroed.
+
+    num_kv_blocks: the number of usable blocks; dummy block 0 is added.
+    """
+    states: dict[int, LayerCache] = {**layout.states.allocate(device)}
+    spec, groups, layers_here = layout.spec, layout.groups, layout.layers_here
+    kv_caches = iter(allocate_kv_caches(spec, groups, layers_here, num_kv_blocks, device))
+    return [states[layer] if layer in states else next(kv_caches) for layer in layers_here]
+
+
 def allocate_pool(
     config: EngineConfig,
     model_config: ModelConfig,
     layout: KVCacheLayout,
     num_kv_blocks: int,
     device: torch.device,
-) -> list[KVCache]:
-    """Allocate the KV caches of this rank's layers: `num_kv_blocks` blocks and dummy block 0."""
-    kv_caches = allocate_kv_caches(*layout, num_kv_blocks, device)
+) -> list[LayerCache]:
+    """Allocate the KV caches of this rank's layers: `num_kv_blocks` blocks and dummy block 0.
+
+    Layers with recurrent states get these instead.
+    """
+    kv_caches = allocate_caches(layout, num_kv_blocks, device)
     if config.num_kv_blocks or config.kv_cache_memory_bytes:
         for kv_cache in kv_caches:
             kv_cache.fill_(0.0)  # map all pages now: no step waits for the system
@@ -148,6 +164,7 @@ def allocate_pool(
     logger.info(
         f"{name}, {model_config.dtype}, {num_kv_blocks} KV blocks of "
         f"{config.block_size} tokens in {layout.spec.cache_key} ({pool:.2f} GiB)"
+        f"{layout.states.describe()}"
     )
     return kv_caches
 

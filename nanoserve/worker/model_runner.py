@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from nanoserve.attention.kv_cache import KVCache
+from nanoserve.attention.recurrent_state import LayerCache
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
@@ -25,8 +25,8 @@ from nanoserve.sampling.sampler import Sampled, Sampler
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cpu_device import Computation, Device, StepOutput
 from nanoserve.worker.heads import HEADS, Heads
-from nanoserve.worker.kv_cache import KVCacheLayout, allocate_kv_caches, longest_sequence
-from nanoserve.worker.load_model import allocate_pool, load_model
+from nanoserve.worker.kv_cache import KVCacheLayout, longest_sequence
+from nanoserve.worker.load_model import allocate_caches, allocate_pool, load_model
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +62,7 @@ class ModelRunner:
         device: Device,
         model: nn.Module,
         kv_cache_layout: KVCacheLayout,
-        kv_caches: list[KVCache],
+        kv_caches: list[LayerCache],
         num_kv_blocks: int,
         max_model_len: int,
     ) -> None:
@@ -109,7 +109,7 @@ class ModelRunner:
         with device.guard():
             # 1) Without weights, if possible: the size of the pool, and of the longest sequence in
             # it.
-            pool = config, model_config, layout.block_bytes, memory_bytes
+            pool = config, model_config, layout, memory_bytes
             num_kv_blocks, max_model_len = device.num_kv_blocks(*pool), config.max_model_len
             if num_kv_blocks is not None:
                 num_kv_blocks = parallel.smallest(num_kv_blocks)
@@ -120,9 +120,7 @@ class ModelRunner:
             # 3) The pool, if it is what the weights have left.
             if num_kv_blocks is None:
                 profiled = partial(_with_one_block, make, config, model_config, layout, context)
-                measured = device.measure_kv_blocks(
-                    model_config, layout.block_bytes, parallel, profiled
-                )
+                measured = device.measure_kv_blocks(model_config, layout, parallel, profiled)
                 num_kv_blocks = parallel.smallest(measured)
                 max_model_len = longest_sequence(config, model_config, num_kv_blocks)
             # 4) The runner; its warm-up compiles what would otherwise be compiled while serving.
@@ -337,5 +335,5 @@ def _with_one_block(
     Its buffers are sized for the longest sequence that may turn out to fit.
     """
     longest = config.max_model_len or model_config.max_position_embeddings
-    kv_caches = allocate_kv_caches(*layout, 1, context.device)
+    kv_caches = allocate_caches(layout, 1, context.device)
     return make(kv_caches, blocks_needed(longest, config.block_size), longest)

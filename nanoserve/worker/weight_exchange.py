@@ -129,6 +129,7 @@ class WeightExchange:
         pool = 0
         if runner.kv_caches is not None:
             pool = (runner.num_kv_blocks + 1) * runner.kv_cache_layout.block_bytes
+            pool += runner.kv_cache_layout.states.num_bytes
         require(
             2 * weights + pool <= memory_bytes,
             f"two models of {weights} bytes and a KV cache of {pool} bytes do not fit into the "

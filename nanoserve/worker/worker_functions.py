@@ -89,14 +89,18 @@ def weights_checksum(runner: ModelRunner) -> str:
 def memory_stats(runner: ModelRunner) -> dict[str, int]:
     """Return the bytes of a rank's weights ("weights_bytes") and KV cache ("kv_cache_bytes").
 
+    The KV cache includes recurrent states, if the model has any.
+
     Weights count wherever they are: with sleep level 1, in host memory. A draft model is not
     counted, and neither are activations and graphs.
     """
     weights = [] if runner.model is None else _weights(runner.model)
-    num_blocks = 0 if runner.kv_caches is None else runner.num_kv_blocks + 1  # and the dummy block
+    layout, kv_bytes = runner.kv_cache_layout, 0
+    if runner.kv_caches is not None:  # and the dummy block
+        kv_bytes = (runner.num_kv_blocks + 1) * layout.block_bytes + layout.states.num_bytes
     return {
         "weights_bytes": sum(tensor.numel() * tensor.element_size() for _, tensor in weights),
-        "kv_cache_bytes": num_blocks * runner.kv_cache_layout.block_bytes,
+        "kv_cache_bytes": kv_bytes,
     }
 
 

@@ -240,7 +240,7 @@ def test_a_hundred_thousand_names_take_no_time() -> None:
         ("WhisperForConditionalGeneration", "it has an encoder and a decoder"),
         ("VisionEncoderDecoderModel", "it has an encoder and a decoder"),
         ("MambaForCausalLM", "it has recurrent layers"),
-        ("Qwen3NextForCausalLM", "it has recurrent layers"),
+        ("JambaForCausalLM", "it has recurrent layers"),
         ("BertModel", "it is an encoder, which outputs"),
         ("XLMRobertaForSequenceClassification", "it is an encoder, which outputs"),
         ("UnheardOfForMaskedLM", "it is an encoder, which outputs"),

@@ -13,7 +13,16 @@ import pytest
 import torch
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
 from same_or_refused import TOKEN_IDS, check
-from tiny_checkpoints import GEMMA2, GEMMA3, GRANITE, SMOLLM3, edit_json, make_checkpoint
+from tiny_checkpoints import (
+    DELTA,
+    DELTA_MOE,
+    GEMMA2,
+    GEMMA3,
+    GRANITE,
+    SMOLLM3,
+    edit_json,
+    make_checkpoint,
+)
 from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
@@ -25,12 +34,16 @@ from transformers import (
     Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
     Qwen3ForCausalLM,
+    Qwen3NextForCausalLM,
     SmolLM3ForCausalLM,
 )
 
 pytestmark = pytest.mark.small(written=["qwen3"])  # of Gemma, test_gemma.py changes every entry
 WINDOWED = {"sliding_window": 9}
+ALL = {"num_experts": 2}  # for each token, so that rounding to 16 bits does not choose them
 MODELS: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
     "gemma2": (Gemma2ForCausalLM, GEMMA2),
     "gemma3": (Gemma3ForCausalLM, GEMMA3),
@@ -43,13 +56,18 @@ MODELS: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
     "phi3": (Phi3ForCausalLM, WINDOWED),
     "qwen2": (Qwen2ForCausalLM, WINDOWED | {"use_sliding_window": True, "max_window_layers": 1}),
     "qwen3": (Qwen3ForCausalLM, WINDOWED | {"use_sliding_window": True, "max_window_layers": 1}),
+    "qwen3-next": (Qwen3NextForCausalLM, DELTA_MOE | ALL),
+    "qwen3.5": (Qwen3_5ForCausalLM, DELTA),
+    "qwen3.5-moe": (Qwen3_5MoeForCausalLM, DELTA_MOE | ALL),
     "smollm3": (SmolLM3ForCausalLM, SMOLLM3 | WINDOWED | {"use_sliding_window": True}),
 }
 LOCAL = ["sliding_attention", "full_attention"]
+LINEAR = ["linear_attention", "full_attention"]
 ROPES = [
     {"rope_type": "default", "rope_theta": 1e6},
     {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0},
     {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 0]},
     {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1.0},
     {"rope_type": "yarn", "rope_theta": 1e4, "factor": 2.0, "partial_rotary_factor": 0.25},
 ]
@@ -66,7 +84,26 @@ VALUES: dict[str, list[Any]] = {
     "hidden_activation": ["silu", "gelu"],
     "hidden_size": [32, 60],
     "intermediate_size": [96],
-    "layer_types": [LOCAL, LOCAL[::-1], ["full_attention"] * 2, None],
+    "layer_types": [
+        LOCAL,
+        LOCAL[::-1],
+        ["full_attention"] * 2,
+        LINEAR * 2,
+        ["linear_attention"] * 4,
+        None,
+    ],
+    "linear_conv_kernel_dim": [2, 5],
+    "linear_key_head_dim": [12],
+    "linear_num_key_heads": [1, 4],
+    "linear_num_value_heads": [2, 6],
+    "linear_value_head_dim": [20],
+    "moe_intermediate_size": [20],
+    "shared_expert_intermediate_size": [24],
+    "num_experts": [4],
+    "num_experts_per_tok": [1, 3],
+    "norm_topk_prob": [False],
+    "decoder_sparse_step": [2],
+    "mlp_only_layers": [[0]],
     "logits_scaling": [3],
     "max_position_embeddings": [64, 4096],
     "max_window_layers": [0, 2],
@@ -99,6 +136,7 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "pad_token_id": 9,
     "_sliding_window_pattern": 5,  # Gemma 3 saves what layer_types were made of
     "transformers_version": "4.30.0",
+    "output_router_logits": True, "router_aux_loss_coef": 0.5,
     "model_type": ...,
     "architectures": ...,
 }  # fmt: skip
@@ -146,6 +184,7 @@ def test_every_entry_changed_is_as_in_transformers_or_refused(
         "hidden_activation",
         "use_bidirectional_attention",
         *(("mlp_bias",) if name == "minicpm" else ()),  # its checkpoints have none
+        *(("head_dim",) if "linear_key_head_dim" in settings else ()),  # three are no pairs
     }
 
 

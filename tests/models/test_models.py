@@ -9,7 +9,16 @@ import pytest
 import torch
 import toy_model
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
-from tiny_checkpoints import GEMMA2, GEMMA3, GRANITE, SMOLLM3, edit_json, make_checkpoint
+from tiny_checkpoints import (
+    DELTA,
+    DELTA_MOE,
+    GEMMA2,
+    GEMMA3,
+    GRANITE,
+    SMOLLM3,
+    edit_json,
+    make_checkpoint,
+)
 from torch import nn
 from toy_model import LoudForCausalLM
 from transformers import (
@@ -26,8 +35,11 @@ from transformers import (
     PreTrainedModel,
     Qwen2ForCausalLM,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
+    Qwen3NextForCausalLM,
     SmolLM3ForCausalLM,
 )
 
@@ -125,6 +137,22 @@ CASES = {
         Qwen3MoeForCausalLM,
         QWEN3_MOE | {"num_hidden_layers": 4, "decoder_sparse_step": 2, "mlp_only_layers": [3]},
     ),
+    "qwen3-next": (Qwen3NextForCausalLM, DELTA_MOE),
+    "qwen3-next, few dense layers": (
+        Qwen3NextForCausalLM,
+        DELTA_MOE
+        | {"num_hidden_layers": 3, "mlp_only_layers": [1], "norm_topk_prob": False}
+        | {"layer_types": ["full_attention", "linear_attention", "full_attention"]}
+        | {"linear_conv_kernel_dim": 2, "linear_num_key_heads": 4, "attention_bias": True},
+    ),
+    "qwen3.5": (Qwen3_5ForCausalLM, DELTA),
+    "qwen3.5, tied": (
+        Qwen3_5ForCausalLM,
+        DELTA
+        | {"tie_word_embeddings": True, "linear_num_value_heads": 6}
+        | {"rope_parameters": {"rope_theta": 1e3, "partial_rotary_factor": 0.5}},
+    ),
+    "qwen3.5-moe": (Qwen3_5MoeForCausalLM, DELTA_MOE),
     "smollm3": (SmolLM3ForCausalLM, SMOLLM3),
     "smollm3, window": (  # in the layers without RoPE
         SmolLM3ForCausalLM,
@@ -140,6 +168,7 @@ VARIANTS = {  # of architectures that have another case
     "olmo2, 1 KV head", "phi3, longrope", "qwen2, tied", "qwen2-moe, normalised, tied", "qwen3",
     "mixtral", "qwen3-moe",
     "qwen3-moe, normalised, tied", "smollm3",
+    "qwen3-next, few dense layers", "qwen3.5, tied", "qwen3.5-moe",
 }  # fmt: skip
 
 
@@ -220,7 +249,17 @@ def test_log_probabilities_are_those_of_transformers(case: str, made: Made) -> N
             assert abs(entry.logprob - float(expected[position, token_id])) < 1e-4
 
 
-@pytest.mark.full(case=["gemma3", "llama, biased", "mixtral", "olmo2, 1 KV head", "phi3"])
+@pytest.mark.full(
+    case=[
+        "gemma3",
+        "llama, biased",
+        "mixtral",
+        "olmo2, 1 KV head",
+        "phi3",
+        "qwen3-next",
+        "qwen3.5, tied",
+    ]
+)
 # Mixtral: three experts on two ranks.
 @pytest.mark.size("full")
 @pytest.mark.parametrize(
@@ -229,6 +268,7 @@ def test_log_probabilities_are_those_of_transformers(case: str, made: Made) -> N
         "gemma2", "gemma3", "glm4", "llama, biased", "minicpm4", "mixtral", "olmo2",
         "olmo2, 1 KV head",
         "phi3", "qwen2", "qwen2-moe", "qwen3", "qwen3-moe",
+        "qwen3-next", "qwen3.5, tied", "qwen3.5-moe",
     ],
 )  # fmt: skip
 def test_so_are_those_of_two_ranks(case: str, made: Made) -> None:
@@ -237,14 +277,21 @@ def test_so_are_those_of_two_ranks(case: str, made: Made) -> None:
 
 @pytest.mark.small(case=["qwen3, window in layer 1"])
 @pytest.mark.full(
-    case=["gemma2", "gemma3", "mixtral, tied, window", "qwen2", "qwen3, window in layer 1"]
+    case=[
+        "gemma2",
+        "gemma3",
+        "mixtral, tied, window",
+        "qwen2",
+        "qwen3, window in layer 1",
+        "qwen3.5",
+    ]
 )
 @pytest.mark.parametrize(
     "case",
     [
         "gemma2", "gemma3", "glm4", "llama", "minicpm4", "mistral, window", "mixtral, tied, window",
         "olmo2", "phi3", "qwen2", "qwen3, window in layer 1", "qwen3-moe, dense layers",
-        "smollm3, window",
+        "smollm3, window", "qwen3.5",
     ],
 )  # fmt: skip
 def test_so_are_those_of_the_interpreted_kernels(

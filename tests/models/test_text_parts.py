@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny_checkpoints import TINY_QWEN3, edit_json, initialise
+from tiny_checkpoints import DELTA, DELTA_MOE, TINY_QWEN3, edit_json, initialise
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from nanoserve import LLM, SamplingParams
@@ -40,6 +40,12 @@ HEARS = {
     "max_source_positions": 16,
 }
 COORDINATES = {"rope_type": "default", "rope_theta": 1e4}
+QUARTER = {
+    **COORDINATES,
+    "partial_rotary_factor": 0.5,
+    "mrope_section": [2, 1, 1],
+    "mrope_interleaved": True,
+}
 # transformers' class, and its settings
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": (
@@ -126,6 +132,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
                 "out_hidden_size": 48,
                 "deepstack_visual_indexes": [0],
             },
+        },
+    ),
+    "qwen3.5": (
+        "Qwen3_5ForConditionalGeneration",
+        {
+            "text_config": {**TEXT, **DELTA, "rope_parameters": QUARTER},
+            "vision_config": {**QWEN_SEES, "out_hidden_size": 48},
+        },
+    ),
+    "qwen3.5-moe": (
+        "Qwen3_5MoeForConditionalGeneration",
+        {
+            "text_config": {**TEXT, **DELTA_MOE, "rope_parameters": QUARTER},
+            "vision_config": {**QWEN_SEES, "out_hidden_size": 48},
         },
     ),
     "glm4v": (

@@ -27,7 +27,8 @@ ONE = SamplingParams(temperature=0, max_tokens=1)
 def is_linear(name: str) -> bool:
     """By its name in the checkpoint: not a norm, an embedding, a router or a bias."""
     parts = name.split(".")
-    own = parts[-2] in ("w1", "w2", "w3", "lm_head") or parts[-2].endswith("_proj")
+    named = ("w1", "w2", "w3", "lm_head", "in_proj_qkvz", "in_proj_qkv", "in_proj_z")
+    own = parts[-2] in named or parts[-2].endswith("_proj")
     return parts[-1] == "weight" and own
 
 

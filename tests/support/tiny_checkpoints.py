@@ -50,6 +50,20 @@ GEMMA3 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
     },
 }
+# Three layers with linear attention, one with full attention.
+DELTA = {
+    "num_hidden_layers": 4,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 12,
+}
+DELTA_MOE = DELTA | {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "shared_expert_intermediate_size": 40,
+}
 SMOLLM3 = {
     "num_hidden_layers": 3,
     "no_rope_layer_interval": 2,
@@ -97,9 +111,12 @@ def initialise(
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
+            elif name.endswith("A_log"):  # some heads of recurrent layers forget slowly
+                torch.nn.init.uniform_(parameter, -5.0, 1.0)
             else:
                 # A router's more than others: where experts nearly tie, rounding would choose.
-                std = 0.4 if name.endswith(".gate.weight") else 0.2
+                # So are the few of a convolution.
+                std = 0.4 if name.endswith(".gate.weight") else 0.6 if "conv1d" in name else 0.2
                 torch.nn.init.normal_(parameter, std=std)
     return model.to(dtype).eval()
 
@@ -118,7 +135,9 @@ def prompt_logits(model: nn.Module, token_ids: list[int], block_size: int = 16) 
     """
     num_tokens = len(token_ids)
     num_blocks = -(-num_tokens // block_size)
-    attention = next(iter(model.model.layers)).self_attn.layer
+    layers = list(model.model.layers)
+    specs = [getattr(getattr(each, "linear_attn", None), "state_spec", None) for each in layers]
+    attention = layers[specs.index(None)].self_attn.layer
     spec = KVCacheSpec(block_size, attention.num_kv_heads, attention.head_dim, model.model.dtype)
     table = torch.arange(num_blocks, 0, -1, dtype=torch.int32)
     positions = torch.arange(num_tokens, dtype=torch.int32)
@@ -132,7 +151,12 @@ def prompt_logits(model: nn.Module, token_ids: list[int], block_size: int = 16) 
         num_decode_rows=0,
         max_query_len=num_tokens,
         max_context_len=num_tokens,
+        row_slots=torch.zeros(1, dtype=torch.int32),
     )
-    kv_caches = spec.allocate(len(model.model.layers), num_blocks + 1)
+    kv_caches = spec.allocate(len(layers), num_blocks + 1)
+    kv_caches = [
+        kv_cache if state is None else state.allocate(num_slots=2)
+        for kv_cache, state in zip(kv_caches, specs, strict=True)
+    ]
     hidden = model(torch.tensor(token_ids, dtype=torch.int32), kv_caches, metadata)
     return model.compute_logits(hidden)

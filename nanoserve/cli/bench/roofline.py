@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from nanoserve.checkpoint.linear_attention import LinearAttentionConfig
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.cli.bench.precision import Precision
 from nanoserve.config import EngineConfig
@@ -56,12 +57,19 @@ class Need:
         self.weight_item = precision.weight_bits / 8 if precision else self.item
         self.head_item = precision.head_bits / 8 if precision else self.item
         self.kv_item = precision.kv_bits / 8 if precision else self.item
-        self.windows = Counter(window or _NO_WINDOW for window in config.sliding_windows)
+        self.windows = Counter(
+            window or _NO_WINDOW
+            for layer, window in enumerate(config.sliding_windows)
+            if layer not in config.recurrent_layers
+        )
         hidden, heads = config.hidden_size, config.num_attention_heads
         attention = 2 * hidden * config.head_dim * (heads + config.num_key_value_heads)
         self.head = hidden * config.vocab_size  # also the embedding, if they are tied
         # Weights that all tokens use; weights of experts are added separately.
-        self.dense = config.num_hidden_layers * attention
+        self.num_states, self.rule = 0, 0
+        self.dense = config.num_kv_layers * attention
+        if config.linear_attention is not None:
+            self._add_linear_attention(config.linear_attention)
         self.num_moe_layers, self.expert = 0, 0
         if config.moe is not None:
             self.num_moe_layers = config.num_hidden_layers - len(config.moe.dense_layers)
@@ -72,8 +80,25 @@ class Need:
         num_dense_layers = config.num_hidden_layers - self.num_moe_layers
         self.dense += num_dense_layers * 3 * hidden * config.intermediate_size
 
+    def _add_linear_attention(self, linear: LinearAttentionConfig) -> None:
+        """Count its layers, and the output gates of full attention, which come with them.
+
+        Each value of a state is read and written once a step, in float32, and is in three products
+        for each token.
+        """
+        config, hidden = self.config, self.config.hidden_size
+        gates = hidden * config.head_dim * config.num_attention_heads
+        keys = linear.num_key_heads * linear.key_head_dim
+        values = linear.num_value_heads * linear.value_head_dim
+        products = hidden * (2 * keys + 3 * values + 2 * linear.num_value_heads)
+        num_layers = len(linear.layers)
+        self.dense += config.num_kv_layers * gates + num_layers * products
+        conv = (linear.conv_kernel_dim - 1) * (2 * keys + values)
+        self.rule = num_layers * values * linear.key_head_dim
+        self.num_states = self.rule + num_layers * conv
+
     def bytes(self, step: Step) -> float:
-        """Return the bytes read (weights, embedding rows, cached KV) and written (new KV)."""
+        """Return the bytes read (weights, embedding rows, KV, states) and written (KV, states)."""
         num_tokens = int(step.query_lens.sum())
         weights = self.dense + self._experts_used(num_tokens) * self.expert
         head = self.head if step.num_logits else 0
@@ -85,7 +110,8 @@ class Need:
         )
         kv = seen * kv_per_layer
         weight_bytes = self.weight_item * weights + self.head_item * head
-        return weight_bytes + self.item * embedding + self.kv_item * kv
+        states = 2 * 4 * self.num_states * len(step.query_lens)
+        return weight_bytes + self.item * embedding + self.kv_item * kv + states
 
     def operations(self, step: Step) -> float:
         """Return the operations of matrix products with weights, and of attention.
@@ -101,6 +127,7 @@ class Need:
             for window, num_layers in self.windows.items()
         )
         attention = 2 * pairs * self.config.num_attention_heads * self.config.head_dim
+        per_token += 3 * self.rule
         return 2.0 * (num_tokens * per_token + attention + step.num_logits * self.head)
 
     def _experts_used(self, num_tokens: int) -> float:

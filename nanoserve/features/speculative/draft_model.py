@@ -77,6 +77,11 @@ def prepare_draft_model(config: EngineConfig, target: ModelConfig) -> PreparedPr
         f"the draft model {options.model} has a vocabulary of {draft.vocab_size} tokens, but the "
         f"model has {target.vocab_size}; use a draft model with the same vocabulary",
     )
+    require(
+        not draft.recurrent_layers,
+        f"the draft model {options.model} has recurrent states, which cannot be set back when "
+        f"draft tokens are rejected; use a draft model without them, or method 'ngram'",
+    )
     if own.load_format != "dummy":
         checkpoint.fetch_weights()
     model = DraftModel(own, draft, checkpoint.folder)

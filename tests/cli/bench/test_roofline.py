@@ -4,12 +4,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tiny_checkpoints import DELTA_MOE, make_checkpoint
+from transformers import Qwen3NextForCausalLM
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.cli.bench.precision import precision_of
 from nanoserve.cli.bench.roofline import Need, Step, limit, planned_steps
 from nanoserve.cli.bench.shapes import SHAPES
+from nanoserve.config import EngineConfig
+from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.registry import model_class
+from nanoserve.worker.recurrent_states import RecurrentStates
 
 # As their makers say.
 BILLIONS = {
@@ -108,6 +114,24 @@ def test_a_mixture_reads_the_experts_that_its_tokens_choose() -> None:
     assert need.operations(step((1, 1))) == 2 * (
         need.dense + need.head + layers * 2 * expert + 2 * pairs
     )
+
+
+def test_states_are_read_and_written_whatever_the_context(tmp_path: Path) -> None:
+    make_checkpoint(Qwen3NextForCausalLM, tmp_path, **DELTA_MOE)
+    config = ModelConfig.from_checkpoint(tmp_path)
+    model = model_class(config.architecture)(config, LayerContext())
+    others = ("norm", "conv_weight", "log_rate", "time_bias", "shared_expert_gate", "embed", "lm_")
+    experts = ("mlp.gate_up", "mlp.down")
+    weights = {n: p.numel() for n, p in model.named_parameters() if not any(o in n for o in others)}
+    need = Need(config)
+    found = sum(count for name, count in weights.items() if not name.endswith(experts))
+    assert need.dense == found
+    one_row = need.bytes(step((1, 40))) - need.bytes(step((1, 20)))
+    assert one_row == 20 * 2 * 2 * 16 * 4  # the KV of 20 tokens in one layer
+    states = RecurrentStates.of(EngineConfig("any"), config, LayerContext()).bytes_per_slot
+    assert 4 * need.num_states == states
+    two_rows = need.bytes(step((2, 20), (1, 20), num_logits=1)) - need.bytes(step((3, 20)))
+    assert two_rows == 2 * states + 20 * 2 * 2 * 16 * 4
 
 
 def test_the_planned_steps_are_those_that_the_engine_takes(checkpoint: Path) -> None:

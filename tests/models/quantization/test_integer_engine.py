@@ -9,7 +9,15 @@ import pytest
 import torch
 from integer_models import dequantized, distance, our_logits, reference_logits
 from quantized_checkpoints import CASES, make_quantized
-from tiny_checkpoints import GEMMA2, GEMMA3, GRANITE, make_checkpoint, make_qwen3
+from tiny_checkpoints import (
+    DELTA,
+    DELTA_MOE,
+    GEMMA2,
+    GEMMA3,
+    GRANITE,
+    make_checkpoint,
+    make_qwen3,
+)
 from torch import Tensor, nn
 from transformers import (
     Gemma2ForCausalLM,
@@ -22,8 +30,10 @@ from transformers import (
     Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
+    Qwen3NextForCausalLM,
 )
 
 pytest.importorskip("numba")
@@ -37,6 +47,11 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 WIDE = {"hidden_size": 64, "intermediate_size": 96}  # whole groups of 32, which int4 wants
 BIASED = {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+DELTA_WIDE = {
+    "linear_value_head_dim": 16,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 64,
+}
 ARCHITECTURES: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
     "qwen3": (Qwen3ForCausalLM, {}),
     "qwen3, tied": (Qwen3ForCausalLM, {"tie_word_embeddings": True}),
@@ -46,6 +61,8 @@ ARCHITECTURES: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
     "phi3": (Phi3ForCausalLM, {"sliding_window": 17}),
     "qwen3-moe": (Qwen3MoeForCausalLM, MOE),
     "mixtral": (MixtralForCausalLM, {"num_local_experts": 5}),
+    "qwen3-next": (Qwen3NextForCausalLM, DELTA_MOE | DELTA_WIDE),
+    "qwen3.5": (Qwen3_5ForCausalLM, DELTA | DELTA_WIDE),
     "glm4": (Glm4ForCausalLM, {}),
     "granite": (GraniteForCausalLM, GRANITE),
     "olmo2": (Olmo2ForCausalLM, {}),
