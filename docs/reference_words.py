@@ -94,6 +94,8 @@ FIELDS = {
 
 # Models by the architecture in their `config.json`.
 FAMILIES = {
+    "DeepseekV2ForCausalLM": "DeepSeek-V2, V2-Lite and V2.5",
+    "DeepseekV3ForCausalLM": "DeepSeek-V3, R1, Moonlight",
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3 (text)",
     "LlamaForCausalLM": "Llama 2, 3, 3.1, 3.2 and derived models",

@@ -85,6 +85,8 @@ def _of_model(config: ModelConfig) -> Facts:
     rope = {k: v for k, v in asdict(config.rope).items() if v != usual[k]}
     facts["rope"] = {"rope_type": config.rope.rope_type, "theta": config.rope.theta} | rope
     facts["sliding_windows"] = sorted({window for window in config.sliding_windows if window})
+    mla = config.mla
+    facts["latent_dims"] = None if mla is None else [mla.kv_lora_rank, mla.qk_rope_head_dim]
     facts["num_experts"] = None if config.moe is None else config.moe.num_experts
     stored = config.quantization_config
     facts["quantization"] = None if stored is None else stored.get("quant_method")

@@ -57,6 +57,9 @@ def _model_rows(facts: dict[str, Any]) -> Rows:
     if "architecture" not in facts:
         return rows
     heads = f"{facts['num_attention_heads']} ({facts['num_key_value_heads']} of K and V)"
+    if facts["latent_dims"] is not None:
+        latent, rotated = facts["latent_dims"]
+        heads = f"{facts['num_attention_heads']} (one latent, of {latent} + {rotated} numbers)"
     settings = {k: v for k, v in facts["rope"].items() if k not in ("rope_type", "theta")}
     lists = {k: f"of {len(v)} values" for k, v in settings.items() if isinstance(v, tuple)}
     shown = [f"{name} {value}" for name, value in (settings | lists).items()]

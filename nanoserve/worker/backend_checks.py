@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 import torch
 
+from nanoserve.attention.interface import AttentionBackend
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig, KernelConfig
 from nanoserve.utils.checks import require
@@ -102,6 +103,11 @@ def check_batch_invariant(
 ) -> None:
     """Raise `ValueError` unless results are batch-invariant with the attention backend `name`."""
     require(
+        model_config.mla is None,
+        "batch_invariant=True does not support multi-head latent attention, whose products with a "
+        "matrix per head depend on the batch in their last bits: remove it",
+    )
+    require(
         name in ("numba", "triton"),
         f"batch_invariant=True needs attention_backend='numba', which runs on a CPU with the "
         f"package numba in float32 and bfloat16 (pip install 'nanoserve[cpu]'), or 'triton' on a "
@@ -129,6 +135,15 @@ def check_batch_invariant(
         not found,
         f"batch_invariant=True with attention_backend='triton' does not support "
         f"{'; '.join(found)}: remove it, or batch_invariant=True",
+    )
+
+
+def check_value_dim(model_config: ModelConfig, name: str, attention: AttentionBackend) -> None:
+    """Raise `ValueError` if the backend `name` lacks the attention of the model's layers."""
+    require(
+        attention.supports_value_dim or model_config.mla is None,
+        f"attention_backend={name!r} does not support multi-head latent attention, in which V is a "
+        f"part of K: choose 'torch', or 'numba' on a CPU",
     )
 
 

@@ -13,8 +13,10 @@ import pytest
 import torch
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
 from same_or_refused import TOKEN_IDS, check
-from tiny_checkpoints import GEMMA2, GEMMA3, edit_json, make_checkpoint
+from tiny_checkpoints import DEEPSEEK_V2, DEEPSEEK_V3, GEMMA2, GEMMA3, edit_json, make_checkpoint
 from transformers import (
+    DeepseekV2ForCausalLM,
+    DeepseekV3ForCausalLM,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     LlamaForCausalLM,
@@ -28,6 +30,8 @@ from transformers import (
 pytestmark = pytest.mark.small(written=["qwen3"])  # of Gemma, test_gemma.py changes every entry
 WINDOWED = {"sliding_window": 9}
 MODELS: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
+    "deepseek-v2": (DeepseekV2ForCausalLM, DEEPSEEK_V2),
+    "deepseek-v3": (DeepseekV3ForCausalLM, DEEPSEEK_V3),
     "gemma2": (Gemma2ForCausalLM, GEMMA2),
     "gemma3": (Gemma3ForCausalLM, GEMMA3),
     "llama": (LlamaForCausalLM, {}),
@@ -49,22 +53,35 @@ VALUES: dict[str, list[Any]] = {
     "attn_logit_softcapping": [1.0, None],
     "dtype": ["bfloat16", "float16", "float64"],
     "final_logit_softcapping": [2.0, None],
+    "first_k_dense_replace": [0, 5],
     "head_dim": [8, 12, None],
     "hidden_act": ["gelu_pytorch_tanh", "gelu", "relu"],
     "hidden_activation": ["silu", "gelu"],
     "hidden_size": [32, 60],
     "intermediate_size": [96],
+    "kv_lora_rank": [16],
     "layer_types": [LOCAL, LOCAL[::-1], ["full_attention"] * 2, None],
     "max_position_embeddings": [64, 4096],
     "max_window_layers": [0, 2],
     "mlp_bias": [True],
+    "moe_intermediate_size": [32],
+    "n_group": [2, 8, 3, None],
+    "n_routed_experts": [4, 12],
+    "n_shared_experts": [1, 3, 0],
+    "norm_topk_prob": [False, True],
     "num_attention_heads": [2, 8],
+    "num_experts_per_tok": [1, 4, 7],
     "num_hidden_layers": [1, 3],
     "num_key_value_heads": [1, 4, None],
     "original_max_position_embeddings": [256],
+    "q_lora_rank": [None, 12],
+    "qk_nope_head_dim": [6],
+    "qk_rope_head_dim": [4, 7],
     "query_pre_attn_scalar": [64],
     "rms_norm_eps": [1e-2],
+    "rope_interleave": [False, True],
     "rope_parameters": ROPES,
+    "routed_scaling_factor": [0.5, 2],
     "scale_depth": [1.0, 3.0],
     "scale_emb": [1.0],
     "dim_model_base": [48],
@@ -72,8 +89,11 @@ VALUES: dict[str, list[Any]] = {
     "sliding_window_pattern": [1, 3],
     "sparse_config": [{"kernel_size": 32}],
     "tie_word_embeddings": [True],
+    "topk_group": [1, 3, 5],
+    "topk_method": ["group_limited_greedy", "noaux_tc"],
     "use_bidirectional_attention": [True],
     "use_sliding_window": [False, True],
+    "v_head_dim": [16],
     "vocab_size": [301],
 }
 # What transformers reads in training, in generation, or not at all: any other value, same logits.
@@ -81,11 +101,18 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "attention_dropout": 0.5, "embd_pdrop": 0.5, "resid_pdrop": 0.5, "pretraining_tp": 2,
     "initializer_range": 0.5, "use_cache": False, "bos_token_id": 7, "eos_token_id": [3, 5],
     "pad_token_id": 9,
+    "num_nextn_predict_layers": 2, "output_router_logits": True,
+    "qk_head_dim": 99,  # transformers adds it up
     "_sliding_window_pattern": 5,  # Gemma 3 saves what layer_types were made of
     "transformers_version": "4.30.0",
     "model_type": ...,
     "architectures": ...,
 }  # fmt: skip
+# Groups of unequal sizes or too few experts, and settings that contradict others.
+DEEPSEEK_REFUSES = (
+    "n_group", "n_shared_experts", "norm_topk_prob", "num_attention_heads", "num_experts_per_tok",
+    "topk_group",
+)  # fmt: skip
 
 
 def entries(path: Path) -> list[str]:
@@ -130,6 +157,7 @@ def test_every_entry_changed_is_as_in_transformers_or_refused(
         "hidden_activation",
         "use_bidirectional_attention",
         *(("mlp_bias",) if name == "minicpm" else ()),  # its checkpoints have none
+        *(DEEPSEEK_REFUSES if name.startswith("deepseek") else ()),
     }
 
 

@@ -9,10 +9,12 @@ import pytest
 import torch
 import toy_model
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
-from tiny_checkpoints import GEMMA2, GEMMA3, edit_json, make_checkpoint
+from tiny_checkpoints import DEEPSEEK_V2, DEEPSEEK_V3, GEMMA2, GEMMA3, edit_json, make_checkpoint
 from torch import nn
 from toy_model import LoudForCausalLM
 from transformers import (
+    DeepseekV2ForCausalLM,
+    DeepseekV3ForCausalLM,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     LlamaForCausalLM,
@@ -40,7 +42,14 @@ LONGROPE = {
     "short_factor": [1.0 + i / 8 for i in range(8)],
     "long_factor": [1.0 + i for i in range(8)],
 }
+GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 CASES = {
+    "deepseek-v2": (DeepseekV2ForCausalLM, DEEPSEEK_V2),
+    "deepseek-v2, groups": (
+        DeepseekV2ForCausalLM,
+        DEEPSEEK_V2 | GROUPS | {"q_lora_rank": 28, "mlp_bias": True, "attention_bias": True},
+    ),
+    "deepseek-v3": (DeepseekV3ForCausalLM, DEEPSEEK_V3),
     "gemma2": (Gemma2ForCausalLM, GEMMA2),
     "gemma3": (Gemma3ForCausalLM, GEMMA3),
     "llama": (LlamaForCausalLM, {}),
@@ -90,8 +99,8 @@ CASES = {
 }
 
 VARIANTS = {  # of architectures that have another case
-    "llama, biased", "llama, 1 KV head", "minicpm, biased", "mistral", "phi3, longrope",
-    "qwen2, tied", "qwen3", "mixtral", "qwen3-moe", "qwen3-moe, normalised, tied",
+    "deepseek-v2", "llama, biased", "llama, 1 KV head", "minicpm, biased", "mistral",
+    "phi3, longrope", "qwen2, tied", "qwen3", "mixtral", "qwen3-moe", "qwen3-moe, normalised, tied",
 }  # fmt: skip
 
 
@@ -172,13 +181,14 @@ def test_log_probabilities_are_those_of_transformers(case: str, made: Made) -> N
             assert abs(entry.logprob - float(expected[position, token_id])) < 1e-4
 
 
-@pytest.mark.full(case=["gemma3", "llama, biased", "mixtral", "phi3"])
+@pytest.mark.full(case=["deepseek-v3", "gemma3", "llama, biased", "mixtral", "phi3"])
 # Mixtral: three experts on two ranks.
 @pytest.mark.size("full")
 @pytest.mark.parametrize(
     "case",
     [
-        "gemma2", "gemma3", "llama, biased", "minicpm4", "mixtral", "phi3",
+        "deepseek-v2, groups", "deepseek-v3", "gemma2", "gemma3", "llama, biased", "minicpm4",
+        "mixtral", "phi3",
         "qwen2", "qwen3", "qwen3-moe",
     ],
 )  # fmt: skip
