@@ -138,12 +138,20 @@ def check_batch_invariant(
     )
 
 
-def check_value_dim(model_config: ModelConfig, name: str, attention: AttentionBackend) -> None:
-    """Raise `ValueError` if the backend `name` lacks the attention of the model's layers."""
+def check_latent_attention(config: EngineConfig, name: str, attention: AttentionBackend) -> None:
+    """Raise `ValueError` if the backend `name` does not support multi-head latent attention.
+
+    Also for a variant of its kernels, on a GPU, that there is not for this attention.
+    """
     require(
-        attention.supports_value_dim or model_config.mla is None,
+        attention.supports_value_dim,
         f"attention_backend={name!r} does not support multi-head latent attention, in which V is a "
-        f"part of K: choose 'torch', or 'numba' on a CPU",
+        f"part of K: choose 'triton' on a GPU, 'numba' on a CPU, or 'torch'",
+    )
+    require(
+        name != "triton" or not KernelConfig.of(config.kernel_config).merge_in_attention,
+        "kernel_config with merge_in_attention=True does not support multi-head latent attention: "
+        "remove it",
     )
 
 

@@ -14,7 +14,7 @@ from nanoserve.attention.interface import AttentionLayer, AttentionMetadata
 from nanoserve.attention.kv_cache import KVCache, KVCacheSpec
 from nanoserve.worker.build_executor import _backend
 
-BACKENDS = [name for name in ("torch", "numba") if name == "torch" or find_spec(name)]
+BACKENDS = [name for name in ("torch", "numba", "triton") if name == "torch" or find_spec(name)]
 BLOCK_SIZE, HEAD_DIM, VALUE_DIM = 4, 28, 20
 # (new tokens, context): decode rows, a whole prompt, chunks, and one longer than a piece of numba.
 ROWS = [(1, 1), (1, 19), (1, 4), (1, 33), (2, 2), (17, 17), (5, 21), (40, 44)]
@@ -75,12 +75,16 @@ def expected(q: torch.Tensor, keys: torch.Tensor, layer: AttentionLayer) -> torc
 
 
 # Numba compiles each pair of types for seconds.
-@pytest.mark.small(case=[("torch", "auto"), ("torch", "fp8"), ("numba", "auto")], dtype=["float32"])
+@pytest.mark.small(
+    case=[("torch", "auto"), ("torch", "fp8"), ("numba", "auto"), ("triton", "int8")],
+    dtype=["float32"],
+    num_heads=[6],
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "case", [(name, kind) for name in BACKENDS for kind in ("auto", "int8", "fp8")], ids=str
 )
-@pytest.mark.parametrize("num_heads", [1, 6, 16, 128])
+@pytest.mark.parametrize("num_heads", [1, 6, 16, 40])
 def test_values_are_a_part_of_keys(case: tuple[str, str], dtype: str, num_heads: int) -> None:
     name, kind = case
     layer = AttentionLayer(num_heads, 1, HEAD_DIM, 0.2, value_dim=VALUE_DIM)
@@ -90,6 +94,37 @@ def test_values_are_a_part_of_keys(case: tuple[str, str], dtype: str, num_heads:
     tolerance = {"float32": 3e-6, "bfloat16": 2e-2}[dtype]
     found, wanted = attended.double(), expected(q, keys, layer)
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.skipif("triton" not in BACKENDS, reason="needs the package: pip install triton")
+@pytest.mark.small(num_shares=[2], kind=["auto"], num_heads=[6])
+@pytest.mark.parametrize("num_heads", [6, 20])
+@pytest.mark.parametrize("kind", ["auto", "int8"])
+@pytest.mark.parametrize("num_shares", [1, 2, 3, 9])
+def test_keys_in_shares_and_rows_counted_on_the_device(
+    num_shares: int, kind: str, num_heads: int
+) -> None:
+    """As in a graph of mixed steps: tensors are longer than the step, and have anything there."""
+    from nanoserve.kernels.triton.latent_attention import latent_attention
+
+    q, cache, metadata, keys = stored(kind, num_heads, ROWS, torch.float32)
+    tokens, rows, anything = len(q), len(ROWS), torch.full((3,), 2**30, dtype=torch.int32)
+    tables, layer = metadata.block_tables, AttentionLayer(num_heads, 1, HEAD_DIM, 0.2)
+    attended = latent_attention(
+        torch.cat((q, torch.full((5, num_heads, HEAD_DIM), torch.nan))),
+        cache.values,
+        torch.cat((metadata.cu_seqlens_q, anything)),
+        torch.cat((metadata.context_lens, anything)),
+        torch.cat((tables, anything[:, None].expand(-1, tables.shape[1]))),
+        scale=layer.scale,
+        value_dim=VALUE_DIM,
+        max_context_len=99,
+        num_shares=num_shares,
+        k_scales=cache.scales,
+        row_counts=torch.tensor([rows, 4], dtype=torch.int32),
+    )
+    wanted = expected(q, keys, layer)
+    torch.testing.assert_close(attended[:tokens].double(), wanted, rtol=3e-6, atol=3e-6)
 
 
 @pytest.mark.parametrize("name", BACKENDS[1:])

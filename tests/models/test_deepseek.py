@@ -193,6 +193,14 @@ def test_a_backend_without_such_attention_is_rejected(
         LLM(tmp_path, **OPTIONS | {"attention_backend": "mine"})
 
 
+def test_a_variant_of_a_kernel_that_there_is_not_is_rejected(tmp_path: Path) -> None:
+    pytest.importorskip("triton", reason="needs the package: pip install triton")
+    make(tmp_path)
+    options = {"attention_backend": "triton", "kernel_config": {"merge_in_attention": True}}
+    with pytest.raises(ValueError, match=r"merge_in_attention=True does not support.*latent"):
+        LLM(tmp_path, **OPTIONS | options)
+
+
 def test_bits_that_do_not_depend_on_the_batch_are_rejected(tmp_path: Path) -> None:
     make(tmp_path)
     with pytest.raises(ValueError, match=r"batch_invariant=True does not support.*latent"):

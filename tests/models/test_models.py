@@ -198,11 +198,19 @@ def test_so_are_those_of_two_ranks(case: str, made: Made) -> None:
 
 @pytest.mark.small(case=["qwen3, window in layer 1"])
 @pytest.mark.full(
-    case=["gemma2", "gemma3", "mixtral, tied, window", "qwen2", "qwen3, window in layer 1"]
+    case=[
+        "deepseek-v3",
+        "gemma2",
+        "gemma3",
+        "mixtral, tied, window",
+        "qwen2",
+        "qwen3, window in layer 1",
+    ]
 )
 @pytest.mark.parametrize(
     "case",
     [
+        "deepseek-v2, groups", "deepseek-v3",
         "gemma2", "gemma3", "llama", "minicpm4", "mistral, window", "mixtral, tied, window",
         "phi3", "qwen2", "qwen3, window in layer 1", "qwen3-moe, dense layers",
     ],
