@@ -148,7 +148,7 @@ BACKENDS = {
     "flash_attn": ("GPU", "the package flash-attn (version 2, with `block_size` a multiple of "
                    "256), or `flash_attn_interface` (version 3) on Hopper; float16 or bfloat16",
                    "FlashAttention. With version 3, it computes prompts, and Triton decode rows. "
-                   "It does not support an 8-bit KV cache."),
+                   "It supports neither an 8-bit KV cache nor latent attention."),
 }  # fmt: skip
 
 # Bounds that reject a request or a checkpoint, by subject: the constant, its unit, and where it

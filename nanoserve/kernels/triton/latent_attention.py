@@ -21,7 +21,7 @@ from nanoserve.kernels.triton.split_work import PROGRAMS, num_multiprocessors
 _DTYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
 _LOG2_E = math.log2(math.e)
 _MULTIPROCESSORS_WITHOUT_GPU = 8  # under the interpreter: enough for tests to have several shares
-_FEWEST_TILES = 2  # of keys in a share: with fewer, merging takes longer than it saves
+_TILES_OF_SHARE = 2  # tiles of keys of a share at least: merging takes time, too
 
 
 class _Tiles(NamedTuple):
@@ -72,11 +72,12 @@ def latent_attention(
     tiles = _tiles(q.dtype, heads, k_scales is not None)
     heads = min(heads, tiles.block_m)
     # A row of n tokens has at most n // (tokens of a tile) + 1 tiles.
-    grid = (num_rows + num_tokens // (tiles.block_m // heads), triton.cdiv(num_heads, heads))
+    num_tiles = num_rows + num_tokens // (tiles.block_m // heads)
+    num_blocks = triton.cdiv(num_heads, heads)
     if num_shares is None:
         at_once = PROGRAMS * num_multiprocessors(q.device, _MULTIPROCESSORS_WITHOUT_GPU)
-        most = triton.cdiv(max_context_len, _FEWEST_TILES * tiles.tile_n)
-        num_shares = max(1, min(at_once // (grid[0] * grid[1]), most))
+        most = triton.cdiv(max_context_len, _TILES_OF_SHARE * tiles.tile_n)
+        num_shares = max(1, min(at_once // (num_tiles * num_blocks), most))
     out = torch.empty(num_tokens, num_heads, value_dim, dtype=q.dtype, device=q.device)
     parts = sums = None
     if num_shares > 1:
@@ -93,7 +94,7 @@ def latent_attention(
         "num_warps": tiles.num_warps,
     }
     is_interpreted = triton.knobs.runtime.interpret  # it computes bfloat16 incorrectly
-    latent_attention_kernel[(*grid, num_shares)](
+    latent_attention_kernel[(num_tiles, num_blocks, num_shares)](
         out,
         parts,
         sums,
@@ -120,7 +121,7 @@ def latent_attention(
         **shape,
     )
     if parts is not None:
-        merge_latent_shares_kernel[grid](
+        merge_latent_shares_kernel[(num_tiles, num_blocks)](
             out,
             parts,
             sums,
