@@ -94,6 +94,8 @@ FIELDS = {
 
 # Models by the architecture in their `config.json`.
 FAMILIES = {
+    "DeepseekV2ForCausalLM": "DeepSeek-V2, V2-Lite and V2.5",
+    "DeepseekV3ForCausalLM": "DeepSeek-V3, R1, Moonlight",
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3 (text)",
     "Glm4ForCausalLM": "GLM-4-0414",
@@ -155,7 +157,7 @@ BACKENDS = {
     "flash_attn": ("GPU", "the package flash-attn (version 2, with `block_size` a multiple of "
                    "256), or `flash_attn_interface` (version 3) on Hopper; float16 or bfloat16",
                    "FlashAttention. With version 3, it computes prompts, and Triton decode rows. "
-                   "It does not support an 8-bit KV cache."),
+                   "It supports neither an 8-bit KV cache nor latent attention."),
 }  # fmt: skip
 
 # Bounds that reject a request or a checkpoint, by subject: the constant, its unit, and where it

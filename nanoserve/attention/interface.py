@@ -19,6 +19,7 @@ class AttentionLayer:
     scale: float
     sliding_window: int | None = None  # number of tokens that a query attends to, including its own
     soft_cap: float | None = None  # c: scores become c tanh(score / c)
+    value_dim: int | None = None  # V is the first `value_dim` numbers of K; None: V is cached, too
 
 
 @dataclass
@@ -69,6 +70,7 @@ class AttentionBackend:
 
     capturable = False  # whether a decode step can be captured in a CUDA graph
     captures_mixed_steps = False  # also a mixed step, for any numbers of decode rows and chunks
+    supports_value_dim = False  # whether V may be a part of K: `AttentionLayer.value_dim`
 
     def kv_cache_spec(
         self,
@@ -90,6 +92,7 @@ class AttentionBackend:
     ) -> Tensor:
         """Compute attention of q [num_tokens, num_heads, head_dim]; return the same shape.
 
+        With a `value_dim` it is the last dimension of the result.
         Blocks before the windows of all of a row's queries may contain anything, even NaN.
         """
         raise NotImplementedError

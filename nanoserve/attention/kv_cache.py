@@ -24,6 +24,7 @@ class KVCacheSpec:
     head_dim: int
     dtype: torch.dtype  # of values, or of codes
     has_scales: bool = False  # True for codes, which have a scale for every token and head
+    num_stored: int = 2  # K and V; 1 if V is a part of K
 
     @classmethod
     def of_format(
@@ -43,7 +44,7 @@ class KVCacheSpec:
     def block_bytes(self) -> int:
         """Bytes of one block of one layer: K, V and their scales."""
         per_head = head_bytes(self.head_dim, self.dtype.itemsize, self.has_scales)
-        return 2 * self.num_kv_heads * self.block_size * per_head
+        return self.num_stored * self.num_kv_heads * self.block_size * per_head
 
     @property
     def cache_key(self) -> str:
@@ -58,7 +59,8 @@ class KVCacheSpec:
 
         num_blocks: including dummy block 0. `zeros(shape, dtype=dtype)` allocates the memory.
         """
-        shape = (num_layers, 2, num_blocks, self.num_kv_heads, self.block_size, self.head_dim)
+        of_block = (self.num_kv_heads, self.block_size, self.head_dim)
+        shape = (num_layers, self.num_stored, num_blocks, *of_block)
         values = zeros(shape, dtype=self.dtype)
         if not self.has_scales:
             return [KVCache(layer) for layer in values]
@@ -68,31 +70,34 @@ class KVCacheSpec:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class KVCache:
-    """The KV cache of one layer, K before V."""
+    """The KV cache of one layer: K, and behind it V, unless V is a part of K."""
 
-    values: Tensor  # or codes: [2, num_blocks, num_kv_heads, block_size, head_dim]
-    scales: Tensor | None = None  # float32 [2, num_blocks, num_kv_heads, block_size]
+    values: Tensor  # or codes: [num_stored, num_blocks, num_kv_heads, block_size, head_dim]
+    scales: Tensor | None = None  # float32 [num_stored, num_blocks, num_kv_heads, block_size]
     group: int = 0  # the index of the layer's `KVCacheGroup`
 
-    def store(self, k: Tensor, v: Tensor, slot_mapping: Tensor) -> None:
-        """Write K and V [num_tokens, num_kv_heads, head_dim] to the slots [num_tokens]."""
+    def store(self, k: Tensor, v: Tensor | None, slot_mapping: Tensor) -> None:
+        """Write K and V [num_tokens, num_kv_heads, head_dim] to the slots [num_tokens].
+
+        v: None if it is a part of K.
+        """
         block_size = self.values.shape[3]
         blocks, offsets = slot_mapping // block_size, slot_mapping % block_size
-        for index, x in enumerate((k, v)):
+        for index, x in enumerate((k,) if v is None else (k, v)):
             if self.scales is not None:
                 x, self.scales[index][blocks, :, offsets] = quantize(x, self.values.dtype)
             self.values[index][blocks, :, offsets] = x
 
     def read(self, block_ids: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return blocks in `dtype`: [..., n] -> [2, ..., n, num_kv_heads, block_size, head_dim].
+        """Return blocks: [num_stored, ..., n, num_kv_heads, block_size, head_dim], in `dtype`.
 
         block_ids: [..., n]. In memory, the heads precede the n blocks: a head's tokens are
         contiguous.
         """
-        num_blocks, num_kv_heads = self.values.shape[1:3]
+        num_stored, num_blocks, num_kv_heads = self.values.shape[:3]
         heads = torch.arange(num_kv_heads, device=block_ids.device)[:, None]
         of_k = block_ids.long().unsqueeze(-2) * num_kv_heads + heads  # [..., num_kv_heads, n]
-        index = torch.stack((of_k, of_k + num_blocks * num_kv_heads))
+        index = torch.stack([of_k + i * num_blocks * num_kv_heads for i in range(num_stored)])
         blocks = self.values.flatten(0, 2).index_select(0, index.flatten())
         if self.scales is not None:
             scales = self.scales.flatten(0, 2).index_select(0, index.flatten())

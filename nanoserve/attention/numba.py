@@ -27,6 +27,8 @@ class NumbaAttention(AttentionBackend):
     8-bit KV cache, which takes half the bytes of a 16-bit cache.
     """
 
+    supports_value_dim = True
+
     def __init__(self) -> None:
         _refuse_forks()
         num_threads = torch.get_num_threads()
@@ -39,9 +41,9 @@ class NumbaAttention(AttentionBackend):
     ) -> Tensor:
         cache, scales = kv_cache.values, kv_cache.scales
         check_attention(layer, q, cache, scales, metadata)
-        q = q.contiguous()
-        out = torch.empty_like(q)
-        tables, pieces = metadata.block_tables, _pieces(metadata)
+        q, value_dim = q.contiguous(), layer.value_dim or layer.head_dim
+        out = q.new_empty(*q.shape[:2], value_dim)
+        tables, pieces = metadata.block_tables, _pieces(metadata, _piece_tokens(layer))
         tensors = q, out, metadata.cu_seqlens_q, tables, metadata.context_lens, cache
         num_wrong = attend(
             (*map(address, tensors), 0 if scales is None else address(scales), address(pieces)),
@@ -51,7 +53,8 @@ class NumbaAttention(AttentionBackend):
                 q.shape[0],
                 layer.num_heads,
                 *tables.shape,
-                *cache.shape[1:],
+                *cache.shape,
+                value_dim,
             ),
             layer.scale,
             layer.sliding_window or 2**31 - 1,
@@ -80,10 +83,18 @@ def _refuse_forks() -> None:
         )
 
 
-def _pieces(metadata: AttentionMetadata) -> Tensor:
+def _piece_tokens(layer: AttentionLayer) -> int:
+    """Return the tokens of a piece: fewer if all of many query heads share a KV head.
+
+    With latent attention, a token has a query of 576 numbers and scores in 16 to 128 heads.
+    """
+    return PIECE if layer.value_dim is None else max(1, 4 * PIECE // layer.num_heads)
+
+
+def _pieces(metadata: AttentionMetadata, num_tokens: int = PIECE) -> Tensor:
     """Return the pieces of the rows after the decode rows, int32 [num_pieces, 4].
 
-    A piece is up to `PIECE` tokens: (row, its first token, the next piece's first token, the
+    A piece is up to `num_tokens` tokens: (row, its first token, the next piece's first token, the
     context length of its last token).
     """
     num_single = metadata.num_decode_rows
@@ -93,20 +104,20 @@ def _pieces(metadata: AttentionMetadata) -> Tensor:
         starts, lens = metadata.cu_seqlens_q.numpy(), metadata.context_lens.numpy()[num_single:]
         rows = np.arange(num_single, metadata.num_rows)
         pieces = np.stack([rows, starts[num_single:-1], starts[num_single + 1 :], lens], axis=1)
-        if metadata.max_query_len > PIECE:
-            pieces = _cut(pieces)
+        if metadata.max_query_len > num_tokens:
+            pieces = _cut(pieces, num_tokens)
         metadata.scratch["numba"] = (torch.from_numpy(pieces.astype(np.int32)),)
     return metadata.scratch["numba"][0]
 
 
-def _cut(rows: np.ndarray) -> np.ndarray:
-    """Cut rows, (row, first token, end, context length), into pieces of up to `PIECE` tokens."""
+def _cut(rows: np.ndarray, num_tokens: int) -> np.ndarray:
+    """Cut rows, (row, first token, end, context length), into pieces of up to `num_tokens`."""
     _, first, end, lens = rows.T
-    counts = np.maximum(1, -(-(end - first) // PIECE))  # 1: the kernel refuses an empty row
+    counts = np.maximum(1, -(-(end - first) // num_tokens))  # 1: the kernel refuses an empty row
     row = np.repeat(np.arange(len(counts)), counts)
     number = np.arange(len(row)) - np.repeat(counts.cumsum() - counts, counts)
-    starts = first[row] + PIECE * number
-    ends = np.minimum(starts + PIECE, end[row])
+    starts = first[row] + num_tokens * number
+    ends = np.minimum(starts + num_tokens, end[row])
     pieces = np.stack([rows[row, 0], starts, ends, lens[row] - (end[row] - ends)], axis=1)
     # Later pieces of a row take longer. First, last, second, last but one, and so on: of this
     # order, consecutive parts take equally long.

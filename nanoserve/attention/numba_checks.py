@@ -19,7 +19,8 @@ def check_attention(
 ) -> None:
     """Raise `ValueError` for inputs that the kernel does not support.
 
-    q: [num_tokens, num_heads, head_dim]; cache: [2, blocks, KV heads, block_size, head_dim].
+    q: [num_tokens, num_heads, head_dim]; cache: [2, blocks, KV heads, block_size, head_dim], or
+    [1, ...] if V is a part of K.
     scales: of codes, one for each head of each slot; None for floats.
     """
     check_cache(cache, scales, q.dtype)
@@ -27,9 +28,13 @@ def check_attention(
     of_q = [*q.shape]
     if of_q[1:] != [num_heads, head_dim] or q.dtype not in FLOATS:
         refuse(f"q must be [tokens, {num_heads}, {head_dim}], float32 or bfloat16", q=q)
-    shape = [*cache.shape]
-    if len(shape) != 5 or shape != [2, shape[1], num_kv_heads, shape[3], head_dim] or 0 in shape:
-        refuse(f"the cache must be [2, blocks, {num_kv_heads}, slots, {head_dim}]", cache=cache)
+    shape, stored = [*cache.shape], 2 if layer.value_dim is None else 1
+    of_cache = len(shape) == 5 and [stored, shape[1], num_kv_heads, shape[3], head_dim]
+    if shape != of_cache or 0 in shape:
+        rule = f"the cache must be [{stored}, blocks, {num_kv_heads}, slots, {head_dim}]"
+        refuse(rule, cache=cache)
+    if layer.value_dim is not None and not 0 < layer.value_dim <= head_dim:
+        raise ValueError(f"value_dim={layer.value_dim} must be from 1 to head_dim={head_dim}")
     if num_heads % num_kv_heads or not num_heads:
         refuse("query heads must be a multiple of KV heads", q=q, cache=cache)
     starts, lens, tables = metadata.cu_seqlens_q, metadata.context_lens, metadata.block_tables

@@ -19,6 +19,8 @@ _SLOTS_AT_ONCE = 8192
 
 
 class TorchAttention(AttentionBackend):
+    supports_value_dim = True
+
     def attend(
         self, layer: AttentionLayer, q: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> Tensor:
@@ -44,7 +46,8 @@ def attend_rows(
 ) -> Tensor:
     """Compute softmax(q k^T scale) v for rows [first, end), which all have n tokens.
 
-    q is the whole batch's; the result is [num_rows x n, num_heads, head_dim].
+    q is the whole batch's; the result is [num_rows x n, num_heads, head_dim]. If V is a part of K,
+    all of K takes its place, and the result is cut: torch's fast path needs one head size.
     """
     # 1) K and V of each row, in order: [num_rows, num_kv_heads, length, head_dim].
     num_rows, num_kv_heads = end - first, layer.num_kv_heads
@@ -59,7 +62,8 @@ def attend_rows(
         queries = q[tokens].unflatten(1, (num_kv_heads, group))
     else:
         queries = q[tokens].transpose(0, 1)[None]
-        k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
+        # A single KV head is repeated without a copy.
+        k, v = (x[:, :, None].expand(-1, -1, group, -1, -1).flatten(1, 2) for x in (k, v))
 
     # 3) The mask. For a whole prompt, torch has a causal mode that skips half of the matmuls. But
     # if fewer than a vector of 16 scores are all NaN, torch's fast path returns zeros.
@@ -73,6 +77,7 @@ def attend_rows(
         )
     else:
         attended = _capped_attention(layer, queries, k, v, visible)
+    attended = attended[..., : layer.value_dim]
     return attended.flatten(1, 2) if n == 1 else attended[0].transpose(0, 1)
 
 
@@ -110,7 +115,7 @@ def _gather(
     if starts is not None:
         slots = torch.arange(min(block_size, length), device=lens.device)
         _clear(kv[:, :, :, :block_size], slots < starts[:, None])
-    return kv[0], kv[1], lens
+    return kv[0], kv[-1], lens
 
 
 def _clear(kv: Tensor, is_unseen: Tensor) -> None:

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from nanoserve.attention.interface import AttentionBackend, AttentionLayer, AttentionMetadata
 from nanoserve.attention.kv_cache import KVCache
+from nanoserve.kernels.triton.latent_attention import latent_attention
 from nanoserve.kernels.triton.paged_attention import paged_attention
 from nanoserve.kernels.triton.split_work import Arrivals
 
@@ -19,7 +20,7 @@ class TritonAttention(AttentionBackend):
     its row and its step.
     """
 
-    capturable = captures_mixed_steps = True
+    capturable = captures_mixed_steps = supports_value_dim = True
 
     def __init__(
         self,
@@ -35,6 +36,8 @@ class TritonAttention(AttentionBackend):
     def attend(
         self, layer: AttentionLayer, q: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> Tensor:
+        if layer.value_dim is not None:
+            return self._attend_latents(layer, q, kv_cache, metadata)
         is_cut = metadata.max_query_len <= self.longest_cut
         return paged_attention(
             q,
@@ -52,4 +55,25 @@ class TritonAttention(AttentionBackend):
             kv_scales=kv_cache.scales,
             arrivals=self._arrivals.on(q.device) if self.merges_in_kernel else None,
             in_order=self.batch_invariant,
+        )
+
+    def _attend_latents(
+        self, layer: AttentionLayer, q: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
+    ) -> Tensor:
+        if layer.sliding_window is not None or layer.soft_cap is not None:
+            raise ValueError(
+                f"TritonAttention supports value_dim={layer.value_dim} neither with "
+                f"sliding_window={layer.sliding_window} nor with soft_cap={layer.soft_cap}"
+            )
+        return latent_attention(
+            q,
+            kv_cache.values,
+            metadata.cu_seqlens_q,
+            metadata.context_lens,
+            metadata.block_tables,
+            scale=layer.scale,
+            value_dim=layer.value_dim,
+            max_context_len=metadata.max_context_len,
+            k_scales=kv_cache.scales,
+            row_counts=metadata.row_counts,
         )

@@ -21,6 +21,10 @@ _GLM = {
 }  # fmt: skip
 # Their `attention_bias` means q, k and v alone.
 WITHOUT_O_BIAS = ("GlmForCausalLM", "Glm4ForCausalLM")
+_DEEPSEEK = {
+    "attention_bias": False, "rope_theta": 10_000.0, "q_lora_rank": 1536, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "moe_layer_freq": 1,
+}  # fmt: skip
 OTHER_SETTINGS: dict[str, dict[str, Any]] = {
     "MistralForCausalLM": {"sliding_window": 4096, "rope_theta": 10_000.0},
     "MixtralForCausalLM": {
@@ -84,5 +88,20 @@ OTHER_SETTINGS: dict[str, dict[str, Any]] = {
     "MiniCPMForCausalLM": {
         "attention_bias": False, "tie_word_embeddings": True, "rope_theta": 10_000.0,
         "scale_emb": 1, "scale_depth": 1, "dim_model_base": 1, "sparse_config": None,
+    },
+    # transformers does not read `scoring_func`, nor V2's `norm_topk_prob`; DeepSeek's code does.
+    "DeepseekV2ForCausalLM": {
+        **_DEEPSEEK,
+        "mlp_bias": False, "n_routed_experts": 64, "n_shared_experts": 2,
+        "num_experts_per_tok": None, "moe_intermediate_size": 1407, "first_k_dense_replace": 0,
+        "topk_method": "greedy", "scoring_func": "softmax", "n_group": None, "topk_group": None,
+        "norm_topk_prob": False, "routed_scaling_factor": 1.0,
+    },
+    "DeepseekV3ForCausalLM": {
+        **_DEEPSEEK,
+        "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048, "first_k_dense_replace": 3, "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid", "n_group": 8, "topk_group": 4, "norm_topk_prob": True,
+        "routed_scaling_factor": 2.5, "rope_interleave": True, "num_nextn_predict_layers": 1,
     },
 }  # fmt: skip

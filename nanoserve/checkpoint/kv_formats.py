@@ -34,3 +34,16 @@ def kv_format(kv_cache_dtype: str, dtype: str) -> KVFormat:
 def head_bytes(head_dim: int, item_bytes: int, has_scales: bool) -> int:
     """Return the bytes of K, or of V, of one head and one token."""
     return head_dim * item_bytes + (_SCALE_BYTES if has_scales else 0)
+
+
+class KVHeads(NamedTuple):
+    """The KV heads of a layer, over all ranks: what its cache holds of a token."""
+
+    num_heads: int
+    head_dim: int
+    num_stored: int = 2  # K and V; 1 if V is a part of K
+
+    def token_bytes(self, kind: KVFormat) -> int:
+        """Return the bytes of a token in a layer's cache."""
+        per_head = head_bytes(self.head_dim, kind.item_bytes, kind.has_scales)
+        return self.num_stored * self.num_heads * per_head

@@ -7,9 +7,10 @@ count as this process's memory for as long as it is mapped, so each piece maps t
 Memory never holds the model twice, not even a model in a single file.
 """
 
+import logging
 import math
 import os
-from collections.abc import Container, Iterator, Mapping, Set
+from collections.abc import Container, Iterable, Iterator, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -24,6 +25,8 @@ from nanoserve.checkpoint.errors import describe_mismatches
 from nanoserve.checkpoint.stacked_experts import from_stacks
 from nanoserve.checkpoint.text_part import name_in_model
 from nanoserve.checkpoint.weight_files import Weights, open_weights, weight_files
+
+logger = logging.getLogger(__name__)
 
 # Bytes of a value. Any other type is a quantized format, whose values need decoding.
 _STORED_DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
@@ -156,11 +159,24 @@ def check_weights(
     expected = expected_tensors(model, stored)
     wanted = {name: parts[0].shape for name, parts in expected.items()}  # parts agree on it
     found = {name: tensor.shape for name, tensor in stored.items()}
-    others = model.tied_tensors.keys() | elsewhere
+    others = model.tied_tensors.keys() | elsewhere | unused_tensors(model, found)
     if wanted != {name: found[name] for name in found.keys() - others}:
         mismatches = describe_mismatches(wanted, found, others)
         raise ValueError(f"the weights in {path} do not match the model: {mismatches}")
     return expected, stored
+
+
+def unused_tensors(model: nn.Module, names: Iterable[str], *, says_so: bool = False) -> set[str]:
+    """Return those of the stored `names` that the model has no use for, such as an extra layer's.
+
+    The model's class declares how they begin: `unused_tensors = ("model.layers.61.",)`. says_so:
+    log their number.
+    """
+    beginnings = getattr(model, "unused_tensors", ())
+    unused = {name for name in names if name.startswith(beginnings)}
+    if unused and says_so:
+        logger.warning("%d tensors %s... are not used, and not read", len(unused), beginnings)
+    return unused
 
 
 def _load_safetensors(
@@ -172,6 +188,7 @@ def _load_safetensors(
     and processing needs two copies for a moment: later, these would add to the peak memory.
     """
     expected, stored = check_weights(model, path, elsewhere)
+    unused_tensors(model, stored, says_so=shows_progress)
     if model.tied_tensors.keys() & stored.keys():
         check_tied(model.tied_tensors, stored)
     num_threads = _num_threads()

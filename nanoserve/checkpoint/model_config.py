@@ -15,9 +15,10 @@ from nanoserve.checkpoint.config_json import ConfigFile, architecture_of, read_j
 from nanoserve.checkpoint.errors import check_folder
 from nanoserve.checkpoint.formats.fields import check_quantization_config
 from nanoserve.checkpoint.gguf.config import read_settings
-from nanoserve.checkpoint.kv_formats import head_bytes, kv_format
+from nanoserve.checkpoint.kv_formats import KVHeads, kv_format
 from nanoserve.checkpoint.layer_types import layers_without_rope, read_layer_types
 from nanoserve.checkpoint.linear_attention import LinearAttentionConfig
+from nanoserve.checkpoint.mla_config import MLAConfig
 from nanoserve.checkpoint.moe_config import MoEConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.checkpoint.text_part import text_config
@@ -82,6 +83,8 @@ class ModelConfig:
     logits_scale: float = 1.0
     moe: "MoEConfig | None" = None
     linear_attention: LinearAttentionConfig | None = None
+    mla: MLAConfig | None = None  # multi-head latent attention
+    num_nextn_predict_layers: int = 0  # of multi-token prediction, behind the others; not read
     eos_token_ids: frozenset[int] = frozenset()
     default_sampling: Mapping[str, Any] = field(default_factory=dict)  # generation_config.json
     quantization_config: Mapping[str, Any] | None = (
@@ -137,8 +140,8 @@ class ModelConfig:
         if dtype == "auto":
             dtype = str(raw.get("dtype") or raw.get("torch_dtype") or "float32")
         check_choice("dtype", dtype, DTYPES)
-        head_dim, max_positions = file.head_dim(), file.size("max_position_embeddings")
-        features = _features(file, head_dim, max_positions)
+        max_positions = file.size("max_position_embeddings")
+        features = _features(file, max_positions)
         config = cls(
             architecture=file.architecture,
             vocab_size=file.size("vocab_size"),
@@ -147,7 +150,6 @@ class ModelConfig:
             num_hidden_layers=file.size("num_hidden_layers"),
             num_attention_heads=file.size("num_attention_heads"),
             num_key_value_heads=file.size("num_key_value_heads", "num_attention_heads"),
-            head_dim=head_dim,
             max_position_embeddings=features["rope"].num_positions(max_positions),
             rms_norm_eps=file.positive("rms_norm_eps"),
             tie_word_embeddings=file.flag("tie_word_embeddings"),
@@ -166,7 +168,8 @@ class ModelConfig:
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         rule = f"must be a multiple of num_key_value_heads={kv_heads}"
         require(heads % kv_heads == 0, f"num_attention_heads={heads} {rule}")
-        require(config.head_dim % 2 == 0, f"head_dim={config.head_dim} must be even, for RoPE")
+        is_even = config.mla is not None or config.head_dim % 2 == 0
+        require(is_even, f"head_dim={config.head_dim} must be even, for RoPE")
         return config
 
     @property
@@ -190,6 +193,13 @@ class ModelConfig:
     def rope_theta(self) -> float:
         return self.rope.theta
 
+    @property
+    def kv_heads(self) -> KVHeads:
+        """The KV heads that a layer's cache has, over all ranks."""
+        if self.mla is not None:
+            return self.mla.kv_heads
+        return KVHeads(self.num_key_value_heads, self.head_dim)
+
     def kv_bytes_per_token(self, kv_cache_dtype: str = "auto") -> int:
         """Return the bytes of a token's K and V over all layers: 2 x layers x heads x dim x size.
 
@@ -197,11 +207,11 @@ class ModelConfig:
 
         LLaMA-2-7B in 16 bits (32 layers, 32 KV heads of 128): 524,288 bytes, half a MiB per token.
         With a format other than "auto", a value takes one byte, and each head adds a scale of 4
-        bytes: 270,336.
+        bytes: 270,336. With latent attention, V is a part of K: DeepSeek-V2-Lite in 16 bits (27
+        layers, one KV head of 512 + 64) takes 31,104 bytes.
         """
         kind = kv_format(kv_cache_dtype, self.dtype)
-        bytes_per_head = head_bytes(self.head_dim, kind.item_bytes, kind.has_scales)
-        return 2 * self.num_kv_layers * self.num_key_value_heads * bytes_per_head
+        return self.num_kv_layers * self.kv_heads.token_bytes(kind)
 
 
 def read_config_files(source: "Path | GGUFFile") -> ConfigFiles:
@@ -219,9 +229,28 @@ def read_config_files(source: "Path | GGUFFile") -> ConfigFiles:
     return ConfigFiles(raw, generation)
 
 
-def _features(file: ConfigFile, head_dim: int, max_positions: int) -> dict[str, Any]:
+def _features(file: ConfigFile, max_positions: int) -> dict[str, Any]:
     """Return the fields in which models differ most; uncommon features have their own modules."""
-    fields: dict[str, Any] = {"attention_scale": head_dim**-0.5}
+    if file.has("kv_lora_rank"):
+        fields = _latent_attention(file, max_positions)
+    else:
+        fields = _attention(file, file.head_dim(), max_positions)
+    if any(file.has(name) for name in _SCALES):
+        fields |= _scales(file)
+    if file.has("num_experts_per_tok"):
+        fields["moe"] = MoEConfig.from_hf(file)
+    if file.has("num_nextn_predict_layers"):
+        count = file.get("num_nextn_predict_layers") or 0
+        fields["num_nextn_predict_layers"] = check_int("num_nextn_predict_layers", count, 0, 2**10)
+    if file.has("linear_num_value_heads"):
+        fields["linear_attention"] = LinearAttentionConfig.from_hf(file)
+    if file.raw.get("quantization_config"):
+        fields["quantization_config"] = check_quantization_config(file.raw["quantization_config"])
+    return fields
+
+
+def _attention(file: ConfigFile, head_dim: int, max_positions: int) -> dict[str, Any]:
+    fields: dict[str, Any] = {"head_dim": head_dim, "attention_scale": head_dim**-0.5}
     if file.is_full_attention():
         fields["rope"] = file.rope(head_dim, max_positions)
         fields["sliding_windows"] = (None,) * file.size("num_hidden_layers")
@@ -229,15 +258,14 @@ def _features(file: ConfigFile, head_dim: int, max_positions: int) -> dict[str, 
         fields |= read_layer_types(file, head_dim, max_positions)
     if file.has("no_rope_layers") or file.has("no_rope_layer_interval"):
         fields["layers_without_rope"] = layers_without_rope(file)
-    if any(file.has(name) for name in _SCALES):
-        fields |= _scales(file)
-    if file.has("num_experts_per_tok"):
-        fields["moe"] = MoEConfig.from_hf(file)
-    if file.has("linear_num_value_heads"):
-        fields["linear_attention"] = LinearAttentionConfig.from_hf(file)
-    if file.raw.get("quantization_config"):
-        fields["quantization_config"] = check_quantization_config(file.raw["quantization_config"])
     return fields
+
+
+def _latent_attention(file: ConfigFile, max_positions: int) -> dict[str, Any]:
+    mla = MLAConfig.from_hf(file)
+    fields = _attention(file, mla.qk_rope_head_dim, max_positions)  # what RoPE rotates of a head
+    scale = mla.attention_scale(fields["rope"])
+    return fields | {"mla": mla, "head_dim": mla.head_dim, "attention_scale": scale}
 
 
 def _scales(file: ConfigFile) -> dict[str, float | None]:

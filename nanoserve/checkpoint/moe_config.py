@@ -3,7 +3,34 @@
 from dataclasses import dataclass
 
 from nanoserve.checkpoint.config_json import ConfigFile
-from nanoserve.utils.checks import check_bool, check_list, is_int, require
+from nanoserve.utils.checks import (
+    check_bool,
+    check_choice,
+    check_int,
+    check_list,
+    is_int,
+    require,
+    shown,
+)
+
+# How scores become experts, by `topk_method`: the `scoring_func` that belongs to it.
+TOPK_METHODS = {"greedy": "softmax", "group_limited_greedy": "softmax", "noaux_tc": "sigmoid"}
+
+
+@dataclass(frozen=True)
+class RoutingConfig:
+    """A router of DeepSeek V2 or V3, which may choose groups of experts first.
+
+    topk_method: "greedy" takes the experts of the highest softmax; "group_limited_greedy" those in
+    the `topk_group` of `num_groups` groups whose best experts have the highest. "noaux_tc" is the
+    same with a sigmoid, to which the checkpoint adds a bias for each expert while experts are
+    chosen, and with the two best experts of each group (DeepSeek-V3, arXiv 2412.19437, 2.1.2).
+    """
+
+    topk_method: str
+    num_groups: int = 1
+    topk_group: int = 1
+    scaling: float = 1.0  # of the weights of the chosen experts
 
 
 @dataclass(frozen=True)
@@ -16,6 +43,8 @@ class MoEConfig:
     norm_topk_prob: bool  # True if the weights of the chosen experts are normalised to sum to one
     dense_layers: frozenset[int] = frozenset()
     shared_expert_intermediate_size: int | None = None  # None: no expert is shared by all tokens
+    num_shared_experts: int = 0  # as large as the others, and computed for every token
+    routing: RoutingConfig | None = None  # None: the experts of the highest softmax
 
     def __post_init__(self) -> None:
         require(
@@ -26,10 +55,12 @@ class MoEConfig:
 
     @classmethod
     def from_hf(cls, file: ConfigFile) -> "MoEConfig":
-        """Read the settings of Qwen2-MoE, Qwen3-MoE or Mixtral.
+        """Read the settings of Qwen2-MoE, Qwen3-MoE, Mixtral or DeepSeek.
 
         Mixtral has fewer: no layer is dense, and the weights of the chosen experts sum to one.
         """
+        if file.has("n_routed_experts"):
+            return _deepseek(file)
         norm = file.get("norm_topk_prob") if file.has("norm_topk_prob") else True
         check_bool("norm_topk_prob", norm)
         every = file.size("decoder_sparse_step") if file.has("decoder_sparse_step") else 1
@@ -57,3 +88,54 @@ def _num_experts(file: ConfigFile) -> int:
     counts = {name: file.size(name) for name in names or ["num_experts"]}
     require(len(set(counts.values())) == 1, f"config.json contradicts itself: {counts}")
     return counts.popitem()[1]
+
+
+def _deepseek(file: ConfigFile) -> MoEConfig:
+    """Read the settings of DeepSeek V2 or V3."""
+    num_dense = check_int("first_k_dense_replace", file.get("first_k_dense_replace"), 0)
+    every = file.get("moe_layer_freq")
+    require(every in (None, 1), f"moe_layer_freq={shown(every)} is not supported: it must be 1")
+    has_shared = file.get("n_shared_experts") not in (None, 0)
+    return MoEConfig(
+        num_experts=file.size("n_routed_experts"),
+        num_experts_per_tok=file.size("num_experts_per_tok"),
+        intermediate_size=file.size("moe_intermediate_size"),
+        norm_topk_prob=file.flag("norm_topk_prob"),
+        dense_layers=frozenset(range(min(num_dense, file.size("num_hidden_layers")))),
+        num_shared_experts=file.size("n_shared_experts") if has_shared else 0,
+        routing=_routing(file),
+    )
+
+
+def _routing(file: ConfigFile) -> RoutingConfig:
+    method, scoring = file.get("topk_method"), file.get("scoring_func")
+    check_choice("topk_method", method, tuple(TOPK_METHODS))
+    wanted = TOPK_METHODS[method]
+    require(
+        scoring in (None, wanted),
+        f"scoring_func={shown(scoring)} with topk_method={method!r} is not supported: it must be "
+        f"{wanted!r}",
+    )
+    require(
+        method == "noaux_tc" or not file.flag("norm_topk_prob"),
+        f"norm_topk_prob=True with topk_method={method!r} is not supported: transformers does not "
+        f"normalise these weights, DeepSeek's code does",
+    )
+    scaling = file.positive("routed_scaling_factor")
+    if method == "greedy":
+        return RoutingConfig(method, scaling=scaling)
+    num_experts, top_k = file.size("n_routed_experts"), file.size("num_experts_per_tok")
+    num_groups, topk_group = file.size("n_group"), file.size("topk_group")
+    least = 2 if method == "noaux_tc" else 1  # experts that make a group's score
+    in_group, rest = divmod(num_experts, num_groups)
+    require(
+        not rest and in_group >= least and topk_group <= num_groups,
+        f"n_routed_experts={num_experts}, n_group={num_groups} and topk_group={topk_group}: groups "
+        f"must be of one size, of {least} experts or more, and topk_group at most n_group",
+    )
+    require(
+        top_k <= topk_group * in_group,
+        f"num_experts_per_tok={top_k} exceeds the {topk_group * in_group} experts of "
+        f"topk_group={topk_group} groups",
+    )
+    return RoutingConfig(method, num_groups, topk_group, scaling)

@@ -24,7 +24,7 @@ from nanoserve.checkpoint.formats.source import (
     WeightSource,
     open_quantized,
 )
-from nanoserve.checkpoint.loader import expected_tensors, is_read
+from nanoserve.checkpoint.loader import expected_tensors, is_read, unused_tensors
 from nanoserve.checkpoint.weight_files import Weights
 from nanoserve.kernels.cpu.memory import give_back_freed
 
@@ -83,6 +83,7 @@ def fill(
     """
     expected = expected_tensors(model, source.shapes())
     _check(expected, source, model, elsewhere)
+    unused_tensors(model, source.shapes(), says_so=shows_progress)
     pending = {
         _memory(parameter): _Pending(set_weight, num_rows)
         for set_weight, num_rows, parameter in _deferred(model)
@@ -223,7 +224,7 @@ def _check(
 ) -> None:
     wanted = {name: parts[0].shape for name, parts in expected.items()}
     found = {name: shape for name, shape in source.shapes().items() if is_read(model, name)}
-    others = model.tied_tensors.keys() | elsewhere
+    others = model.tied_tensors.keys() | elsewhere | unused_tensors(model, found)
     if wanted != {name: found[name] for name in found.keys() - others}:
         mismatches = describe_mismatches(wanted, found, others)
         raise ValueError(f"the weights do not match the model: {mismatches}")

@@ -93,6 +93,8 @@ def _of_model(config: ModelConfig) -> Facts:
     facts["layers_without_rope"] = sorted(config.layers_without_rope)
     facts["sliding_windows"] = sorted({window for window in config.sliding_windows if window})
     facts["num_recurrent_layers"] = len(config.recurrent_layers)
+    mla = config.mla
+    facts["latent_dims"] = None if mla is None else [mla.kv_lora_rank, mla.qk_rope_head_dim]
     facts["num_experts"] = None if config.moe is None else config.moe.num_experts
     stored = config.quantization_config
     facts["quantization"] = None if stored is None else stored.get("quant_method")

@@ -57,6 +57,9 @@ def _model_rows(facts: dict[str, Any]) -> Rows:
     if "architecture" not in facts:
         return rows
     heads = f"{facts['num_attention_heads']} ({facts['num_key_value_heads']} of K and V)"
+    if facts["latent_dims"] is not None:
+        latent, rotated = facts["latent_dims"]
+        heads = f"{facts['num_attention_heads']} (one latent, of {latent} + {rotated} numbers)"
     rows += [
         ("architecture", _architecture(facts)),
         ("layers", f"{facts['num_hidden_layers']}, {facts['hidden_size']} wide"),

@@ -23,6 +23,8 @@ from nanoserve.utils.registry import Registry
 MODELS: Registry[type[nn.Module]] = Registry(
     "architecture",
     {
+        "DeepseekV2ForCausalLM": "nanoserve.models.deepseek_v2:DeepseekV2ForCausalLM",
+        "DeepseekV3ForCausalLM": "nanoserve.models.deepseek_v3:DeepseekV3ForCausalLM",
         "Gemma2ForCausalLM": "nanoserve.models.gemma2:Gemma2ForCausalLM",
         "Gemma3ForCausalLM": "nanoserve.models.gemma3:Gemma3ForCausalLM",
         "Glm4ForCausalLM": "nanoserve.models.glm4:Glm4ForCausalLM",

@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 import torch
 
+from nanoserve.attention.interface import AttentionBackend
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig, KernelConfig
 from nanoserve.utils.checks import require
@@ -102,6 +103,11 @@ def check_batch_invariant(
 ) -> None:
     """Raise `ValueError` unless results are batch-invariant with the attention backend `name`."""
     require(
+        model_config.mla is None,
+        "batch_invariant=True does not support multi-head latent attention, whose products with a "
+        "matrix per head depend on the batch in their last bits: remove it",
+    )
+    require(
         name in ("numba", "triton"),
         f"batch_invariant=True needs attention_backend='numba', which runs on a CPU with the "
         f"package numba in float32 and bfloat16 (pip install 'nanoserve[cpu]'), or 'triton' on a "
@@ -129,6 +135,23 @@ def check_batch_invariant(
         not found,
         f"batch_invariant=True with attention_backend='triton' does not support "
         f"{'; '.join(found)}: remove it, or batch_invariant=True",
+    )
+
+
+def check_latent_attention(config: EngineConfig, name: str, attention: AttentionBackend) -> None:
+    """Raise `ValueError` if the backend `name` does not support multi-head latent attention.
+
+    Also for a variant of its kernels, on a GPU, that there is not for this attention.
+    """
+    require(
+        attention.supports_value_dim,
+        f"attention_backend={name!r} does not support multi-head latent attention, in which V is a "
+        f"part of K: choose 'triton' on a GPU, 'numba' on a CPU, or 'torch'",
+    )
+    require(
+        name != "triton" or not KernelConfig.of(config.kernel_config).merge_in_attention,
+        "kernel_config with merge_in_attention=True does not support multi-head latent attention: "
+        "remove it",
     )
 
 

@@ -27,6 +27,7 @@ from nanoserve.worker.backend_checks import (
     check_attention_backend,
     check_batch_invariant,
     check_kernels,
+    check_latent_attention,
 )
 from nanoserve.worker.cpu_device import CpuDevice
 from nanoserve.worker.model_runner import ModelRunner
@@ -108,6 +109,8 @@ def make_context(
     if config.batch_invariant:
         check_batch_invariant(config, model_config, name, device)
     attention, ops = _backend(name, config)
+    if model_config.mla is not None:
+        check_latent_attention(config, name, attention)
     num_bytes = weight_bytes(model_config)
     num_threads = choose_num_threads(config.num_threads, num_bytes)
     method = None

@@ -61,18 +61,18 @@ class KVCacheLayout(NamedTuple):
         cls, config: EngineConfig, model_config: ModelConfig, context: LayerContext
     ) -> "KVCacheLayout":
         """Return a rank's layout; raise `ValueError` for a format that its backend cannot read."""
-        num_kv_heads, num_layers = model_config.num_key_value_heads, model_config.num_hidden_layers
+        num_kv_heads, head_dim, num_stored = model_config.kv_heads
         num_kv_heads //= context.tp.slices(num_kv_heads, "num_key_value_heads")
         spec = context.attention.kv_cache_spec(
             config.block_size,
             num_kv_heads,
-            model_config.head_dim,
+            head_dim,
             getattr(torch, model_config.dtype),
             config.kv_cache_dtype,
         )
-        groups = kv_cache_groups(config, model_config)
-        states = RecurrentStates.of(config, model_config, context)
-        return cls(spec, groups, context.pp.layers_of(num_layers), states)
+        spec, groups = replace(spec, num_stored=num_stored), kv_cache_groups(config, model_config)
+        layers_here = context.pp.layers_of(model_config.num_hidden_layers)
+        return cls(spec, groups, layers_here, RecurrentStates.of(config, model_config, context))
 
     @property
     def block_bytes(self) -> int:

@@ -254,7 +254,7 @@ def test_architectures(odd: Path, architecture: str, advice: str | None) -> None
     edit_json(odd / CONFIG, architectures=[architecture])
     told = refusal(odd)
     assert told.startswith(f"architecture '{architecture}' is not supported; {advice or 'suppo'}")
-    assert "supported: ['Gemma2ForCausalLM', " in told
+    assert "supported: ['DeepseekV2ForCausalLM', " in told
     assert told.endswith("see nanoserve.models.registry.register_model")
 
 

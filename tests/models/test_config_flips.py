@@ -14,6 +14,8 @@ import torch
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
 from same_or_refused import TOKEN_IDS, check
 from tiny_checkpoints import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
     DELTA,
     DELTA_MOE,
     GEMMA2,
@@ -24,6 +26,8 @@ from tiny_checkpoints import (
     make_checkpoint,
 )
 from transformers import (
+    DeepseekV2ForCausalLM,
+    DeepseekV3ForCausalLM,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Glm4ForCausalLM,
@@ -45,6 +49,8 @@ pytestmark = pytest.mark.small(written=["qwen3"])  # of Gemma, test_gemma.py cha
 WINDOWED = {"sliding_window": 9}
 ALL = {"num_experts": 2}  # for each token, so that rounding to 16 bits does not choose them
 MODELS: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
+    "deepseek-v2": (DeepseekV2ForCausalLM, DEEPSEEK_V2),
+    "deepseek-v3": (DeepseekV3ForCausalLM, DEEPSEEK_V3),
     "gemma2": (Gemma2ForCausalLM, GEMMA2),
     "gemma3": (Gemma3ForCausalLM, GEMMA3),
     "glm4": (Glm4ForCausalLM, {}),
@@ -79,11 +85,13 @@ VALUES: dict[str, list[Any]] = {
     "dtype": ["bfloat16", "float16", "float64"],
     "embedding_multiplier": [2.0],
     "final_logit_softcapping": [2.0, None],
+    "first_k_dense_replace": [0, 5],
     "head_dim": [8, 12, None],
     "hidden_act": ["gelu_pytorch_tanh", "gelu", "relu"],
     "hidden_activation": ["silu", "gelu"],
     "hidden_size": [32, 60],
     "intermediate_size": [96],
+    "kv_lora_rank": [16],
     "layer_types": [
         LOCAL,
         LOCAL[::-1],
@@ -97,11 +105,13 @@ VALUES: dict[str, list[Any]] = {
     "linear_num_key_heads": [1, 4],
     "linear_num_value_heads": [2, 6],
     "linear_value_head_dim": [20],
-    "moe_intermediate_size": [20],
+    "moe_intermediate_size": [20, 32],
     "shared_expert_intermediate_size": [24],
     "num_experts": [4],
-    "num_experts_per_tok": [1, 3],
-    "norm_topk_prob": [False],
+    "n_group": [2, 8, 3, None],
+    "n_routed_experts": [4, 12],
+    "n_shared_experts": [1, 3, 0],
+    "norm_topk_prob": [False, True],
     "decoder_sparse_step": [2],
     "mlp_only_layers": [[0]],
     "logits_scaling": [3],
@@ -111,13 +121,19 @@ VALUES: dict[str, list[Any]] = {
     "no_rope_layer_interval": [1, 3],
     "no_rope_layers": [[1, 0, 0], [0, 0, 0, 1], None],
     "num_attention_heads": [2, 8],
+    "num_experts_per_tok": [1, 3, 4, 7],
     "num_hidden_layers": [1, 3],
     "num_key_value_heads": [1, 4, None],
     "original_max_position_embeddings": [256],
+    "q_lora_rank": [None, 12],
+    "qk_nope_head_dim": [6],
+    "qk_rope_head_dim": [4, 7],
     "query_pre_attn_scalar": [64],
     "residual_multiplier": [0.5],
     "rms_norm_eps": [1e-2],
+    "rope_interleave": [False, True],
     "rope_parameters": ROPES,
+    "routed_scaling_factor": [0.5, 2],
     "scale_depth": [1.0, 3.0],
     "scale_emb": [1.0],
     "dim_model_base": [48],
@@ -125,8 +141,11 @@ VALUES: dict[str, list[Any]] = {
     "sliding_window_pattern": [1, 3],
     "sparse_config": [{"kernel_size": 32}],
     "tie_word_embeddings": [True],
+    "topk_group": [1, 3, 5],
+    "topk_method": ["group_limited_greedy", "noaux_tc"],
     "use_bidirectional_attention": [True],
     "use_sliding_window": [False, True],
+    "v_head_dim": [16],
     "vocab_size": [301],
 }
 # What transformers reads in training, in generation, or not at all: any other value, same logits.
@@ -134,12 +153,19 @@ WITHOUT_EFFECT: dict[str, Any] = {
     "attention_dropout": 0.5, "embd_pdrop": 0.5, "resid_pdrop": 0.5, "pretraining_tp": 2,
     "initializer_range": 0.5, "use_cache": False, "bos_token_id": 7, "eos_token_id": [3, 5],
     "pad_token_id": 9,
+    "num_nextn_predict_layers": 2, "output_router_logits": True,
+    "qk_head_dim": 99,  # transformers adds it up
     "_sliding_window_pattern": 5,  # Gemma 3 saves what layer_types were made of
     "transformers_version": "4.30.0",
-    "output_router_logits": True, "router_aux_loss_coef": 0.5,
+    "router_aux_loss_coef": 0.5,
     "model_type": ...,
     "architectures": ...,
 }  # fmt: skip
+# Groups of unequal sizes or too few experts, and settings that contradict others.
+DEEPSEEK_REFUSES = (
+    "n_group", "n_shared_experts", "norm_topk_prob", "num_attention_heads", "num_experts_per_tok",
+    "topk_group",
+)  # fmt: skip
 
 
 def entries(path: Path) -> list[str]:
@@ -185,6 +211,7 @@ def test_every_entry_changed_is_as_in_transformers_or_refused(
         "use_bidirectional_attention",
         *(("mlp_bias",) if name == "minicpm" else ()),  # its checkpoints have none
         *(("head_dim",) if "linear_key_head_dim" in settings else ()),  # three are no pairs
+        *(DEEPSEEK_REFUSES if name.startswith("deepseek") else ()),
     }
 
 

@@ -10,6 +10,8 @@ import torch
 import toy_model
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
 from tiny_checkpoints import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
     DELTA,
     DELTA_MOE,
     GEMMA2,
@@ -22,6 +24,8 @@ from tiny_checkpoints import (
 from torch import nn
 from toy_model import LoudForCausalLM
 from transformers import (
+    DeepseekV2ForCausalLM,
+    DeepseekV3ForCausalLM,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Glm4ForCausalLM,
@@ -65,7 +69,14 @@ LONGROPE = {
     "short_factor": [1.0 + i / 8 for i in range(8)],
     "long_factor": [1.0 + i for i in range(8)],
 }
+GROUPS = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
 CASES = {
+    "deepseek-v2": (DeepseekV2ForCausalLM, DEEPSEEK_V2),
+    "deepseek-v2, groups": (
+        DeepseekV2ForCausalLM,
+        DEEPSEEK_V2 | GROUPS | {"q_lora_rank": 28, "mlp_bias": True, "attention_bias": True},
+    ),
+    "deepseek-v3": (DeepseekV3ForCausalLM, DEEPSEEK_V3),
     "gemma2": (Gemma2ForCausalLM, GEMMA2),
     "gemma3": (Gemma3ForCausalLM, GEMMA3),
     "glm": (GlmForCausalLM, {}),
@@ -163,7 +174,7 @@ CASES = {
 }
 
 VARIANTS = {  # of architectures that have another case
-    "glm", "glm4, 1 KV head, a quarter", "granite, biased", "llama, biased",
+    "deepseek-v2", "glm", "glm4, 1 KV head, a quarter", "granite, biased", "llama, biased",
     "llama, 1 KV head", "minicpm, biased", "mistral",
     "olmo2, 1 KV head", "phi3, longrope", "qwen2, tied", "qwen2-moe, normalised, tied", "qwen3",
     "mixtral", "qwen3-moe",
@@ -251,6 +262,7 @@ def test_log_probabilities_are_those_of_transformers(case: str, made: Made) -> N
 
 @pytest.mark.full(
     case=[
+        "deepseek-v3",
         "gemma3",
         "llama, biased",
         "mixtral",
@@ -265,6 +277,7 @@ def test_log_probabilities_are_those_of_transformers(case: str, made: Made) -> N
 @pytest.mark.parametrize(
     "case",
     [
+        "deepseek-v2, groups", "deepseek-v3",
         "gemma2", "gemma3", "glm4", "llama, biased", "minicpm4", "mixtral", "olmo2",
         "olmo2, 1 KV head",
         "phi3", "qwen2", "qwen2-moe", "qwen3", "qwen3-moe",
@@ -278,6 +291,7 @@ def test_so_are_those_of_two_ranks(case: str, made: Made) -> None:
 @pytest.mark.small(case=["qwen3, window in layer 1"])
 @pytest.mark.full(
     case=[
+        "deepseek-v3",
         "gemma2",
         "gemma3",
         "mixtral, tied, window",
@@ -289,6 +303,7 @@ def test_so_are_those_of_two_ranks(case: str, made: Made) -> None:
 @pytest.mark.parametrize(
     "case",
     [
+        "deepseek-v2, groups", "deepseek-v3",
         "gemma2", "gemma3", "glm4", "llama", "minicpm4", "mistral, window", "mixtral, tied, window",
         "olmo2", "phi3", "qwen2", "qwen3, window in layer 1", "qwen3-moe, dense layers",
         "smollm3, window", "qwen3.5",

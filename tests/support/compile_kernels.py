@@ -34,6 +34,7 @@ from nanoserve.kernels.triton.add_rms_norm import add_rms_norm, rms_norm
 from nanoserve.kernels.triton.choose_tokens import choose_tokens, pack_settings
 from nanoserve.kernels.triton.experts import fused_experts
 from nanoserve.kernels.triton.filter_logits import filter_borders
+from nanoserve.kernels.triton.latent_attention import latent_attention
 from nanoserve.kernels.triton.paged_attention import paged_attention
 from nanoserve.kernels.triton.quantized_rows import CodeFormat
 from nanoserve.kernels.triton.split_linear import split_linear, tiled_linear
@@ -120,6 +121,44 @@ def _attention_cases() -> list[tuple[str, Callable[[], None]]]:
             for name, query_len in (("decode", 1), ("few", 8)):
                 case = partial(call, query_len=query_len, merges=True)
                 cases.append((f"{label} {name} merging", case))
+    return cases
+
+
+def _latent_attention(
+    num_heads: int, dtype: torch.dtype, kv_cache_dtype: str | None, num_shares: int
+) -> None:
+    """The sizes of DeepSeek V2 and V3."""
+    cache, scales = _cache((1, 4, 1, 16, 576), dtype, kv_cache_dtype)
+    latent_attention(
+        torch.zeros(4, num_heads, 576, dtype=dtype),
+        cache,
+        torch.zeros(3, dtype=torch.int32),
+        torch.zeros(2, dtype=torch.int32),
+        torch.zeros(2, 4, dtype=torch.int32),
+        scale=0.1,
+        value_dim=512,
+        max_context_len=64,
+        num_shares=num_shares,
+        k_scales=scales,
+        row_counts=torch.zeros(10, dtype=torch.int32)[2:4] if num_shares == 1 else None,
+    )
+
+
+def _latent_attention_cases() -> list[tuple[str, Callable[[], None]]]:
+    shapes: list[tuple[int, torch.dtype, str | None]] = [
+        (heads, dtype, None) for heads in (16, 128) for dtype in (torch.bfloat16, torch.float32)
+    ]
+    shapes += [
+        (16, torch.float16, None),
+        (16, torch.bfloat16, "int8"),
+        (128, torch.bfloat16, "fp8"),
+    ]
+    cases = []
+    for num_heads, dtype, kind in shapes:
+        for num_shares in (1, 4):
+            label = f"latent {dtype} heads={num_heads} kv={kind} shares={num_shares}"
+            case = partial(_latent_attention, num_heads, dtype, kind, num_shares)
+            cases.append((label.replace("torch.", ""), case))
     return cases
 
 
@@ -290,6 +329,7 @@ def _experts_cases() -> list[tuple[str, Callable[[], None]]]:
 # A label, and a call of a launcher; several kernels may come out of one.
 CASES: list[tuple[str, Callable[[], None]]] = [
     *_attention_cases(),
+    *_latent_attention_cases(),
     *_experts_cases(),
     *_small_cases(),
     *_split_linear_cases(),

@@ -79,6 +79,32 @@ GRANITE = {
     "residual_multiplier": 0.22,
     "logits_scaling": 8.0,
 }
+# Beside TINY_QWEN3, as its smaller published model: queries without LoRA, experts in groups.
+DEEPSEEK_V2 = {
+    "head_dim": 8,  # what transformers writes: of the rotated part
+    "num_hidden_layers": 3,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 20,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 12,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 10,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 24,
+    "n_shared_experts": 2,
+    "routed_scaling_factor": 1.5,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 0.707,
+        "mscale_all_dim": 1.2,
+    },
+}
+DEEPSEEK_V3 = DEEPSEEK_V2 | {"q_lora_rank": 28, "n_group": 4, "topk_group": 2}
 
 
 def make_qwen3(path: Path | str, seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
@@ -118,6 +144,9 @@ def initialise(
                 # So are the few of a convolution.
                 std = 0.4 if name.endswith(".gate.weight") else 0.6 if "conv1d" in name else 0.2
                 torch.nn.init.normal_(parameter, std=std)
+        for name, buffer in model.named_buffers():
+            if name.endswith("correction_bias"):
+                torch.nn.init.normal_(buffer, std=0.2)
     return model.to(dtype).eval()
 
 
@@ -138,7 +167,9 @@ def prompt_logits(model: nn.Module, token_ids: list[int], block_size: int = 16) 
     layers = list(model.model.layers)
     specs = [getattr(getattr(each, "linear_attn", None), "state_spec", None) for each in layers]
     attention = layers[specs.index(None)].self_attn.layer
-    spec = KVCacheSpec(block_size, attention.num_kv_heads, attention.head_dim, model.model.dtype)
+    of_layer = attention.num_kv_heads, attention.head_dim, model.model.dtype
+    num_stored = 2 if attention.value_dim is None else 1
+    spec = KVCacheSpec(block_size, *of_layer, num_stored=num_stored)
     table = torch.arange(num_blocks, 0, -1, dtype=torch.int32)
     positions = torch.arange(num_tokens, dtype=torch.int32)
     ends = torch.tensor([0, num_tokens], dtype=torch.int32)

@@ -62,8 +62,7 @@ class Need:
             for layer, window in enumerate(config.sliding_windows)
             if layer not in config.recurrent_layers
         )
-        hidden, heads = config.hidden_size, config.num_attention_heads
-        attention = 2 * hidden * config.head_dim * (heads + config.num_key_value_heads)
+        hidden, attention = config.hidden_size, attention_weights(config)
         self.head = hidden * config.vocab_size  # also the embedding, if they are tied
         # Weights that all tokens use; weights of experts are added separately.
         self.num_states, self.rule = 0, 0
@@ -77,6 +76,7 @@ class Need:
             self.dense += self.num_moe_layers * hidden * config.moe.num_experts  # the router
             shared = config.moe.shared_expert_intermediate_size or 0
             self.dense += self.num_moe_layers * 3 * hidden * shared
+            self.dense += self.num_moe_layers * config.moe.num_shared_experts * self.expert
         num_dense_layers = config.num_hidden_layers - self.num_moe_layers
         self.dense += num_dense_layers * 3 * hidden * config.intermediate_size
 
@@ -103,7 +103,8 @@ class Need:
         weights = self.dense + self._experts_used(num_tokens) * self.expert
         head = self.head if step.num_logits else 0
         embedding = num_tokens * self.config.hidden_size
-        kv_per_layer = 2 * self.config.num_key_value_heads * self.config.head_dim
+        kv_heads = self.config.kv_heads
+        kv_per_layer = kv_heads.num_stored * kv_heads.num_heads * kv_heads.head_dim
         seen = sum(
             num_layers * int(np.minimum(step.context_lens, window + step.query_lens - 1).sum())
             for window, num_layers in self.windows.items()
@@ -126,7 +127,10 @@ class Need:
             num_layers * int(pairs_seen(step.query_lens, step.context_lens, window).sum())
             for window, num_layers in self.windows.items()
         )
-        attention = 2 * pairs * self.config.num_attention_heads * self.config.head_dim
+        mla, of_pair = self.config.mla, 2 * self.config.head_dim
+        if mla is not None:
+            of_pair = mla.kv_heads.head_dim + mla.kv_lora_rank
+        attention = pairs * self.config.num_attention_heads * of_pair
         per_token += 3 * self.rule
         return 2.0 * (num_tokens * per_token + attention + step.num_logits * self.head)
 
@@ -139,6 +143,17 @@ class Need:
             return 0
         share = self.config.moe.num_experts_per_tok / self.config.moe.num_experts
         return self.num_moe_layers * self.config.moe.num_experts * (1 - (1 - share) ** num_tokens)
+
+
+def attention_weights(config: ModelConfig) -> int:
+    """Return the number of weights of a layer's attention, without norms and biases."""
+    hidden, heads, mla = config.hidden_size, config.num_attention_heads, config.mla
+    if mla is None:
+        return 2 * hidden * config.head_dim * (heads + config.num_key_value_heads)
+    q_size, rank = heads * mla.head_dim, mla.q_lora_rank
+    of_q = hidden * q_size if rank is None else rank * (hidden + q_size)
+    of_kv_b = heads * (mla.qk_nope_head_dim + mla.v_head_dim) * mla.kv_lora_rank
+    return of_q + hidden * mla.kv_heads.head_dim + of_kv_b + heads * mla.v_head_dim * hidden
 
 
 def pairs_seen(query_lens: np.ndarray, context_lens: np.ndarray, window: int) -> np.ndarray:

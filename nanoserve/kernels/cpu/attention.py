@@ -191,6 +191,9 @@ def _attend_row(q, out, cache, scales, blocks, kv_heads, of_row, options, elemen
     Positions outside of a token's range are skipped, not masked: the cache may hold NaN there, or
     K and V of rejected draft tokens. So the result equals, bit for bit, the result of a decode row
     with this token alone.
+
+    The last dimension of out may be smaller: then V is the first numbers of K. Sums are computed
+    of all of K, so that the inner loops need only one size.
     """
     start, end, length = of_row
     q = q[start:end, kv_heads[0] : kv_heads[1]]
@@ -208,12 +211,12 @@ def _attend_row(q, out, cache, scales, blocks, kv_heads, of_row, options, elemen
     _find_scores(queries, weights, cache[0], scales[0], *place)
     for head in range(len(queries)):
         _softmax(weights[head, seen[head, 0] : seen[head, 1]], factors[head], soft_cap)
-    _add_values(sums, weights, cache[1], scales[1], *place)
+    _add_values(sums, weights, cache[-1], scales[-1], *place)
     found = sums.reshape(num_kv_heads, n, group, head_dim)
     for token in range(n):
         for kv_head in range(num_kv_heads):
             for head in range(group):
-                for d in range(head_dim):
+                for d in range(out.shape[3]):
                     store(out[token, kv_head, head], d, found[kv_head, token, head, d])
 
 
@@ -224,8 +227,9 @@ def _made(sources):
     def attend(addresses, sizes, scale, window, soft_cap, parts, element, cache_element):
         """Compute attention of a batch.
 
-        The cache is [2, num_blocks, num_kv_heads, block_size, head_dim], K before V; the first
-        lines of the body show the shapes of the other arrays.
+        The cache is [2, num_blocks, num_kv_heads, block_size, head_dim], K before V, or [1, ...] if
+        V is the first `value_dim` numbers of K. The first lines of the body show the shapes of the
+        other arrays.
 
         The first `num_single` rows have one token each. The other rows are cut into pieces:
         (row, first token, the next piece's first token, the last token's context length).
@@ -237,15 +241,16 @@ def _made(sources):
         """
         _ = sources
         num_single, num_pieces, num_tokens, num_heads, num_rows, columns = sizes[:6]
-        num_blocks, num_kv_heads, block_size, head_dim = sizes[6:]
+        num_stored, num_blocks, num_kv_heads, block_size, head_dim, value_dim = sizes[6:]
         q_at, out_at, starts_at, tables_at, lens_at, cache_at, scales_at, pieces_at = addresses
-        by_token = (num_tokens, num_kv_heads, num_heads // num_kv_heads, head_dim)
-        q, out = array_at(q_at, by_token, element), array_at(out_at, by_token, element)
+        by_token = (num_tokens, num_kv_heads, num_heads // num_kv_heads)
+        q = array_at(q_at, (*by_token, head_dim), element)
+        out = array_at(out_at, (*by_token, value_dim), element)
         starts = array_at(starts_at, (num_rows + 1,), np.int32(0))
         pieces = array_at(pieces_at, (num_pieces, 4), np.int32(0))
         block_tables = array_at(tables_at, (num_rows, columns), np.int32(0))
         context_lens = array_at(lens_at, (num_rows,), np.int32(0))
-        shape = (2, num_blocks, num_kv_heads, block_size)
+        shape = (num_stored, num_blocks, num_kv_heads, block_size)
         cache = array_at(cache_at, (*shape, head_dim), cache_element)
         scales = array_at(scales_at, shape, np.float32(0))
         options = np.float32(scale), window, np.float32(soft_cap)

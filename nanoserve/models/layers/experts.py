@@ -9,6 +9,7 @@ with every expert's weights only once, pairs are sorted by expert.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -52,6 +53,7 @@ class SparseMoE(nn.Module):
     stored_as: str | None = None
     projections = ("gate_proj", "up_proj", "down_proj")
     rounds_weights = True  # True: the router's float32 weights are rounded to the model's dtype
+    router_dtype: torch.dtype | None = None  # None: the router's matrix has the model's dtype
 
     def __init__(self, config: ModelConfig, index: int, context: LayerContext) -> None:
         super().__init__()
@@ -62,7 +64,8 @@ class SparseMoE(nn.Module):
         self.norm_topk_prob = moe.norm_topk_prob
         self.first_expert = tp.rank * moe.num_experts // tp.size
         num_here = (tp.rank + 1) * moe.num_experts // tp.size - self.first_expert
-        self.router = context.empty(moe.num_experts, hidden)
+        of_router = replace(context, dtype=self.router_dtype or context.dtype)
+        self.router = of_router.empty(moe.num_experts, hidden)
         self.method: Any = context.linear_method  # an `ExpertsMethod`, or None
         self._create("gate_up", (num_here, 2 * moe.intermediate_size, hidden), context)
         self._create("down", (num_here, hidden, moe.intermediate_size), context)
@@ -82,7 +85,8 @@ class SparseMoE(nn.Module):
         if self.method is not None:
             self.method.process_experts(self, "gate_up")
             self.method.process_experts(self, "down")
-            self.method.process_router(self)
+            if self.router_dtype is None:
+                self.method.process_router(self)
 
     def forward(self, hidden: Tensor) -> Tensor:
         expert_ids, expert_weights = self.route(hidden)

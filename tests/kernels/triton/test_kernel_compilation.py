@@ -25,6 +25,7 @@ SCRIPT = compile_kernels.__file__
 USUAL = "|".join(
     [
         r"attention bfloat16 head_dim=128 heads=(8:1|4:2 (sliding_window soft_cap|kv=fp8))",
+        r"^latent bfloat16",
         r"(experts|norm) bfloat16.* hidden=(256|1024)|experts of",
         r"store_kv bfloat16.* head_dim=128",
         r"bfloat16 (vocab=151936|size=3072)",
@@ -49,6 +50,7 @@ WANTED = {
 EACH = "|".join(
     [
         r"attention bfloat16 head_dim=128 heads=(8:1|4:2 kv=fp8)",
+        r"^latent bfloat16 heads=(16 kv=None|128 kv=fp8)",
         r"bfloat16 tokens=1024 hidden=256",
         r"norm bfloat16 hidden=(1024|4096)",
         r"bfloat16 size=3072 silu",
