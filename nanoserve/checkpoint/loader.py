@@ -175,7 +175,8 @@ def unused_tensors(model: nn.Module, names: Iterable[str], *, says_so: bool = Fa
     beginnings = getattr(model, "unused_tensors", ())
     unused = {name for name in names if name.startswith(beginnings)}
     if unused and says_so:
-        logger.warning("%d tensors %s... are not used, and not read", len(unused), beginnings)
+        begin = ", ".join(beginnings)
+        logger.warning("%d tensors are not used, and not read: those of %s", len(unused), begin)
     return unused
 
 

@@ -15,6 +15,7 @@ from nanoserve.utils.checks import is_int, require, shown
 # The `model_type` in `text_config`, and the architecture that computes it. Positions of images have
 # three coordinates in the Qwen-VL models; those of text are three times the same.
 _ARCHITECTURES = {
+    "deepseek_v3": "DeepseekV3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "glm": "GlmForCausalLM",
@@ -42,6 +43,7 @@ _SIZES = (
     "num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "rope_theta",
 )  # fmt: skip
 _DEFAULTS: dict[str, tuple[float | None, ...]] = {
+    "deepseek_v3": (129_280, 7168, 18_432, 61, 128, 128, 4096, 1e-6, 10_000.0),
     "gemma2": (256_000, 2304, 9216, 26, 8, 4, 8192, 1e-6, 10_000.0),
     "gemma3_text": (262_208, 2304, 9216, 26, 8, 4, 131_072, 1e-6, None),
     "glm": (151_552, 4096, 13_696, 40, 32, 2, 131_072, 1.5625e-7, 10_000.0),

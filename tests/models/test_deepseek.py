@@ -293,7 +293,7 @@ def test_layers_of_multi_token_prediction_are_not_read(
     with caplog.at_level(logging.WARNING), LLM(tmp_path, **OPTIONS) as llm:
         assert_like(model, llm, PROMPTS[:4])
     (message,) = [m for m in caplog.messages if "not read" in m]
-    assert message.startswith("2 tensors ('model.layers.3.',)")
+    assert message == "2 tensors are not used, and not read: those of model.layers.3."
     edit_json(tmp_path / "config.json", num_nextn_predict_layers=0)
     with pytest.raises(ValueError, match=r"unexpected: model\.layers\.3\.eh_proj"):
         LLM(tmp_path, **OPTIONS)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tiny_checkpoints import DELTA, DELTA_MOE, TINY_QWEN3, edit_json, initialise
+from tiny_checkpoints import DEEPSEEK_V3, DELTA, DELTA_MOE, TINY_QWEN3, edit_json, initialise
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from nanoserve import LLM, SamplingParams
@@ -22,6 +22,7 @@ from nanoserve.text.tokenizer import Tokenizer
 
 TEXT = {**TINY_QWEN3, "num_hidden_layers": 3, "dtype": "float32"}
 SMALL_HEADS = {**TEXT, "head_dim": 12}  # Qwen2's are hidden_size / num_attention_heads
+DEEPSEEK_TEXT = {**TEXT, **DEEPSEEK_V3}
 SEES = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -94,6 +95,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {
             "text_config": {**TEXT, "model_type": "qwen3"},
             "vision_config": {**SEES, "image_size": [28, 28], "patch_size": [14, 14]},
+        },
+    ),
+    "kimi-k2.5": (
+        "Kimi_K25ForConditionalGeneration",
+        {
+            "text_config": {**DEEPSEEK_TEXT, "model_type": "deepseek_v3"},
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+            },
+            "projection_hidden_size": 32,
+            "tie_word_embeddings": False,
         },
     ),
     "qwen2-vl": (
@@ -186,6 +201,11 @@ def make(case: str, path: Path) -> PreTrainedModel:
     architecture = getattr(transformers, name)
     model = initialise(architecture, deepcopy(settings))
     model.save_pretrained(path)
+    if case == "kimi-k2.5":  # transformers' renaming of vision blocks also hits the text's layers
+        file = path / "model.safetensors"
+        blocks, layers = "language_model.model.blocks.", "language_model.model.layers."
+        tensors = {name.replace(blocks, layers): t for name, t in load_file(file).items()}
+        save_file(tensors, file, {"format": "pt"})
     return model
 
 
