@@ -54,14 +54,17 @@ class DeltaInputs(NamedTuple):
 def delta_step(inputs: DeltaInputs, state: Tensor) -> Tensor:
     """Compute one token of each row, and update `state` [rows, H, K, V] in place.
 
-    Returns [rows, H, V].
+    Returns [rows, H, V]. The state is by far the largest operand, so q reads it together with k,
+    before the update: q^T (S + k u^T) = q^T S + (q^T k) u^T.
     """
     q, k, v, g, beta = inputs
-    state *= g.exp()[..., None, None]
-    known = (k.unsqueeze(-2) @ state).squeeze(-2)
+    decay = g.exp().unsqueeze(-1)
+    known, read = (decay.unsqueeze(-1) * (torch.stack((k, q), dim=-2) @ state)).unbind(dim=-2)
     correction = beta.unsqueeze(-1) * (v - known)
-    state += k.unsqueeze(-1) * correction.unsqueeze(-2)
-    return (q.unsqueeze(-2) @ state).squeeze(-2)
+    state *= decay.unsqueeze(-1)
+    products = k.flatten(0, 1).unsqueeze(-1), correction.flatten(0, 1).unsqueeze(-2)
+    state.view(-1, *state.shape[2:]).baddbmm_(*products)
+    return read + (q * k).sum(dim=-1, keepdim=True) * correction
 
 
 def recurrent_delta_rule(inputs: DeltaInputs, state: Tensor) -> Tensor:
