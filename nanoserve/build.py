@@ -62,7 +62,7 @@ def build_engine(config: EngineConfig) -> GuardedEngine:
     if model_config.transformers_config is not None:
         logger.warning(
             "%s runs through transformers, with nanoserve's attention: slower than a model of "
-            "nanoserve's own, because its layers are neither fused nor quantized",
+            "nanoserve's own, because its layers are not fused",
             model_config.checkpoint_architecture,
         )
     tokenizer = load_tokenizer(config, checkpoint)

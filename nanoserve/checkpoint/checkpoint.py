@@ -91,7 +91,8 @@ class Checkpoint:
         through transformers: see `nanoserve.checkpoint.transformers_config`. See also
         `ModelConfig.from_files` for the settings that are rejected.
         """
-        is_known = architecture_of(self.config_files.config) in supported
+        named = architecture_of({**self.config_files.config, **(config.hf_overrides or {})})
+        is_known = named in supported
         if config.model_impl == "transformers" or (config.model_impl == "auto" and not is_known):
             require(
                 not self.folder.is_file(),

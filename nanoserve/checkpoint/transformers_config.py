@@ -2,7 +2,7 @@
 
 transformers reads the whole `config.json`. Only what the engine itself needs is taken from it: the
 sizes of the KV cache and of the vocabulary, the data type and the end of a sequence. What the
-engine's attention cannot compute is rejected by name. `nanoserve.models.transformers` has the
+engine's attention cannot compute is rejected by name. `nanoserve.models.transformers.model` has the
 model.
 """
 
@@ -25,7 +25,7 @@ from nanoserve.checkpoint.model_config import (
 from nanoserve.checkpoint.overrides import with_sampling_overrides
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.checkpoint.text_part import text_config
-from nanoserve.checkpoint.unsupported_architectures import describe_unsupported
+from nanoserve.checkpoint.unsupported_architectures import describe_unsupported, kind_of_model
 from nanoserve.config import DTYPES, EngineConfig
 from nanoserve.utils.checks import check_choice, check_int, require, shown
 
@@ -50,13 +50,15 @@ def transformers_model_config(
         files = ConfigFiles(text, files.generation, architecture_of(files.config))
     raw = {**files.config, **(config.hf_overrides or {})}
     name = architecture_of(raw)
-    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() or name.endswith(_NOT_TEXT):
+    is_known = name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values() and not name.endswith(_NOT_TEXT)
+    if not is_known or (name not in supported and kind_of_model(raw) is not None):
         raise ValueError(describe_unsupported(raw, supported))
     settings = read_settings(raw)
     reason = why_not(name, settings)
+    if reason is not None and name in supported:
+        raise ValueError(f"{name} does not run through transformers: {reason}")
     if reason is not None:
-        own = describe_unsupported(raw, supported) if name not in supported else f"{name} is"
-        raise ValueError(f"{own}; it does not run through transformers: {reason}")
+        raise ValueError(describe_unsupported(raw, supported, reason))
     _check_options(name, files, config, is_own=name in supported)
     read = _read(settings, raw, files.generation, config.dtype)
     read = replace(read, multimodal_architecture=files.multimodal_architecture)
@@ -119,9 +121,14 @@ def _check_options(name: str, files: ConfigFiles, config: EngineConfig, *, is_ow
     for option in ("tensor_parallel_size", "pipeline_parallel_size"):
         size = getattr(config, option)
         require(size == 1, f"{why} {option}={size}")
-    for option in ("quantization", "batch_invariant", "enable_return_routed_experts"):
+    for option in ("batch_invariant", "enable_return_routed_experts"):
         value = getattr(config, option)
         require(not value, f"{why} {option}={shown(value)}")
+    is_on_cpu = config.device == "cpu" and config.attention_backend != "triton"
+    require(
+        is_on_cpu or not config.quantization,
+        f"{why} quantization={config.quantization!r} with Triton's kernels or on a GPU",
+    )
     quantized = files.config.get("quantization_config")
     require(not quantized, f"{why} quantized checkpoints: quantization_config={shown(quantized)}")
     known = getattr(transformers, name).config_class().to_dict().keys() | files.config.keys()

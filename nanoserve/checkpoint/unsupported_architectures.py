@@ -50,22 +50,30 @@ _NO_TEXT = {
 }
 
 
-def describe_unsupported(raw: Mapping[str, Any], supported: Collection[str]) -> str:
-    """Describe a model whose architecture in `config.json` is not supported."""
+def describe_unsupported(
+    raw: Mapping[str, Any], supported: Collection[str], reason: str | None = None
+) -> str:
+    """Describe a model whose architecture in `config.json` is not supported.
+
+    reason: why it does not run through transformers, either, if it is a decoder.
+    """
     name = architecture_of(raw)
     problem = f"architecture {shown(name)} is not supported"
     if not raw.get("architectures"):
         problem = (
             f"config.json has no 'architectures' (its model_type: {shown(raw.get('model_type'))})"
         )
-    kind = _kind(raw, name)
+    kind = kind_of_model(raw)
+    if kind is None and reason is not None:
+        kind = f"it does not run through transformers: {reason}"
     advice = _nearest(raw, name, supported) if kind is None else [kind]
     own = "to add your own model, see nanoserve.models.registry.register_model"
     return "; ".join([problem, *advice, f"supported: {supported}", own])
 
 
-def _kind(raw: Mapping[str, Any], name: str) -> str | None:
-    """Return the reason why a model is not a text decoder; None if it may be one."""
+def kind_of_model(raw: Mapping[str, Any]) -> str | None:
+    """Return the reason why a model is not a text decoder with attention; None if it may be one."""
+    name = architecture_of(raw)
     if not raw.get("architectures"):
         name = re.sub(r"\W|_", "", str(raw.get("model_type"))[:99])
     family = re.split(r"For[A-Z]|MTModel|EncoderModel|Model|LMHead", name[:99])[0].lower()

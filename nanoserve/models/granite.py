@@ -1,12 +1,20 @@
-"""Granite 3 (Granite team 2024): MiniCPM, with other names of its scales in `config.json`.
+"""Granite 3 (Granite team 2024): the scales of MiniCPM, with other names in `config.json`.
 
 `ModelConfig` reads them: embeddings are multiplied by `embedding_multiplier`, the outputs of blocks
 by `residual_multiplier`, attention scores by `attention_multiplier` in place of 1 / sqrt(head_dim),
-and logits are divided by `logits_scaling`.
+and logits, not hidden states as in MiniCPM, are divided by `logits_scaling`.
 """
 
-from nanoserve.models.minicpm import MiniCPMForCausalLM
+from torch import Tensor
+
+from nanoserve.models.llama import LlamaForCausalLM
+from nanoserve.models.minicpm import MiniCPMAttention, MiniCPMMLP, MiniCPMModel
 
 
-class GraniteForCausalLM(MiniCPMForCausalLM):
-    pass
+class GraniteForCausalLM(LlamaForCausalLM):
+    model_class = MiniCPMModel
+    attention_class, mlp_class = MiniCPMAttention, MiniCPMMLP
+
+    def compute_logits(self, hidden: Tensor) -> Tensor | None:
+        logits = super().compute_logits(hidden)
+        return None if logits is None else logits.mul_(self.config.logits_scale)

@@ -41,7 +41,7 @@ MODELS: Registry[type[nn.Module]] = Registry(
         "Qwen3NextForCausalLM": "nanoserve.models.qwen3_next:Qwen3NextForCausalLM",
         "Qwen3_5ForCausalLM": "nanoserve.models.qwen3_5:Qwen3_5ForCausalLM",
         "Qwen3_5MoeForCausalLM": "nanoserve.models.qwen3_5:Qwen3_5ForCausalLM",
-        THROUGH_TRANSFORMERS: "nanoserve.models.transformers:TransformersForCausalLM",
+        THROUGH_TRANSFORMERS: "nanoserve.models.transformers.model:TransformersForCausalLM",
         "SmolLM3ForCausalLM": "nanoserve.models.smollm3:SmolLM3ForCausalLM",
     },
 )

@@ -227,10 +227,9 @@ def test_a_hundred_thousand_names_take_no_time() -> None:
     [
         ("LLaMAForCausalLM", """did you mean "architectures": ["LlamaForCausalLM"] in"""),
         ("Qwen4ForCausalLM", "the nearest name is 'Qwen3ForCausalLM', a different model unless"),
-        ("OPTForCausalLM", None),
-        ("GPT2LMHeadModel", None),
+        ("BloomForCausalLM", "it does not run through transformers: its class does not use"),
         ("GPT2DoubleHeadsModel", None),
-        ("BertLMHeadModel", None),
+        ("BertLMHeadModel", "it does not run through transformers: is_decoder is false"),
         ("Gemma3ForConditionalGeneration", "it is a multimodal model"),
         ("Qwen2AudioForConditionalGeneration", "it is a multimodal model"),
         ("T5ForConditionalGeneration", "it has an encoder and a decoder"),
@@ -257,6 +256,13 @@ def test_architectures(odd: Path, architecture: str, advice: str | None) -> None
     assert told.startswith(f"architecture '{architecture}' is not supported; {advice or 'suppo'}")
     assert "supported: ['Gemma2ForCausalLM', " in told
     assert told.endswith("see nanoserve.models.registry.register_model")
+
+
+@pytest.mark.parametrize("architecture", ["OPTForCausalLM", "GPT2LMHeadModel"])
+def test_an_architecture_that_runs_through_transformers(odd: Path, architecture: str) -> None:
+    """The weights are those of a Qwen3."""
+    edit_json(odd / CONFIG, architectures=[architecture])
+    assert f"do not match {architecture}: " in refusal(odd)
 
 
 def test_an_encoder_with_a_decoder(odd: Path) -> None:

@@ -29,6 +29,7 @@ def edited(name: str, path: Path, change: dict[str, Any]) -> type[PreTrainedMode
     return architecture
 
 
+@pytest.mark.small(name=["glm4"])
 @pytest.mark.parametrize(
     ("name", "change"),
     [

@@ -120,6 +120,7 @@ def whole(path: Path, load: Any = load_weights) -> nn.Module:
     return model
 
 
+@pytest.mark.small(case=CASES.keys() - {"granite", "glm4, a part of each head", "a shared expert"})
 @pytest.mark.parametrize("num_stages", [2, 3])
 @pytest.mark.parametrize("case", CASES)
 def test_stages_together_are_the_model(case: str, num_stages: int, tmp_path: Path) -> None:

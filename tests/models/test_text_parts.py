@@ -264,10 +264,19 @@ def test_a_checkpoint_without_its_text_part_is_rejected(tmp_path: Path) -> None:
         LLM(tmp_path, **OPTIONS)
 
 
-def test_other_text_parts_are_rejected_by_type(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "model_type, reason",
+    [
+        ("mamba", "'MambaForCausalLM' is not supported; it has recurrent layers"),
+        ("sound", "a multimodal model, .* this one's is 'sound'"),
+    ],
+)
+def test_other_text_parts_are_rejected_by_type(
+    model_type: str, reason: str, tmp_path: Path
+) -> None:
     make("llava", tmp_path)
-    edit_json(tmp_path / "config.json", text_config={"model_type": "mamba"})
-    with pytest.raises(ValueError, match=r"a multimodal model, .* this one's is 'mamba'"):
+    edit_json(tmp_path / "config.json", text_config={"model_type": model_type})
+    with pytest.raises(ValueError, match=reason):
         LLM(tmp_path, **OPTIONS)
 
 

@@ -22,7 +22,7 @@ WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 CASES: dict[str, dict[str, Any]] = {
     "OlmoForCausalLM": {"clip_qkv": 0.3},
     "Cohere2ForCausalLM": {"layer_types": WINDOWS},
-    "Qwen2MoeForCausalLM": {},
+    "OlmoeForCausalLM": {},
     "GPT2LMHeadModel": {},  # learned positions
     "GemmaForCausalLM": {},
     "OPTForCausalLM": {},
@@ -87,7 +87,7 @@ def assert_like(model: PreTrainedModel, llm: LLM, count: int = 20, **options: An
         torch.testing.assert_close(torch.tensor(found), expected.max(-1).values, atol=1e-4, rtol=0)
 
 
-@pytest.mark.small(name=["Cohere2ForCausalLM", "Qwen2MoeForCausalLM"])
+@pytest.mark.small(name=["Cohere2ForCausalLM", "OlmoeForCausalLM"])
 @pytest.mark.parametrize("name", CASES)
 def test_it_answers_as_transformers(name: str, tmp_path: Path, by_size: Any) -> None:
     model, count = make(name, tmp_path), by_size(12, 40, 100)
@@ -130,6 +130,29 @@ def test_an_8_bit_kv_cache_is_that_of_our_own_class(kv_cache_dtype: str, tmp_pat
     assert found[0] == found[1]
 
 
+@pytest.mark.small(quantization=["int8"])
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_weights_are_those_of_our_own_class(quantization: str, tmp_path: Path) -> None:
+    """The linears have the same codes, whether or not they are fused."""
+    make_qwen3(tmp_path, hidden_size=64, intermediate_size=96)
+    found = []
+    for model_impl in ("nanoserve", "transformers"):
+        options = {**OPTIONS, "quantization": quantization, "model_impl": model_impl}
+        with LLM(tmp_path, **options) as llm:
+            outputs = llm.generate(prompts(8), PARAMS, use_tqdm=False)
+            found.append([output.outputs[0] for output in outputs])
+    for one, other in zip(*found, strict=True):
+        assert one.token_ids == other.token_ids
+        assert one.cumulative_logprob == pytest.approx(other.cumulative_logprob, abs=1e-3)
+
+
+def test_quantization_needs_linears(tmp_path: Path) -> None:
+    """GPT-2's weights are stored in another kind of module."""
+    make("GPT2LMHeadModel", tmp_path)
+    with pytest.raises(ValueError, match=r"only the linears of GPT2LMHeadModel, .* omit the opt"):
+        LLM(tmp_path, quantization="int8", **OPTIONS)
+
+
 def test_16_bit_weights_are_accepted(tmp_path: Path) -> None:
     """The comparison at loading allows for their rounding."""
     make("OlmoForCausalLM", tmp_path)
@@ -163,6 +186,16 @@ def test_model_impl_nanoserve_needs_a_class_of_its_own(tmp_path: Path) -> None:
         LLM(tmp_path, model_impl="nanoserve", **OPTIONS)
 
 
+def test_an_override_names_a_class_of_nanoserves_own(tmp_path: Path) -> None:
+    """Whatever the file says: a checkpoint may name a class that is a copy of another."""
+    make_qwen3(tmp_path)
+    edit_json(tmp_path / "config.json", architectures=["MyForCausalLM"])
+    with pytest.raises(ValueError, match="architecture 'MyForCausalLM' is not supported"):
+        LLM(tmp_path, **OPTIONS)
+    overrides = {"architectures": ["Qwen3ForCausalLM"]}
+    assert describe(str(tmp_path), **OPTIONS, hf_overrides=overrides)["model_impl"] == "nanoserve"
+
+
 @pytest.mark.parametrize("name", ["missing", "unexpected", "misshapen"])
 def test_tensors_must_match(name: str, tmp_path: Path) -> None:
     make("OlmoForCausalLM", tmp_path)
@@ -185,17 +218,16 @@ def test_tensors_must_match(name: str, tmp_path: Path) -> None:
     [
         {"tensor_parallel_size": 2},
         {"pipeline_parallel_size": 2},
-        {"quantization": "int8"},
         {"batch_invariant": True},
         {"enable_return_routed_experts": True},
     ],
     ids=str,
 )
 def test_options_of_our_own_classes_are_rejected(option: dict[str, Any], tmp_path: Path) -> None:
-    make("Qwen2MoeForCausalLM", tmp_path)
+    make("OlmoeForCausalLM", tmp_path)
     (name,) = option
     with pytest.raises(ValueError, match=rf"through transformers .* does not support {name}="):
-        LLM(tmp_path, **OPTIONS | option, model_impl="transformers")
+        LLM(tmp_path, **OPTIONS | option)
 
 
 def test_hf_overrides(tmp_path: Path) -> None:
@@ -250,8 +282,8 @@ def test_a_quantized_checkpoint_is_rejected(tmp_path: Path) -> None:
 
 def test_new_weights(tmp_path: Path) -> None:
     """From a folder, from a trainer's model, and after a sleep that dropped them."""
-    make("Qwen2MoeForCausalLM", tmp_path)
-    new = make("Qwen2MoeForCausalLM", tmp_path / "new", seed=1)
+    make("OlmoeForCausalLM", tmp_path)
+    new = make("OlmoeForCausalLM", tmp_path / "new", seed=1)
     with LLM(tmp_path, **OPTIONS) as llm:
         llm.update_weights(tmp_path / "new")
         assert_like(new, llm, 6)

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from nanoserve.models.layers.context import LinearMethod
+from nanoserve.utils.checks import require
 
 
 class MethodLinear(nn.Module):
@@ -14,9 +16,11 @@ class MethodLinear(nn.Module):
 
     def __init__(self, linear: nn.Linear, method: LinearMethod) -> None:
         super().__init__()
-        self.weight: Tensor | None = linear.weight
+        self.weight: Tensor | None = linear.weight.data
         self.bias, self.method = linear.bias, method
         self.method.process_after_loading(self)
+        # Some classes read the dtype of a linear's weight.
+        self.weight = torch.empty_like(linear.weight, device="meta")
 
     def forward(self, x: Tensor) -> Tensor:
         """Compute [..., in_features] -> [..., out_features]."""
@@ -41,11 +45,29 @@ def recording_linears(model: nn.Module) -> Iterator[set[str]]:
             hook.remove()
 
 
-def replace_linears(model: nn.Module, names: set[str], method: LinearMethod) -> None:
+def replace_linears(
+    model: nn.Module, names: set[str], method: LinearMethod, architecture: str
+) -> None:
     """Let the linears of these names multiply with `method`; others stay as they are.
 
     A linear that is never called may be read in another way, such as an expert of a fused product.
+
+    Raises `ValueError` if `method` is to quantize the model, and most weights are no such linears.
     """
-    for name in sorted(names):
-        linear: Any = model.get_submodule(name)
-        model.set_submodule(name, MethodLinear(linear, method))
+    linears: dict[str, Any] = {name: model.get_submodule(name) for name in sorted(names)}
+    if hasattr(method, "to_integers"):
+        num_replaced = sum(linear.weight.numel() for linear in linears.values())
+        others = {id(p): p.numel() for p in model.parameters() if p.dim() > 1}
+        for module in model.modules():
+            if isinstance(module, nn.Embedding):
+                others.pop(id(module.weight), None)
+        for linear in linears.values():
+            others.pop(id(linear.weight), None)
+        num_others = sum(others.values())
+        require(
+            num_replaced >= num_others,
+            f"quantization: only the linears of {architecture}, {num_replaced} weights, can be "
+            f"quantized, and {num_others} other weights cannot: omit the option",
+        )
+    for name in list(linears):
+        model.set_submodule(name, MethodLinear(linears.pop(name), method))

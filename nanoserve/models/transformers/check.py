@@ -14,7 +14,7 @@ from torch import Tensor
 from nanoserve.attention.interface import AttentionMetadata
 from nanoserve.attention.kv_cache import KVCacheSpec
 from nanoserve.attention.torch import TorchAttention
-from nanoserve.models.transformers_attention import NAME, AttentionStep
+from nanoserve.models.transformers.attention import NAME, AttentionStep
 
 _LENGTHS = (24, 17)
 _ENDS = (7, 8, 24)  # of chunks
@@ -30,22 +30,11 @@ def why_different(runner: Any) -> str | None:
 
     Its parameters are loaded. Takes the memory of a few tokens.
     """
-    model, device = runner.model, runner.context.device
+    device, size = runner.context.device, runner.config.vocab_size
     generator = torch.Generator().manual_seed(0)
-    size = runner.config.vocab_size
     rows = [torch.randint(size, (n,), generator=generator).to(device) for n in _LENGTHS]
-    model.set_attn_implementation("eager")
     try:
-        wanted = [model(row[None], use_cache=False).logits[0] for row in rows]
-        row = rows[0]
-        positions = torch.arange(len(row), device=device)[None]
-        again = model(row[None], position_ids=positions, use_cache=False).logits[0]
-    finally:
-        model.set_attn_implementation(NAME)
-    if not torch.equal(again, wanted[0]):
-        return "its positions do not count from 0"
-    try:
-        found = _in_chunks(runner, rows)
+        wanted, found = _own_logits(runner.model, rows), _in_chunks(runner, rows)
     except ValueError as problem:
         return str(problem)
     except Exception as problem:  # from transformers' own code, in whatever way it fails
@@ -58,6 +47,23 @@ def why_different(runner: Any) -> str | None:
     if not error <= _TOLERANCE[runner.context.dtype]:
         return f"its logits differ by {error:.1e} of the largest from those of its own attention"
     return None
+
+
+def _own_logits(model: Any, rows: list[Tensor]) -> list[Tensor]:
+    """Return the logits of `rows` with transformers' own attention.
+
+    Raises `ValueError` if positions are not counted from 0.
+    """
+    model.set_attn_implementation("eager")
+    try:
+        logits = [model(row[None], use_cache=False).logits[0] for row in rows]
+        positions = torch.arange(len(rows[0]), device=rows[0].device)[None]
+        again = model(rows[0][None], position_ids=positions, use_cache=False).logits[0]
+    finally:
+        model.set_attn_implementation(NAME)
+    if not torch.equal(again, logits[0]):
+        raise ValueError("its positions do not count from 0")
+    return logits
 
 
 def _in_chunks(runner: Any, rows: list[Tensor]) -> list[Tensor]:

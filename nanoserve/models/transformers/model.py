@@ -9,6 +9,7 @@ This is slower than a model of nanoserve's own, whose layers are fused. The line
 matrix products, as those of its own models do.
 """
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,15 +28,17 @@ from nanoserve.checkpoint.text_part import name_in_model
 from nanoserve.checkpoint.transformers_config import read_settings
 from nanoserve.checkpoint.weight_files import Weights, open_weights, weight_files
 from nanoserve.models.layers.context import LayerContext
-from nanoserve.models.transformers_attention import (
+from nanoserve.models.transformers.attention import (
     NAME,
     AttentionStep,
     attention_of,
     register_attention,
 )
-from nanoserve.models.transformers_check import why_different
-from nanoserve.models.transformers_linear import recording_linears, replace_linears
+from nanoserve.models.transformers.check import why_different
+from nanoserve.models.transformers.linears import recording_linears, replace_linears
 from nanoserve.utils.checks import require, shown
+
+logger = logging.getLogger(__name__)
 
 
 class _GivenHidden(nn.Module):
@@ -118,17 +121,23 @@ class TransformersForCausalLM(nn.Module):
         Raises `ValueError` for tensors that are missing, not used, or of another shape, and if the
         logits are not those of transformers' attention.
         """
-        is_random = load_format == "dummy"
-        self._use(self._build(self.context.device) if is_random else self._read(source))
+        self._use(self._load(source, load_format))
         with recording_linears(self.model) as called:
-            self._check()
-        if self.context.linear_method is not None:
-            replace_linears(self.model, called, self.context.linear_method)
-            self._check()  # that nothing else reads their weights
-
-    def _check(self) -> None:
-        problem = why_different(self)
+            problem = why_different(self)
         require(problem is None, f"{self.name} does not run through transformers: {problem}")
+        method = self.context.linear_method
+        if method is None:
+            return
+        replace_linears(self.model, called, method, self.name)
+        problem = why_different(self)
+        if problem is not None:  # its class uses the weight of a linear in another way
+            is_quantized = hasattr(method, "to_integers")
+            require(not is_quantized, f"{self.name} cannot be quantized: {problem}")
+            logger.warning("%s keeps torch's matrix products: %s", self.name, problem)
+            self._use(self._load(source, load_format))
+
+    def _load(self, source: Weights, load_format: str) -> PreTrainedModel:
+        return self._build(self.context.device) if load_format == "dummy" else self._read(source)
 
     def _read(self, source: Weights) -> PreTrainedModel:
         folder, state = (source, None) if isinstance(source, Path) else (None, _tensors(source))

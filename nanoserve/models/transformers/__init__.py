@@ -1,0 +1,1 @@
+"""Any decoder of transformers, with the paged attention of nanoserve."""
