@@ -139,6 +139,8 @@ def _try_class(model_class: type[PreTrainedModel]) -> Found:
             found = run(folder)
         except ValueError as error:
             return Found(REJECTED, _first_line(error).partition("through transformers: ")[2])
+        except Exception as error:  # which would be a defect of nanoserve
+            return Found(REJECTED, f"WRONG: {type(error).__name__}: {_first_line(error)}")
     error = difference(found, wanted)
     return Found(THROUGH) if error is None else Found(REJECTED, f"WRONG: {error}")
 
