@@ -17,7 +17,8 @@ This is a triangular system, whose solution is linear in S: u = U - W S. So U an
 for all chunks together, and only a few matrix products are left for each chunk in turn.
 
 All arithmetic is in float32, but sums of g are in float64. Keys and queries have length one, and
-queries are divided by sqrt(key_dim). Shapes: rows are sequences; H heads, of key size K and value size V.
+queries are divided by sqrt(key_dim). Shapes: rows are sequences; H heads, of key size K and value
+size V.
 """
 
 from collections.abc import Sequence
