@@ -3,7 +3,7 @@
 A running sequence keeps its *slot* (`nanoserve.engine.slot_table`), so its states stay in place. A
 row that starts at position 0 starts from zeros, whatever its slot held: a new sequence, and one
 that is computed again after a preemption. Any other row continues where the last step ended, so
-such a model has no prefix cache and no draft tokens (`nanoserve.engine.recurrent_options`).
+such a model has no prefix cache and no draft tokens (`nanoserve.features.recurrent_options`).
 """
 
 import math

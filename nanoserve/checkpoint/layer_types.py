@@ -48,7 +48,7 @@ def _sliding_windows(file: ConfigFile) -> tuple[int | None, ...]:
     types = file.get("layer_types")
     if types is None:
         return tuple(window if _is_windowed(file, i) else None for i in range(num_layers))
-    known = ("full_attention", "sliding_attention")
+    known: tuple[str, ...] = ("full_attention", "sliding_attention")
     if file.has("linear_num_value_heads"):
         known += ("linear_attention",)
     require(

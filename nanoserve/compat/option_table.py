@@ -157,7 +157,7 @@ FOREIGN: dict[str, Foreign] = {
     **_known("calculate_kv_scales", "scales are per token and head, and always computed", _off),
     **_known("kv_sharing_fast_prefill", _STATE, _off),
     **_known("disable_cascade_attn", "there is no cascade attention", _anything),
-    **_known("mamba_cache_dtype mamba_ssm_cache_dtype", _RECURRENT, _one_of("auto", "float32")),
+    **_known("mamba_cache_dtype mamba_ssm_cache_dtype", _RECURRENT, _one_of("auto")),
     **_known("mamba_block_size", _RECURRENT),
     **_known("mamba_backend mamba_ssu_algorithm mamba_cache_mode mamba_cache_philox_rounds "
              "enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint "

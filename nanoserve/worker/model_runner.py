@@ -160,6 +160,8 @@ class ModelRunner:
     def forward(self, batch: Batch, inputs: ForwardInputs) -> Handle:
         """Launch one step up to the logits. This is all that ranks other than 0 do."""
         self.fill_slots(inputs.slot_updates)
+        if inputs.draft_tokens:
+            self.kv_cache_layout.states.reject_drafts()
         header, model = batch.header, self.model
         with self.device.guard():
             # 1) Rank 0's device has the tokens that the host did not know when it packed the step.

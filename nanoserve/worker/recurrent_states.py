@@ -61,6 +61,14 @@ class RecurrentStates:
         )
         return memory_bytes - self.num_bytes
 
+    def reject_drafts(self) -> None:
+        """Raise `ValueError` for draft tokens, which only an extension of a user's own can add."""
+        require(
+            not self.specs,
+            "a step has draft tokens, but the model has recurrent states, which cannot be set back "
+            "when draft tokens are rejected: use no extension that adds draft tokens",
+        )
+
     def allocate(self, device: torch.device) -> dict[int, RecurrentState]:
         """Allocate the states, zeroed, and return them by layer.
 

@@ -23,7 +23,10 @@ from nanoserve.attention.interface import AttentionMetadata
 from nanoserve.attention.recurrent_state import RecurrentState
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
+from nanoserve.engine.draft_room import add_draft_tokens
+from nanoserve.engine.extension import Extension
 from nanoserve.engine.guard import GuardedEngine
+from nanoserve.engine.plan import Plan
 from nanoserve.features.recurrent_options import supported_options
 from nanoserve.models import registry
 from nanoserve.models.layers.context import LayerContext
@@ -317,6 +320,18 @@ def test_what_is_on_by_default_is_turned_off(path: Path, caplog: pytest.LogCaptu
     ]
     on_gpu = EngineConfig(str(path)).for_device("cuda")
     assert supported_options(on_gpu, ModelConfig.from_checkpoint(path)).enforce_eager
+
+
+def test_draft_tokens_of_an_extension_are_rejected(path: Path) -> None:
+    class Guesses(Extension):
+        def extend_plan(self, plan: Plan) -> None:
+            for index in range(len(plan.rows)):
+                add_draft_tokens(llm.engine.scheduler, plan, index, [1, 2])
+
+    with LLM(path, **OPTIONS) as llm:
+        llm.engine.add_extension(Guesses())
+        with pytest.raises(ValueError, match="draft tokens, but the model has recurrent states"):
+            llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
 
 
 def test_a_draft_model_has_no_states(path: Path, checkpoint: Path) -> None:

@@ -96,6 +96,20 @@ def test_the_state_after_any_steps_is_that_of_one_pass(step: int) -> None:
     torch.testing.assert_close(state, whole, atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize("sudden", [5.0, 100.0, 1000.0])
+def test_tokens_that_forget_all_between_others_that_forget_nothing(sudden: float) -> None:
+    packed = inputs(300)
+    is_sudden = torch.rand(packed.g.shape, generator=torch.Generator().manual_seed(1)) < 0.3
+    packed = packed._replace(g=torch.where(is_sudden, -sudden, -0.01))
+    exact = torch.zeros(1, HEADS, KEY, VALUE, dtype=torch.float64)
+    in_float64 = DeltaInputs(*(x.double() for x in packed))
+    expected = recurrent_delta_rule(row(in_float64, 0, 300), exact)[0]
+    state = torch.zeros(1, HEADS, KEY, VALUE)
+    out = chunked_delta_rule(packed, state, Chunks.of([300], CPU))
+    torch.testing.assert_close(out.double(), expected, atol=2e-6, rtol=0)
+    torch.testing.assert_close(state.double(), exact, atol=2e-6, rtol=0)
+
+
 def metadata(lengths: list[int], starts: list[int], slots: list[int]) -> AttentionMetadata:
     """Of rows that are not dummies: their tokens do not lie in block 0."""
     ends = torch.tensor([0, *lengths]).cumsum(0)

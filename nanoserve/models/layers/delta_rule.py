@@ -16,8 +16,9 @@ S the state before it, the corrections u[i] of the chunk's tokens depend on each
 This is a triangular system, whose solution is linear in S: u = U - W S. So U and W are computed
 for all chunks together, and only a few matrix products are left for each chunk in turn.
 
-All arithmetic is in float32. Keys and queries have length one, queries divided by sqrt(key_dim).
-Shapes: rows are sequences; H heads, of key size K and value size V.
+All arithmetic is in float32, but sums of g are in float64. Keys and queries have length one, and
+queries are divided by sqrt(key_dim). Shapes: rows are sequences; H heads, of key size K and value
+size V.
 """
 
 from collections.abc import Sequence
@@ -54,14 +55,17 @@ class DeltaInputs(NamedTuple):
 def delta_step(inputs: DeltaInputs, state: Tensor) -> Tensor:
     """Compute one token of each row, and update `state` [rows, H, K, V] in place.
 
-    Returns [rows, H, V].
+    Returns [rows, H, V]. The state is by far the largest operand, so q reads it together with k,
+    before the update: q^T (S + k u^T) = q^T S + (q^T k) u^T.
     """
     q, k, v, g, beta = inputs
-    state *= g.exp()[..., None, None]
-    known = (k.unsqueeze(-2) @ state).squeeze(-2)
+    decay = g.exp().unsqueeze(-1)
+    known, read = (decay.unsqueeze(-1) * (torch.stack((k, q), dim=-2) @ state)).unbind(dim=-2)
     correction = beta.unsqueeze(-1) * (v - known)
-    state += k.unsqueeze(-1) * correction.unsqueeze(-2)
-    return (q.unsqueeze(-2) @ state).squeeze(-2)
+    state *= decay.unsqueeze(-1)
+    products = k.flatten(0, 1).unsqueeze(-1), correction.flatten(0, 1).unsqueeze(-2)
+    state.view(-1, *state.shape[2:]).baddbmm_(*products)
+    return read + (q * k).sum(dim=-1, keepdim=True) * correction
 
 
 def recurrent_delta_rule(inputs: DeltaInputs, state: Tensor) -> Tensor:
@@ -115,11 +119,12 @@ def chunked_delta_rule(inputs: DeltaInputs, state: Tensor, chunks: Chunks) -> Te
         return padded[chunks.tokens].transpose(1, 2)
 
     q, k, v, g, beta = map(in_chunks, inputs)
-    # 1) Decays within each chunk: exp(c[i] - c[j]) for j <= i. For j > i it could overflow.
-    c = g.cumsum(dim=-1)
+    # 1) Decays within each chunk: exp(c[i] - c[j]) for j <= i. For j > i it could overflow. If one
+    #    token forgets nearly all, c is large, and float32 would round the differences after it.
+    c = g.double().cumsum(dim=-1)
     is_later = torch.ones(size, size, dtype=torch.bool, device=q.device).triu(1)
-    decay = (c.unsqueeze(-1) - c.unsqueeze(-2)).masked_fill_(is_later, -torch.inf).exp_()
-    since_start = c.exp().unsqueeze(-1)
+    decay = (c.unsqueeze(-1) - c.unsqueeze(-2)).float().masked_fill_(is_later, -torch.inf).exp_()
+    since_start, to_end = c.exp().float().unsqueeze(-1), (c[..., -1:] - c).float().exp()
     # 2) The triangular system, for both right-hand sides.
     keys = k * beta.unsqueeze(-1)
     system = (keys @ k.transpose(-1, -2)) * decay
@@ -129,7 +134,7 @@ def chunked_delta_rule(inputs: DeltaInputs, state: Tensor, chunks: Chunks) -> Te
     # 3) What each chunk reads of itself, of the state before it, and adds to the state.
     within = (q @ k.transpose(-1, -2)) * decay
     from_state = q * since_start
-    to_state = (k * (c[..., -1:] - c).exp().unsqueeze(-1)).transpose(-1, -2)
+    to_state = (k * to_end.unsqueeze(-1)).transpose(-1, -2)
     whole = since_start[..., -1:, :]
     # 4) Chunk after chunk.
     running, first = state[chunks.order], 0
