@@ -18,6 +18,8 @@ class AttentionLayer:
     scale: float
     sliding_window: int | None = None  # number of tokens that a query attends to, including its own
     soft_cap: float | None = None  # c: scores become c tanh(score / c)
+    # Float32 [num_heads]: a score of each head that has a weight in its softmax, but no value.
+    sinks: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass
@@ -67,6 +69,7 @@ class AttentionBackend:
 
     capturable = False  # whether a decode step can be captured in a CUDA graph
     captures_mixed_steps = False  # also a mixed step, for any numbers of decode rows and chunks
+    supports_sinks = False  # whether `attend` reads `AttentionLayer.sinks`
 
     def kv_cache_spec(
         self,

@@ -19,7 +19,7 @@ class TritonAttention(AttentionBackend):
     its row and its step.
     """
 
-    capturable = captures_mixed_steps = True
+    capturable = captures_mixed_steps = supports_sinks = True
 
     def __init__(
         self,
@@ -49,6 +49,7 @@ class TritonAttention(AttentionBackend):
             max_query_len=metadata.max_query_len if is_cut else None,
             sliding_window=layer.sliding_window,
             soft_cap=layer.soft_cap,
+            sinks=layer.sinks,
             kv_scales=kv_cache.scales,
             arrivals=self._arrivals.on(q.device) if self.merges_in_kernel else None,
             in_order=self.batch_invariant,

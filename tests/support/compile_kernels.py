@@ -56,7 +56,7 @@ def _attention(
     merges: bool = False,
     in_order: bool = False,
     context_len: int = 64,
-    **sees: float,
+    **sees: Any,
 ) -> None:
     num_rows = 2
     arrivals = torch.zeros(1000, dtype=torch.int32) if merges else None
@@ -103,6 +103,10 @@ def _attention_cases() -> list[tuple[str, Callable[[], None]]]:
         shapes += [(head_dim, torch.bfloat16, 4, 2, kind) for head_dim in (64, 128, 256)]
         shapes += [(128, torch.float32, 4, 2, kind)]
     shapes += [(128, torch.bfloat16, 8, 1, {"kv_cache_dtype": "int8"})]
+    sinks = window | {"sinks": torch.zeros(8)}  # gpt-oss
+    shapes += [
+        (64, torch.bfloat16, 8, 1, sees) for sees in (sinks, sinks | {"kv_cache_dtype": "fp8"})
+    ]
     cases = []
     for head_dim, dtype, num_heads, num_kv_heads, sees in shapes:
         label = f"{dtype} head_dim={head_dim} heads={num_heads}:{num_kv_heads}"
