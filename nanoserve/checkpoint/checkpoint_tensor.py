@@ -11,6 +11,10 @@ class CheckpointTensor:
 
     A layer lists these in `checkpoint_tensors(own_name)`, so the loader does not need to know which
     checkpoint tensors make up a fused parameter, nor which slice of them this rank keeps.
+
+    A destination may split dimensions of the stored tensor, except `dim`: the stored [experts,
+    hidden, 2 x size] fills a view [experts, hidden, size, 2]. With strides of its own, such a view
+    transposes what is stored.
     """
 
     name: str  # relative to the layer's parent, such as "q_proj.weight"

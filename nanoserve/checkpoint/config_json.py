@@ -108,6 +108,8 @@ class ConfigFile:
         objects = (self.raw.get(name) or {} for name in ("rope_parameters", "rope_scaling"))
         is_given = any(isinstance(one, dict) and "rope_theta" in one for one in objects)
         raw = {"rope_theta": None if is_given else self.implied["rope_theta"], **self.raw}
+        if not any(raw.get(name) for name in ("rope_parameters", "rope_scaling")):
+            raw["rope_parameters"] = self.implied.get("rope_parameters")
         return RopeConfig.from_hf(raw, head_dim, max_positions)
 
 

@@ -259,7 +259,8 @@ def _copy(piece: list[_Copy]) -> int:
     """Map the file, copy the piece and unmap the file; return the number of bytes."""
     with open_weights(piece[0].file) as tensors:
         for copy in piece:
-            copy.destination.copy_(tensors.get_slice(copy.name)[copy.part])
+            rows = tensors.get_slice(copy.name)[copy.part]
+            copy.destination.copy_(rows.reshape(copy.destination.shape))
     return sum(copy.num_bytes for copy in piece)
 
 

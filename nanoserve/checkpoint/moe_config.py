@@ -1,9 +1,24 @@
 """`MoEConfig` is the configuration of a mixture of experts. It does not import torch."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nanoserve.checkpoint.config_json import ConfigFile
 from nanoserve.utils.checks import check_bool, check_list, is_int, require
+
+
+class SwiGLU(NamedTuple):
+    """The gate of an expert: gate x sigmoid(alpha x gate) x (up + offset).
+
+    limit: clamps gate from above and up from both sides first; None: neither.
+    """
+
+    alpha: float = 1.0
+    limit: float | None = None
+    offset: float = 0.0
+
+
+PLAIN_SWIGLU = SwiGLU()
 
 
 @dataclass(frozen=True)
@@ -15,6 +30,7 @@ class MoEConfig:
     intermediate_size: int  # of one expert
     norm_topk_prob: bool  # True if the weights of the chosen experts are normalised to sum to one
     dense_layers: frozenset[int] = frozenset()
+    swiglu: SwiGLU = PLAIN_SWIGLU
 
     def __post_init__(self) -> None:
         require(
@@ -25,9 +41,10 @@ class MoEConfig:
 
     @classmethod
     def from_hf(cls, file: ConfigFile) -> "MoEConfig":
-        """Read the settings of Qwen3-MoE or Mixtral.
+        """Read the settings of Qwen3-MoE, Mixtral or gpt-oss.
 
-        Mixtral has fewer: no layer is dense, and the weights of the chosen experts sum to one.
+        The last two have fewer: no layer is dense, and the weights of the chosen experts sum to
+        one.
         """
         norm = file.get("norm_topk_prob") if file.has("norm_topk_prob") else True
         check_bool("norm_topk_prob", norm)
@@ -42,7 +59,15 @@ class MoEConfig:
             intermediate_size=file.size("moe_intermediate_size", "intermediate_size"),
             norm_topk_prob=norm,
             dense_layers=frozenset(i for i in layers if i in dense or (i + 1) % every),
+            swiglu=_swiglu(file),
         )
+
+
+def _swiglu(file: ConfigFile) -> SwiGLU:
+    """Return gpt-oss's gate for a file that has its settings, with an offset that has none."""
+    if not file.has("swiglu_limit"):
+        return PLAIN_SWIGLU
+    return SwiGLU(file.positive("swiglu_alpha"), file.positive("swiglu_limit"), offset=1.0)
 
 
 def _num_experts(file: ConfigFile) -> int:

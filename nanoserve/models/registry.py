@@ -25,6 +25,7 @@ MODELS: Registry[type[nn.Module]] = Registry(
     {
         "Gemma2ForCausalLM": "nanoserve.models.gemma2:Gemma2ForCausalLM",
         "Gemma3ForCausalLM": "nanoserve.models.gemma3:Gemma3ForCausalLM",
+        "GptOssForCausalLM": "nanoserve.models.gpt_oss:GptOssForCausalLM",
         "LlamaForCausalLM": "nanoserve.models.llama:LlamaForCausalLM",
         "MiniCPMForCausalLM": "nanoserve.models.minicpm:MiniCPMForCausalLM",
         "MistralForCausalLM": "nanoserve.models.llama:LlamaForCausalLM",

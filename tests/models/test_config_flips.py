@@ -13,10 +13,11 @@ import pytest
 import torch
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
 from same_or_refused import TOKEN_IDS, check
-from tiny_checkpoints import GEMMA2, GEMMA3, edit_json, make_checkpoint
+from tiny_checkpoints import GEMMA2, GEMMA3, GPT_OSS, edit_json, make_checkpoint
 from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    GptOssForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
     Phi3ForCausalLM,
@@ -30,6 +31,7 @@ WINDOWED = {"sliding_window": 9}
 MODELS: dict[str, tuple[type[PreTrainedModel], dict[str, Any]]] = {
     "gemma2": (Gemma2ForCausalLM, GEMMA2),
     "gemma3": (Gemma3ForCausalLM, GEMMA3),
+    "gpt-oss": (GptOssForCausalLM, GPT_OSS | {"num_hidden_layers": 2}),
     "llama": (LlamaForCausalLM, {}),
     "minicpm": (MiniCPMForCausalLM, MINICPM4),
     "mistral": (MistralForCausalLM, WINDOWED),
@@ -45,7 +47,7 @@ ROPES = [
 ]
 # Where a value of the same type would not do.
 VALUES: dict[str, list[Any]] = {
-    "attention_bias": [True],
+    "attention_bias": [True, False],
     "attn_logit_softcapping": [1.0, None],
     "dtype": ["bfloat16", "float16", "float64"],
     "final_logit_softcapping": [2.0, None],
@@ -59,8 +61,10 @@ VALUES: dict[str, list[Any]] = {
     "max_window_layers": [0, 2],
     "mlp_bias": [True],
     "num_attention_heads": [2, 8],
+    "num_experts_per_tok": [1, 4],
     "num_hidden_layers": [1, 3],
     "num_key_value_heads": [1, 4, None],
+    "num_local_experts": [3, 8],
     "original_max_position_embeddings": [256],
     "query_pre_attn_scalar": [64],
     "rms_norm_eps": [1e-2],
@@ -71,6 +75,8 @@ VALUES: dict[str, list[Any]] = {
     "sliding_window": [1, 30, 4096, None],
     "sliding_window_pattern": [1, 3],
     "sparse_config": [{"kernel_size": 32}],
+    "swiglu_alpha": [1.0, 1.702],
+    "swiglu_limit": [0.2, 7.0],
     "tie_word_embeddings": [True],
     "use_bidirectional_attention": [True],
     "use_sliding_window": [False, True],
@@ -80,7 +86,7 @@ VALUES: dict[str, list[Any]] = {
 WITHOUT_EFFECT: dict[str, Any] = {
     "attention_dropout": 0.5, "embd_pdrop": 0.5, "resid_pdrop": 0.5, "pretraining_tp": 2,
     "initializer_range": 0.5, "use_cache": False, "bos_token_id": 7, "eos_token_id": [3, 5],
-    "pad_token_id": 9,
+    "pad_token_id": 9, "output_router_logits": True, "router_aux_loss_coef": 0.5,
     "_sliding_window_pattern": 5,  # Gemma 3 saves what layer_types were made of
     "transformers_version": "4.30.0",
     "model_type": ...,

@@ -9,12 +9,13 @@ import pytest
 import torch
 import toy_model
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
-from tiny_checkpoints import GEMMA2, GEMMA3, edit_json, make_checkpoint
+from tiny_checkpoints import GEMMA2, GEMMA3, GPT_OSS, edit_json, make_checkpoint
 from torch import nn
 from toy_model import LoudForCausalLM
 from transformers import (
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    GptOssForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
     MixtralForCausalLM,
@@ -43,6 +44,8 @@ LONGROPE = {
 CASES = {
     "gemma2": (Gemma2ForCausalLM, GEMMA2),
     "gemma3": (Gemma3ForCausalLM, GEMMA3),
+    "gpt-oss": (GptOssForCausalLM, GPT_OSS),
+    "gpt-oss, as implied": (GptOssForCausalLM, {"num_local_experts": 5, "head_dim": 64}),
     "llama": (LlamaForCausalLM, {}),
     "llama, biased": (
         LlamaForCausalLM,
@@ -90,8 +93,8 @@ CASES = {
 }
 
 VARIANTS = {  # of architectures that have another case
-    "llama, biased", "llama, 1 KV head", "minicpm, biased", "mistral", "phi3, longrope",
-    "qwen2, tied", "qwen3", "mixtral", "qwen3-moe", "qwen3-moe, normalised, tied",
+    "gpt-oss, as implied", "llama, biased", "llama, 1 KV head", "minicpm, biased", "mistral",
+    "phi3, longrope", "qwen2, tied", "qwen3", "mixtral", "qwen3-moe", "qwen3-moe, normalised, tied",
 }  # fmt: skip
 
 
@@ -172,13 +175,13 @@ def test_log_probabilities_are_those_of_transformers(case: str, made: Made) -> N
             assert abs(entry.logprob - float(expected[position, token_id])) < 1e-4
 
 
-@pytest.mark.full(case=["gemma3", "llama, biased", "mixtral", "phi3"])
+@pytest.mark.full(case=["gemma3", "gpt-oss", "llama, biased", "mixtral", "phi3"])
 # Mixtral: three experts on two ranks.
 @pytest.mark.size("full")
 @pytest.mark.parametrize(
     "case",
     [
-        "gemma2", "gemma3", "llama, biased", "minicpm4", "mixtral", "phi3",
+        "gemma2", "gemma3", "gpt-oss", "llama, biased", "minicpm4", "mixtral", "phi3",
         "qwen2", "qwen3", "qwen3-moe",
     ],
 )  # fmt: skip
@@ -187,13 +190,12 @@ def test_so_are_those_of_two_ranks(case: str, made: Made) -> None:
 
 
 @pytest.mark.small(case=["qwen3, window in layer 1"])
-@pytest.mark.full(
-    case=["gemma2", "gemma3", "mixtral, tied, window", "qwen2", "qwen3, window in layer 1"]
-)
+@pytest.mark.full(case=["gemma2", "gemma3", "gpt-oss", "mixtral, tied, window", "qwen2"])
 @pytest.mark.parametrize(
     "case",
     [
-        "gemma2", "gemma3", "llama", "minicpm4", "mistral, window", "mixtral, tied, window",
+        "gemma2", "gemma3", "gpt-oss", "llama", "minicpm4", "mistral, window",
+        "mixtral, tied, window",
         "phi3", "qwen2", "qwen3, window in layer 1", "qwen3-moe, dense layers",
     ],
 )  # fmt: skip

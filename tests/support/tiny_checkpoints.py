@@ -50,6 +50,24 @@ GEMMA3 = {
         "sliding_attention": {"rope_type": "default", "rope_theta": 1e3},
     },
 }
+# YaRN with whole and with broken indices differs; the gate is clamped; experts are many and few.
+GPT_OSS = {
+    "num_hidden_layers": 3,
+    "sliding_window": 9,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "swiglu_limit": 0.5,
+    "swiglu_alpha": 1.3,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "beta_fast": 8.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 128,
+    },
+}
 
 
 def make_qwen3(path: Path | str, seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
@@ -84,7 +102,7 @@ def initialise(
                 torch.nn.init.uniform_(parameter, 0.5, 1.5)
             else:
                 # A router's more than others: where experts nearly tie, rounding would choose.
-                std = 0.4 if name.endswith(".gate.weight") else 0.2
+                std = 0.4 if name.endswith((".gate.weight", ".router.weight")) else 0.2
                 torch.nn.init.normal_(parameter, std=std)
     return model.to(dtype).eval()
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from nanoserve.attention.interface import AttentionMetadata
 from nanoserve.attention.kv_cache import KVCache
+from nanoserve.checkpoint.moe_config import SwiGLU
 
 
 class TorchOps:
@@ -59,6 +60,14 @@ class TorchOps:
         """
         gate, up = gate_up.chunk(2, dim=-1)
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
+
+    def swiglu(self, gate_up: Tensor, swiglu: SwiGLU) -> Tensor:
+        """Return `act_and_mul` of a gate with other constants than those of "silu"."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        alpha, limit, offset = swiglu
+        if limit is not None:
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return gate * (alpha * gate).sigmoid() * (up + offset)
 
 
 class FusedOps(TorchOps):
