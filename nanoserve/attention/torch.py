@@ -65,12 +65,12 @@ def attend_rows(
 
     # 3) The mask. For a whole prompt, torch has a causal mode that skips half of the matmuls. But
     # if fewer than a vector of 16 scores are all NaN, torch's fast path returns zeros.
-    is_plain = layer.sliding_window is layer.soft_cap is layer.sinks is None
-    is_whole = is_plain and 16 <= n == length
+    has_neither = layer.soft_cap is None and layer.sinks is None
+    is_whole = has_neither and layer.sliding_window is None and 16 <= n == length
     visible = None if is_whole else _visible(lens, n, length, layer.sliding_window)
 
     # 4) Attention itself.
-    if layer.soft_cap is layer.sinks is None:
+    if has_neither:
         attended = F.scaled_dot_product_attention(
             queries, k, v, visible, is_causal=is_whole, scale=layer.scale
         )

@@ -7,7 +7,7 @@ it to the form that it multiplies with. Peak memory: the result, plus the tempor
 weight.
 """
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from functools import partial
 from typing import Any
 
@@ -25,6 +25,7 @@ from nanoserve.checkpoint.formats.source import (
     open_quantized,
 )
 from nanoserve.checkpoint.loader import expected_tensors
+from nanoserve.checkpoint.stacks import is_stack, memory_of_stack, rows_of_stack
 from nanoserve.checkpoint.weight_files import Weights
 from nanoserve.kernels.cpu.memory import give_back_freed
 
@@ -84,7 +85,7 @@ def fill(
     expected = expected_tensors(model)
     _check(expected, source, model, elsewhere)
     pending = {
-        _memory(parameter): _Pending(set_weight, num_rows)
+        _memory(parameter): _Pending(set_weight, num_rows, parameter.shape[-1])
         for set_weight, num_rows, parameter in _deferred(model)
     }
     size = sum(part.destination.numel() for parts in expected.values() for part in parts)
@@ -112,9 +113,14 @@ def fill(
                 give_back_freed()
                 num_since = num_values
             weight = source.read(name) if parts else None
-            if any(part.destination.is_meta for part in parts):
-                weight = to_integers(weight, source.is_quantized(name))
+            is_stored_quantized = source.is_quantized(name)
+            are_stacks = any(is_stack(part) for part in parts)
+            if not are_stacks and any(part.destination.is_meta for part in parts):
+                weight = to_integers(weight, is_stored_quantized)
             for part in parts:
+                if are_stacks:
+                    _fill_stack(weight, part, is_stored_quantized, to_integers, pending)
+                    continue
                 own = _slice(weight, part)
                 if not part.destination.is_meta:
                     _copy(own, part.destination)
@@ -168,8 +174,8 @@ def _fill_head(
 class _Pending:
     """A deferred weight, some rows of which have been read."""
 
-    def __init__(self, fill: Callable[[Weight], None], num_rows: int) -> None:
-        self._fill, self._num_missing = fill, num_rows
+    def __init__(self, fill: Callable[[Weight], None], num_rows: int, num_inputs: int) -> None:
+        self._fill, self._num_missing, self.num_inputs = fill, num_rows, num_inputs
         self._found: list[tuple[int, Weight]] = []
 
     def add(self, destination: Tensor, rows: Weight) -> None:
@@ -179,6 +185,27 @@ class _Pending:
             found = [rows for _, rows in sorted(self._found, key=lambda each: each[0])]
             self._found.clear()
             self._fill(stack_rows(found))
+
+
+def _fill_stack(
+    weight: Weight,
+    part: CheckpointTensor,
+    is_quantized: bool,
+    to_integers: Callable[[Weight, bool], Weight] | None,
+    pending: Mapping[int, _Pending],
+) -> None:
+    """Set this rank's matrices of a stack, each row of which is quantized by itself."""
+    destination = part.destination
+    if destination.is_meta and to_integers is not None:
+        weights = pending[_memory(destination)]
+        rows = rows_of_stack(weight, part, weights.num_inputs)
+        weights.add(destination, to_integers(rows, is_quantized))
+    elif isinstance(weight, QuantizedMatrix):
+        num_inputs = weight.shape[1]
+        rows = rows_of_stack(weight, part, num_inputs)
+        _copy(rows, memory_of_stack(destination, num_inputs))
+    else:
+        _copy(_slice(weight, part), destination)
 
 
 def _slice(weight: Weight, part: CheckpointTensor) -> Weight:
@@ -195,7 +222,7 @@ def _slice(weight: Weight, part: CheckpointTensor) -> Weight:
 def _copy(weight: Weight, destination: Tensor) -> None:
     """Copy a weight into `destination`; a quantized one is dequantized, some rows at a time."""
     if isinstance(weight, Tensor):
-        destination.copy_(weight)
+        destination.copy_(weight.reshape(destination.shape))
         return
     step = max(1, _MAX_VALUES // weight.shape[1])
     for row in range(0, len(destination), step):

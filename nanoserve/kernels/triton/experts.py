@@ -139,8 +139,8 @@ def fused_experts(
     launch = launch_options(is_dependent)
     pairs = _sort(expert_ids, first_expert, num_here, launch)
     gated = hidden.new_empty(num_pairs, size)
-    options = {"scale": gate_up_scale, "bias": of_gate_up, "swiglu": swiglu}
-    _product(gated, hidden, gate_up, pairs, config, launch, top_k, **options)
+    operands = gated, hidden, gate_up, pairs, config, launch, top_k
+    _product(*operands, scale=gate_up_scale, bias=of_gate_up, swiglu=swiglu)
     products = hidden.new_empty(num_pairs, hidden_size)
     _product(products, gated, down, pairs, config, launch, scale=down_scale, bias=of_down)
     out = torch.empty_like(hidden)

@@ -82,8 +82,9 @@ class TritonOps(FusedOps):
     def sum_of_experts(self, *args: Any, **options: Any) -> Tensor:
         """Return what `models.layers.experts.sum_of_experts` returns, for the same arguments."""
         is_dependent, is_invariant = self._is_dependent, self._is_batch_invariant
-        launch = {"is_dependent": is_dependent, "one_tile_shape": is_invariant}
-        return fused_experts(*args, **options, **launch)
+        return fused_experts(
+            *args, is_dependent=is_dependent, one_tile_shape=is_invariant, **options
+        )
 
     def _is_for_few_rows(self, x: Tensor) -> bool:
         return self._splits_products and len(x) <= MOST_ROWS and x.is_contiguous()
