@@ -41,7 +41,8 @@ def parse(text: str, is_final: bool, has_tools: bool = True, begun: str = "") ->
     has_tools: without, the body of a call is content. begun: see `begun_in`. The bodies of several
     messages are joined by line feeds.
     """
-    reasoning, content = [], []
+    reasoning: list[str] = []
+    content: list[str] = []
     calls: list[ToolCall] = []
     for message in _messages(begun + text, is_final):
         channel, recipient = _CHANNEL.search(message.header), _RECIPIENT.search(message.header)
@@ -56,7 +57,8 @@ def parse(text: str, is_final: bool, has_tools: bool = True, begun: str = "") ->
             reasoning.append(message.body)
         else:
             (content if is_answer or name else reasoning).append(message.body)
-    return Parsed(*("\n".join(filter(None, bodies)) for bodies in (reasoning, content)), calls)
+    joined = ["\n".join(filter(None, bodies)) for bodies in (reasoning, content)]
+    return Parsed(joined[0], joined[1], calls)
 
 
 def content_and_calls(text: str, is_final: bool) -> tuple[str, list[ToolCall]]:
