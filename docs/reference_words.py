@@ -96,6 +96,7 @@ FIELDS = {
 FAMILIES = {
     "Gemma2ForCausalLM": "Gemma 2",
     "Gemma3ForCausalLM": "Gemma 3 (text)",
+    "GptOssForCausalLM": "gpt-oss",
     "LlamaForCausalLM": "Llama 2, 3, 3.1, 3.2 and derived models",
     "MiniCPMForCausalLM": "MiniCPM, MiniCPM4 (dense attention)",
     "MistralForCausalLM": "Mistral, with and without sliding window",
@@ -122,6 +123,9 @@ FORMATS = {
         "2-bit, 4-bit and 8-bit; both conventions of zero points; act-order",
         "3-bit, marlin, schemes per module",
     ),
+    "mxfp4": (
+        "gpt-oss's experts (`_blocks`, `_scales`)", "a NaN as a scale"
+    ),
     "bitsandbytes": ("NF4, FP4, nested or not; int8", "16-bit weights"),
     "gguf": ("a file of llama.cpp: see [GGUF](#gguf)", "types, architectures and settings that "
              "are not listed there"),
@@ -146,7 +150,7 @@ BACKENDS = {
     "flash_attn": ("GPU", "the package flash-attn (version 2, with `block_size` a multiple of "
                    "256), or `flash_attn_interface` (version 3) on Hopper; float16 or bfloat16",
                    "FlashAttention. With version 3, it computes prompts, and Triton decode rows. "
-                   "It does not support an 8-bit KV cache."),
+                   "It supports neither an 8-bit KV cache nor attention sinks (gpt-oss)."),
 }  # fmt: skip
 
 # Bounds that reject a request or a checkpoint, by subject: the constant, its unit, and where it

@@ -79,10 +79,13 @@ def prompts(count: int) -> list[list[int]]:
 
 
 def generate(path: Path, asked: list[list[int]], **options: Any) -> list[Any]:
-    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=3)
-    options = {"skip_tokenizer_init": True, "device": "cpu", "max_num_seqs": 7} | options
+    params = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, logprobs=3)
+    options = {"skip_tokenizer_init": True, "device": "cpu", "max_num_seqs": 30} | options
     with LLM(path, **options) as llm:
-        return [one.outputs[0] for one in llm.generate(asked, params, use_tqdm=False)]
+        outputs = llm.generate(asked, params, use_tqdm=False)
+        num_preemptions = llm.engine.scheduler.num_preemptions
+    assert num_preemptions or options["max_num_seqs"] < 7 or "num_kv_blocks" not in options
+    return [one.outputs[0] for one in outputs]
 
 
 @pytest.mark.size("full")
@@ -90,7 +93,7 @@ def generate(path: Path, asked: list[list[int]], **options: Any) -> list[Any]:
     "options",
     [
         {"max_num_batched_tokens": 1, "max_num_seqs": 1},
-        {"max_num_batched_tokens": 7},
+        {"max_num_batched_tokens": 7, "max_num_seqs": 7},
         {"max_num_batched_tokens": 64, "attention_backend": "torch"},
         {"max_num_batched_tokens": 64, "tensor_parallel_size": 2},
         {"max_num_batched_tokens": 64, "pipeline_parallel_size": 2},
@@ -104,7 +107,7 @@ def test_in_a_small_pool_all_is_as_in_transformers(
     """Chunks, prefix hits and preemptions, in a pool for the longest prompt and little more."""
     model, path = made
     asked = prompts(100)
-    outputs = generate(path, asked, block_size=4, num_kv_blocks=66, max_model_len=92, **options)
+    outputs = generate(path, asked, block_size=4, num_kv_blocks=66, max_model_len=100, **options)
     num_near_ties = 0
     for prompt, output in zip(asked, outputs, strict=True):
         logits = model(torch.tensor([prompt + output.token_ids])).logits[0, len(prompt) - 1 : -1]

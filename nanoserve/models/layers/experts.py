@@ -161,6 +161,9 @@ def sum_of_experts(
     Returns [num_tokens, hidden] in hidden's dtype. A token's experts are added in their order and
     in float32, so its sum does not depend on other tokens.
     """
+    gate = partial(ops.swiglu or swiglu_and_mul, swiglu=swiglu)
+    if swiglu == PLAIN_SWIGLU:
+        gate = partial(ops.act_and_mul, activation="silu")
     out = torch.zeros_like(hidden, dtype=torch.float32)
     ids, weights, top_k = expert_ids.flatten(), expert_weights.flatten(), expert_ids.shape[1]
     end = first_expert + len(down)
@@ -173,13 +176,21 @@ def sum_of_experts(
             both = _product(hidden[tokens], expert_gate_up)
             if biases is not None:
                 both = both + biases[0][expert]
-            is_plain = swiglu == PLAIN_SWIGLU
-            gated = ops.act_and_mul(both, "silu") if is_plain else ops.swiglu(both, swiglu)
+            gated = gate(both)
             product = _product(gated, expert_down)
             if biases is not None:
                 product = product + biases[1][expert]
             out.index_add_(0, tokens, product * weights[pairs, None].float())
     return out.to(hidden.dtype)
+
+
+def swiglu_and_mul(gate_up: Tensor, swiglu: SwiGLU) -> Tensor:
+    """Return the gate of experts, [..., 2 x size] -> [..., size], with any constants."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    alpha, limit, offset = swiglu
+    if limit is not None:
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return gate * (alpha * gate).sigmoid() * (up + offset)
 
 
 def _product(

@@ -23,5 +23,7 @@ class NumbaOps(FusedOps):
             raise ValueError(f"activation={activation!r:.80} must be one of {ACTIVATIONS}")
         return act_and_mul(gate_up, activation != "silu")
 
-    def swiglu(self, gate_up: Tensor, swiglu: SwiGLU) -> Tensor:
+    @staticmethod
+    def swiglu(gate_up: Tensor, swiglu: SwiGLU) -> Tensor:
+        """Return what `models.layers.experts.swiglu_and_mul` returns."""
         return swiglu_and_mul(gate_up, *swiglu)

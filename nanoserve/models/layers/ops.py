@@ -14,15 +14,15 @@ from torch import Tensor
 
 from nanoserve.attention.interface import AttentionMetadata
 from nanoserve.attention.kv_cache import KVCache
-from nanoserve.checkpoint.moe_config import SwiGLU
 
 
 class TorchOps:
     # Fused operations of a layer; None: the layer runs them one by one. The first is (heads,
     # rotary, (q_norm, k_norm), kv_cache, metadata) -> q, see Qwen3Attention; a missing norm is
-    # None. The second has the signature of `nanoserve.models.layers.experts.sum_of_experts`.
+    # None. The others have the signatures of functions of `nanoserve.models.layers.experts`.
     norm_rotate_store: Callable[..., Tensor] | None = None
     sum_of_experts: Callable[..., Tensor] | None = None
+    swiglu: Callable[..., Tensor] | None = None
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return x W^T, [..., inputs] x [outputs, inputs] -> [..., outputs]."""
@@ -60,14 +60,6 @@ class TorchOps:
         """
         gate, up = gate_up.chunk(2, dim=-1)
         return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
-
-    def swiglu(self, gate_up: Tensor, swiglu: SwiGLU) -> Tensor:
-        """Return `act_and_mul` of a gate with other constants than those of "silu"."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        alpha, limit, offset = swiglu
-        if limit is not None:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        return gate * (alpha * gate).sigmoid() * (up + offset)
 
 
 class FusedOps(TorchOps):
