@@ -222,6 +222,8 @@ BOUNDS = {
             "items", "arguments of all tool calls in `messages`, counted as those of a body"),
         "nanoserve.serve.http.tools.grammar._MOST_CALLS": (
             "calls", "tool calls of one output, where they follow a grammar"),
+        "nanoserve.serve.http.tools.grammar._MOST_THOUGHTS": (
+            "messages", "harmony's messages before the last one, where that follows a grammar"),
         "nanoserve.serve.batch.requests.MOST_BYTES": ("bytes", "a line of a batch file"),
     },
     "checkpoint": {
