@@ -12,11 +12,12 @@ pytest.importorskip("gguf", reason="pip install 'nanoserve[gguf]'")
 
 from gguf_models import KINDS, ModelWriter
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
-from tiny_checkpoints import make_checkpoint, prompt_logits
+from tiny_checkpoints import GPT_OSS, make_checkpoint, prompt_logits
 from transformers import (
     AutoModelForCausalLM,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
+    GptOssForCausalLM,
     LlamaForCausalLM,
     MixtralForCausalLM,
     Phi3ForCausalLM,
@@ -114,6 +115,13 @@ CASES: dict[str, tuple[str, type[PreTrainedModel], dict[str, Any], dict[str, Any
         }},
         {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
     ),
+    "gpt-oss": (
+        "gpt-oss", GptOssForCausalLM,
+        GPT_OSS | {"rope_parameters": YARN | {"truncate": False}, "swiglu_alpha": 1.702}
+        | {"swiglu_limit": 7.0},
+        {"expert_count": 6, "expert_used_count": 3, "rope.scaling.type": "yarn",
+         "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128},
+    ),
     "phi3": (
         "phi3", Phi3ForCausalLM, {"sliding_window": 17},
         {"attention.sliding_window": 17, "attention.key_length": None, "vocab_size": None},
@@ -166,8 +174,8 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.small(case=["llama", "mixtral", "phi3"], kind=["BF16", "Q4_0"])
-@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma3", "mixtral", "phi3"])
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("case", ["llama", "qwen3", "gemma3", "gpt-oss", "mixtral", "phi3"])
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "MXFP4"])
 def test_so_they_are_from_smaller_types(case: str, kind: str, tmp_path: Path) -> None:
     assert_agrees(*write(case, tmp_path, kind))
 
@@ -227,3 +235,13 @@ def test_the_data_type_follows_the_matrices(kind: str, dtype: str, tmp_path: Pat
 def test_no_gemma_computes_in_float16_by_itself(tmp_path: Path) -> None:
     _, path = write("gemma2", tmp_path, "F16")
     assert ModelConfig.from_checkpoint(path).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_in_harmony_the_end_of_a_message_is_not_the_end(returns: bool, tmp_path: Path) -> None:
+    model = make_checkpoint(Qwen3ForCausalLM, tmp_path, **SMALL)
+    words = ["a", "<|end|>", "<|return|>" if returns else "b", "<|call|>", "<|endoftext|>"]
+    tokens = {"tokenizer.ggml.tokens": words, "tokenizer.ggml.token_type": [1, 3, 3, 3, 3]}
+    ModelWriter(model, "qwen3", "F32").write(tmp_path / "model.gguf", absolute=tokens)
+    config = ModelConfig.from_checkpoint(tmp_path / "model.gguf")
+    assert config.eos_token_ids == ({2, 3, 4} if returns else {1, 3, 4})

@@ -22,7 +22,7 @@ from nanoserve.utils.checks import require, shown
 
 MXFP4_GROUP = 32
 _TWICE_E2M1 = [0, 1, 2, 3, 4, 6, 8, 12]
-_E2M1_CODES = torch.tensor([*_TWICE_E2M1, *(-value for value in _TWICE_E2M1)], dtype=torch.int8)
+E2M1_CODES = torch.tensor([*_TWICE_E2M1, *(-value for value in _TWICE_E2M1)], dtype=torch.int8)
 _NAN = 255
 _BLOCKS, _SCALES = "_blocks", "_scales"
 _PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
@@ -97,7 +97,7 @@ def mxfp4_matrix(packed: Tensor, exponents: Tensor, where: str) -> QuantizedMatr
     is_number = not bool((exponents == _NAN).any())
     require(is_number, f"{where:.199} has NaN as a scale (exponent {_NAN})")
     both = torch.arange(256)
-    pairs = _E2M1_CODES[torch.stack((both & 15, both >> 4), dim=1)]
+    pairs = E2M1_CODES[torch.stack((both & 15, both >> 4), dim=1)]
     rows, octets = packed.shape
     codes = torch.empty(rows, octets, 2, dtype=torch.int8)
     step = max(1, _PIECE // octets)

@@ -5,6 +5,8 @@ in `FORMS`; `nanoserve.checkpoint.gguf.source` reverses this.
 """
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import NamedTuple
 
 _PLAIN = {
@@ -28,6 +30,14 @@ _MIXTRAL_EXPERTS = {
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
 }  # fmt: skip
+_GPT_OSS = _PLAIN | {
+    "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router",
+}  # fmt: skip
+# Tensors of all experts: their parts in GGUF, whose outputs alternate.
+_GPT_OSS_STACKS = {
+    "mlp.experts.gate_up_proj": ("ffn_gate_exps", "ffn_up_exps"),
+    "mlp.experts.down_proj": ("ffn_down_exps",),
+}
 _OUTSIDE = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -47,6 +57,7 @@ class Form(NamedTuple):
     # a pair has one element in each half of a head.
     has_permuted_heads: bool = False
     adds_one_to_norms: bool = False  # the stored weight is Gemma's 1 + w
+    stacks: Mapping[str, tuple[str, ...]] = MappingProxyType({})  # see `place_in_stack`
 
 
 FORMS = {
@@ -60,6 +71,7 @@ FORMS = {
         "Phi3ForCausalLM",
         _PLAIN | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     ),
+    "gpt-oss": Form("GptOssForCausalLM", _GPT_OSS, stacks=_GPT_OSS_STACKS),
     "minicpm": Form("MiniCPMForCausalLM", has_permuted_heads=True),
 }
 
@@ -69,7 +81,25 @@ def plain_name(form: Form, name: str) -> str | None:
     match = _LAYER.fullmatch(name)
     if match is not None:
         layer, part, kind = match.groups()
+        if part == "attn_sinks":
+            return f"model.layers.{int(layer)}.self_attn.sinks"
         theirs = form.names.get(part)
         return None if theirs is None else f"model.layers.{int(layer)}.{theirs}.{kind}"
     part, _, kind = name.rpartition(".")
     return f"{_OUTSIDE[part]}.{kind}" if part in _OUTSIDE and kind == "weight" else None
+
+
+def place_in_stack(form: Form, name: str) -> tuple[str, int, int] | None:
+    """Return (name in a checkpoint, which of its parts, number of parts) of a part of a stack.
+
+    Returns None for any other tensor. A stack's name ends with "_bias", or with neither word.
+    """
+    match = _LAYER.fullmatch(name)
+    if match is None:
+        return None
+    layer, part, kind = match.groups()
+    for stack, parts in form.stacks.items():
+        if part in parts:
+            suffix = "_bias" if kind == "bias" else ""
+            return f"model.layers.{int(layer)}.{stack}{suffix}", parts.index(part), len(parts)
+    return None

@@ -11,8 +11,9 @@ from torch import Tensor
 from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
 from nanoserve.checkpoint.gguf.blocks import FLOATS, read_values
 from nanoserve.checkpoint.gguf.container import GGUFFile, StoredTensor
-from nanoserve.checkpoint.gguf.names import ROPE_TENSORS, plain_name
+from nanoserve.checkpoint.gguf.names import ROPE_TENSORS, place_in_stack, plain_name
 from nanoserve.checkpoint.gguf.settings import Settings, form_of
+from nanoserve.checkpoint.gguf.stacks import Stack
 from nanoserve.utils.checks import require
 
 
@@ -40,9 +41,15 @@ class GGUFSource:
         self._num_heads = settings.size("attention.head_count")
         self._num_kv_heads = settings.size("attention.head_count_kv", self._num_heads)
         self._places: dict[str, _Place] = {}
+        parts: dict[str, list[StoredTensor | None]] = {}
         for tensor in self._file.tensors.values():
-            if tensor.name not in ROPE_TENSORS:
+            place = place_in_stack(self._form, tensor.name)
+            if place is not None:
+                name, index, count = place
+                parts.setdefault(name, [None] * count)[index] = tensor
+            elif tensor.name not in ROPE_TENSORS:
                 self._places |= self._places_of(tensor)
+        self._stacks = {name: Stack.of(name, stack) for name, stack in parts.items()}
 
     def _places_of(self, tensor: StoredTensor) -> dict[str, _Place]:
         name = plain_name(self._form, tensor.name)
@@ -61,12 +68,17 @@ class GGUFSource:
         return {name.format(i): _Place(tensor, i) for i in range(tensor.shape[0])}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {name: place.shape for name, place in self._places.items()}
+        of_stacks = {name: stack.shape for name, stack in self._stacks.items()}
+        return of_stacks | {name: place.shape for name, place in self._places.items()}
 
     def is_quantized(self, name: str) -> bool:
+        if name in self._stacks:
+            return self._stacks[name].is_quantized
         return self._places[name].tensor.type not in FLOATS
 
     def read(self, name: str) -> Tensor | QuantizedMatrix:
+        if name in self._stacks:
+            return self._stacks[name].read()
         tensor, expert = self._places[name]
         data = tensor.data() if expert is None else tensor.data()[expert]
         try:
