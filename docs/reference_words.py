@@ -101,6 +101,7 @@ FAMILIES = {
     "Glm4ForCausalLM": "GLM-4-0414",
     "GlmForCausalLM": "GLM-4 (glm-4-9b-hf)",
     "GraniteForCausalLM": "Granite 3",
+    "GptOssForCausalLM": "gpt-oss",
     "LlamaForCausalLM": "Llama 2, 3, 3.1, 3.2 and derived models",
     "MiniCPMForCausalLM": "MiniCPM, MiniCPM4 (dense attention)",
     "MistralForCausalLM": "Mistral, with and without sliding window",
@@ -133,6 +134,9 @@ FORMATS = {
         "2-bit, 4-bit and 8-bit; both conventions of zero points; act-order",
         "3-bit, marlin, schemes per module",
     ),
+    "mxfp4": (
+        "gpt-oss's experts (`_blocks`, `_scales`)", "a NaN as a scale"
+    ),
     "bitsandbytes": ("NF4, FP4, nested or not; int8", "16-bit weights"),
     "gguf": ("a file of llama.cpp: see [GGUF](#gguf)", "types, architectures and settings that "
              "are not listed there"),
@@ -157,7 +161,7 @@ BACKENDS = {
     "flash_attn": ("GPU", "the package flash-attn (version 2, with `block_size` a multiple of "
                    "256), or `flash_attn_interface` (version 3) on Hopper; float16 or bfloat16",
                    "FlashAttention. With version 3, it computes prompts, and Triton decode rows. "
-                   "It supports neither an 8-bit KV cache nor latent attention."),
+                   "It supports neither an 8-bit KV cache, latent attention nor attention sinks."),
 }  # fmt: skip
 
 # Bounds that reject a request or a checkpoint, by subject: the constant, its unit, and where it
@@ -229,6 +233,8 @@ BOUNDS = {
             "items", "arguments of all tool calls in `messages`, counted as those of a body"),
         "nanoserve.serve.http.tools.grammar._MOST_CALLS": (
             "calls", "tool calls of one output, where they follow a grammar"),
+        "nanoserve.serve.http.tools.grammar._MOST_THOUGHTS": (
+            "messages", "harmony's messages before the last one, where that follows a grammar"),
         "nanoserve.serve.batch.requests.MOST_BYTES": ("bytes", "a line of a batch file"),
     },
     "checkpoint": {

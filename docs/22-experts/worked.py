@@ -159,8 +159,7 @@ def rows_per_expert(tokens: int, model: str) -> float:
 def engine_weights(logits: list[float], top_k: int, renormalise: bool) -> tuple[list, list]:
     """Experts and weights of one token with these router logits, by the engine's own `route`."""
     layer = SimpleNamespace(
-        router=torch.tensor(logits)[:, None],
-        linear=torch.nn.functional.linear,
+        router_logits=lambda hidden: torch.tensor([logits]),
         top_k=top_k,
         norm_topk_prob=renormalise,
         rounds_weights=False,

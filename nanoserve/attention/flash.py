@@ -239,6 +239,11 @@ def _pages(kv_cache: KVCache) -> Tensor:
 
 def _scores(layer: AttentionLayer) -> dict[str, Any]:
     """Return flash-attn's arguments for the scale, the mask and the soft cap of the scores."""
+    if layer.sinks is not None:
+        raise ValueError(
+            "attention_backend='flash_attn' and a layer with sinks: flash-attn has no argument for "
+            "them; choose 'torch' or 'triton'"
+        )
     window = layer.sliding_window
     return {
         "softmax_scale": layer.scale,

@@ -20,6 +20,8 @@ class AttentionLayer:
     sliding_window: int | None = None  # number of tokens that a query attends to, including its own
     soft_cap: float | None = None  # c: scores become c tanh(score / c)
     value_dim: int | None = None  # V is the first `value_dim` numbers of K; None: V is cached, too
+    # Float32 [num_heads]: a score of each head that has a weight in its softmax, but no value.
+    sinks: Tensor | None = field(default=None, compare=False)
 
 
 @dataclass
@@ -71,6 +73,7 @@ class AttentionBackend:
     capturable = False  # whether a decode step can be captured in a CUDA graph
     captures_mixed_steps = False  # also a mixed step, for any numbers of decode rows and chunks
     supports_value_dim = False  # whether V may be a part of K: `AttentionLayer.value_dim`
+    supports_sinks = False  # whether `attend` reads `AttentionLayer.sinks`
 
     def kv_cache_spec(
         self,

@@ -27,7 +27,7 @@ class NumbaAttention(AttentionBackend):
     8-bit KV cache, which takes half the bytes of a 16-bit cache.
     """
 
-    supports_value_dim = True
+    supports_value_dim = supports_sinks = True
 
     def __init__(self) -> None:
         _refuse_forks()
@@ -46,7 +46,12 @@ class NumbaAttention(AttentionBackend):
         tables, pieces = metadata.block_tables, _pieces(metadata, _piece_tokens(layer))
         tensors = q, out, metadata.cu_seqlens_q, tables, metadata.context_lens, cache
         num_wrong = attend(
-            (*map(address, tensors), 0 if scales is None else address(scales), address(pieces)),
+            (
+                *map(address, tensors),
+                0 if scales is None else address(scales),
+                address(pieces),
+                0 if layer.sinks is None else address(layer.sinks),
+            ),
             (
                 metadata.num_decode_rows,
                 len(pieces),

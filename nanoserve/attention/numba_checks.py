@@ -56,6 +56,9 @@ def check_attention(
             f"num_decode_rows={num_single} must be from 0 to {min(rows, of_q[0])}: there are "
             f"{rows} rows and {of_q[0]} tokens"
         )
+    sinks = layer.sinks
+    if sinks is not None and (sinks.shape != (num_heads,) or sinks.dtype != torch.float32):
+        refuse(f"sinks must be [{num_heads}], float32", sinks=sinks)
     if layer.sliding_window is not None and layer.sliding_window < 1:
         raise ValueError(f"sliding_window={layer.sliding_window} must be at least 1")
 

@@ -19,7 +19,7 @@ _SLOTS_AT_ONCE = 8192
 
 
 class TorchAttention(AttentionBackend):
-    supports_value_dim = True
+    supports_value_dim = supports_sinks = True
 
     def attend(
         self, layer: AttentionLayer, q: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
@@ -67,16 +67,17 @@ def attend_rows(
 
     # 3) The mask. For a whole prompt, torch has a causal mode that skips half of the matmuls. But
     # if fewer than a vector of 16 scores are all NaN, torch's fast path returns zeros.
-    is_whole = 16 <= n == length and layer.sliding_window is layer.soft_cap is None
+    has_neither = layer.soft_cap is None and layer.sinks is None
+    is_whole = has_neither and layer.sliding_window is None and 16 <= n == length
     visible = None if is_whole else _visible(lens, n, length, layer.sliding_window)
 
     # 4) Attention itself.
-    if layer.soft_cap is None:
+    if has_neither:
         attended = F.scaled_dot_product_attention(
             queries, k, v, visible, is_causal=is_whole, scale=layer.scale
         )
     else:
-        attended = _capped_attention(layer, queries, k, v, visible)
+        attended = _explicit_attention(layer, queries, k, v, visible)
     attended = attended[..., : layer.value_dim]
     return attended.flatten(1, 2) if n == 1 else attended[0].transpose(0, 1)
 
@@ -127,14 +128,25 @@ def _clear(kv: Tensor, is_unseen: Tensor) -> None:
     kv.masked_fill_(is_unseen[:, None, :, None], 0)
 
 
-def _capped_attention(
+def _explicit_attention(
     layer: AttentionLayer, queries: Tensor, k: Tensor, v: Tensor, visible: Tensor
 ) -> Tensor:
-    """Compute attention with soft-capped scores (Gemma 2): cap x tanh(score / cap)."""
+    """Compute attention with soft-capped scores, cap x tanh(score / cap), or with sinks, or both.
+
+    torch's function has neither. queries: [num_rows, num_kv_heads, group, head_dim], or [1,
+    num_heads, n, head_dim].
+    """
     # Queries are scaled before the matmul: in float16, unscaled scores could overflow.
-    scores = (queries * layer.scale @ k.mT).float() / layer.soft_cap
-    scores = (layer.soft_cap * scores.tanh()).masked_fill(~visible, -torch.inf)
-    return scores.softmax(dim=-1).to(v.dtype) @ v
+    scores = (queries * layer.scale @ k.mT).float()
+    if layer.soft_cap is not None:
+        scores = layer.soft_cap * (scores / layer.soft_cap).tanh()
+    scores = scores.masked_fill(~visible, -torch.inf)
+    weights = scores.softmax(dim=-1)
+    if layer.sinks is not None:
+        # The weights of all keys together: e^lse / (e^lse + e^sink).
+        sinks = layer.sinks.view(queries.shape[1], -1, 1)
+        weights = weights * torch.sigmoid(scores.logsumexp(dim=-1, keepdim=True) - sinks)
+    return weights.to(v.dtype) @ v
 
 
 def _visible(lens: Tensor, n: int, length: int, window: int | None) -> Tensor:

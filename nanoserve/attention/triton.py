@@ -20,7 +20,7 @@ class TritonAttention(AttentionBackend):
     its row and its step.
     """
 
-    capturable = captures_mixed_steps = supports_value_dim = True
+    capturable = captures_mixed_steps = supports_value_dim = supports_sinks = True
 
     def __init__(
         self,
@@ -52,6 +52,7 @@ class TritonAttention(AttentionBackend):
             max_query_len=metadata.max_query_len if is_cut else None,
             sliding_window=layer.sliding_window,
             soft_cap=layer.soft_cap,
+            sinks=layer.sinks,
             kv_scales=kv_cache.scales,
             arrivals=self._arrivals.on(q.device) if self.merges_in_kernel else None,
             in_order=self.batch_invariant,
@@ -60,10 +61,11 @@ class TritonAttention(AttentionBackend):
     def _attend_latents(
         self, layer: AttentionLayer, q: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> Tensor:
-        if layer.sliding_window is not None or layer.soft_cap is not None:
+        if not layer.sliding_window is layer.soft_cap is layer.sinks is None:
             raise ValueError(
                 f"TritonAttention supports value_dim={layer.value_dim} neither with "
-                f"sliding_window={layer.sliding_window} nor with soft_cap={layer.soft_cap}"
+                f"sliding_window={layer.sliding_window} nor with soft_cap={layer.soft_cap} nor "
+                f"with sinks"
             )
         return latent_attention(
             q,

@@ -79,6 +79,17 @@ OTHER_SETTINGS: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 1.0, "residual_multiplier": 1.0, "attention_multiplier": 1.0,
         "logits_scaling": 1.0,
     },
+    # In transformers' class, attention_bias is True and every other layer has the window.
+    "GptOssForCausalLM": {
+        "attention_bias": True, "head_dim": 64, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+        "sliding_window": 128, "layer_types": None, "sliding_window_pattern": 2,
+        "num_experts": 128, "num_local_experts": None, "num_experts_per_tok": 4,
+        "swiglu_alpha": 1.702, "swiglu_limit": 7.0, "rope_theta": 150_000.0,
+        "rope_parameters": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0,
+            "truncate": False, "original_max_position_embeddings": 4096,
+        },
+    },
     "Olmo2ForCausalLM": {"attention_bias": False, "rope_theta": 10_000.0},
     "SmolLM3ForCausalLM": {
         "attention_bias": False, "mlp_bias": False, "tie_word_embeddings": True,

@@ -11,6 +11,10 @@ class CheckpointTensor:
 
     A layer lists these in `checkpoint_tensors(own_name)`, so the loader does not need to know which
     checkpoint tensors make up a fused parameter, nor which slice of them this rank keeps.
+
+    A destination may split dimensions of the stored tensor, except `dim`: the stored [experts,
+    hidden, 2 x size] fills a view [experts, hidden, size, 2]. With strides of its own, such a view
+    transposes what is stored.
     """
 
     name: str  # relative to the layer's parent, such as "q_proj.weight"
@@ -18,4 +22,3 @@ class CheckpointTensor:
     shape: tuple[int, ...]  # of the whole tensor in the checkpoint
     dim: int = 0  # this rank keeps source.narrow(dim, start, destination.shape[dim])
     start: int = 0
-    index: int | None = None  # of its matrix in a stack: `nanoserve.checkpoint.stacked_experts`

@@ -117,6 +117,8 @@ class ConfigFile:
                 for key in ("rope_parameters", "rope_scaling")
                 if isinstance(raw.get(key), dict)
             }
+        if not any(raw.get(name) for name in ("rope_parameters", "rope_scaling")):
+            raw["rope_parameters"] = self.implied.get("rope_parameters")
         may_be_partial = name in self.implied
         return RopeConfig.from_hf(raw, head_dim, max_positions, may_be_partial=may_be_partial)
 

@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
 from nanoserve.checkpoint.errors import describe_mismatches
-from nanoserve.checkpoint.stacked_experts import from_stacks
+from nanoserve.checkpoint.stacks import tensors_of
 from nanoserve.checkpoint.text_part import name_in_model
 from nanoserve.checkpoint.weight_files import Weights, open_weights, weight_files
 
@@ -79,7 +79,7 @@ def expected_tensors(
 ) -> dict[str, list[CheckpointTensor]]:
     """Return every checkpoint tensor that `model` needs, by full name, with what it fills.
 
-    stored: the names in the checkpoint, which show how it stores experts if there are two ways.
+    stored: the names in the checkpoint, which show whether it has stacks of experts.
 
     Most tensors fill one parameter. Where a checkpoint stores several linears as one tensor, the
     model's class declares it: `fused_tensors = {"gate_up_proj": ("gate_proj", "up_proj")}` means
@@ -87,15 +87,11 @@ def expected_tensors(
     """
     expected: dict[str, list[CheckpointTensor]] = {}
     for path, module in model.named_modules():
-        if not hasattr(module, "checkpoint_tensors"):
-            continue
-        parent, _, own_name = path.rpartition(".")
-        for tensor in module.checkpoint_tensors(own_name):
-            expected[f"{parent}.{tensor.name}" if parent else tensor.name] = [tensor]
+        if hasattr(module, "checkpoint_tensors"):
+            tensors = tensors_of(module, path, stored)
+            expected |= {name: [tensor] for name, tensor in tensors.items()}
     if hasattr(model, "fused_tensors"):
         expected = _as_stored(expected, model.fused_tensors)
-    if stored and hasattr(model, "stacked_experts"):
-        expected = from_stacks(expected, model.stacked_experts, stored)
     return {name: parts for name, parts in expected.items() if name not in model.tied_tensors}
 
 
@@ -131,9 +127,9 @@ class Stored(NamedTuple):
     shape: tuple[int, ...]
     value_bytes: int
 
-    def row_bytes(self, part: CheckpointTensor) -> int:
-        """Return the bytes of a row of the tensor, or of a matrix in it."""
-        return self.value_bytes * math.prod(self.shape[1 if part.index is None else 2 :])
+    @property
+    def row_bytes(self) -> int:
+        return self.value_bytes * math.prod(self.shape[1:])
 
 
 class _Copy(NamedTuple):
@@ -155,7 +151,7 @@ def check_weights(
     of the offending tensors, unless the two sets match. Tied tensors, and those named in
     `elsewhere`, may be stored or not.
     """
-    stored = {name: one for name, one in stored_tensors(path).items() if is_read(model, name)}
+    stored = stored_tensors(path)
     expected = expected_tensors(model, stored)
     wanted = {name: parts[0].shape for name, parts in expected.items()}  # parts agree on it
     found = {name: tensor.shape for name, tensor in stored.items()}
@@ -198,7 +194,7 @@ def _load_safetensors(
     piece_bytes = min(max(size // (20 * num_threads), 2**20), _MAX_PIECE)
     tied = set(model.tied_tensors.values()) & expected.keys()
     total = sum(  # whole rows, as they are read
-        part.destination.shape[0] * stored[name].row_bytes(part)
+        part.destination.shape[0] * stored[name].row_bytes
         for name, parts in expected.items()
         for part in parts
     )
@@ -224,15 +220,6 @@ def _load_safetensors(
                 model.lm_head.process_after_loading()
                 early.append(model.lm_head)
     return early
-
-
-def is_read(model: nn.Module, name: str) -> bool:
-    """Return False for a tensor that the checkpoint has for another purpose than this model.
-
-    The model's class declares such names: `unread_prefixes = ("mtp.",)` are those of heads for
-    multi-token prediction.
-    """
-    return not name.startswith(getattr(model, "unread_prefixes", ()))
 
 
 def stored_tensors(path: Weights) -> dict[str, Stored]:
@@ -263,19 +250,16 @@ def stored_tensors(path: Weights) -> dict[str, Stored]:
 
 def _copies(source: Stored, target: CheckpointTensor, piece_bytes: int) -> Iterator[_Copy]:
     """Yield the copies of one tensor: several, of some rows each, if it exceeds a piece."""
-    stack: list[slice] = [] if target.index is None else [slice(target.index, target.index + 1)]
-    part = [slice(0, size) for size in source.shape[len(stack) :]]
+    part = [slice(0, size) for size in source.shape]
     part[target.dim] = slice(target.start, target.start + target.destination.shape[target.dim])
     first, end = part[0].start, part[0].stop
-    row_bytes = source.row_bytes(target)
+    row_bytes = source.row_bytes
     num_rows = max(1, piece_bytes // row_bytes)
     for row in range(first, end, num_rows):
         rows = slice(row, min(row + num_rows, end))
         destination = target.destination[rows.start - first : rows.stop - first]
         num_bytes = (rows.stop - rows.start) * row_bytes
-        where = (*stack, rows, *part[1:])
-        destination = destination.unsqueeze(0) if stack else destination
-        yield _Copy(source.file, source.name, where, destination, num_bytes)
+        yield _Copy(source.file, source.name, (rows, *part[1:]), destination, num_bytes)
 
 
 def _pieces(copies: list[_Copy], piece_bytes: int) -> Iterator[list[_Copy]]:
@@ -297,7 +281,8 @@ def _copy(piece: list[_Copy]) -> int:
     """Map the file, copy the piece and unmap the file; return the number of bytes."""
     with open_weights(piece[0].file) as tensors:
         for copy in piece:
-            copy.destination.copy_(tensors.get_slice(copy.name)[copy.part])
+            rows = tensors.get_slice(copy.name)[copy.part]
+            copy.destination.copy_(rows.reshape(copy.destination.shape))
     return sum(copy.num_bytes for copy in piece)
 
 

@@ -1,6 +1,7 @@
 """`MoEConfig` is the configuration of a mixture of experts. It does not import torch."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nanoserve.checkpoint.config_json import ConfigFile
 from nanoserve.utils.checks import (
@@ -33,6 +34,20 @@ class RoutingConfig:
     scaling: float = 1.0  # of the weights of the chosen experts
 
 
+class SwiGLU(NamedTuple):
+    """The gate of an expert: gate x sigmoid(alpha x gate) x (up + offset).
+
+    limit: clamps gate from above and up from both sides first; None: neither.
+    """
+
+    alpha: float = 1.0
+    limit: float | None = None
+    offset: float = 0.0
+
+
+PLAIN_SWIGLU = SwiGLU()
+
+
 @dataclass(frozen=True)
 class MoEConfig:
     """A mixture of experts that replaces the feed-forward network, except in `dense_layers`."""
@@ -43,8 +58,8 @@ class MoEConfig:
     norm_topk_prob: bool  # True if the weights of the chosen experts are normalised to sum to one
     dense_layers: frozenset[int] = frozenset()
     shared_expert_intermediate_size: int | None = None  # None: no expert is shared by all tokens
-    num_shared_experts: int = 0  # as large as the others, and computed for every token
     routing: RoutingConfig | None = None  # None: the experts of the highest softmax
+    swiglu: SwiGLU = PLAIN_SWIGLU
 
     def __post_init__(self) -> None:
         require(
@@ -55,9 +70,10 @@ class MoEConfig:
 
     @classmethod
     def from_hf(cls, file: ConfigFile) -> "MoEConfig":
-        """Read the settings of Qwen2-MoE, Qwen3-MoE, Mixtral or DeepSeek.
+        """Read the settings of Qwen2-MoE, Qwen3-MoE, Mixtral, gpt-oss or DeepSeek.
 
-        Mixtral has fewer: no layer is dense, and the weights of the chosen experts sum to one.
+        The last two have fewer: no layer is dense, and the weights of the chosen experts sum to
+        one.
         """
         if file.has("n_routed_experts"):
             return _deepseek(file)
@@ -76,7 +92,15 @@ class MoEConfig:
             norm_topk_prob=norm,
             dense_layers=frozenset(i for i in layers if i in dense or (i + 1) % every),
             shared_expert_intermediate_size=file.size(shared) if file.has(shared) else None,
+            swiglu=_swiglu(file),
         )
+
+
+def _swiglu(file: ConfigFile) -> SwiGLU:
+    """Return gpt-oss's gate for a file that has its settings, with an offset that has none."""
+    if not file.has("swiglu_limit"):
+        return PLAIN_SWIGLU
+    return SwiGLU(file.positive("swiglu_alpha"), file.positive("swiglu_limit"), offset=1.0)
 
 
 def _num_experts(file: ConfigFile) -> int:
@@ -96,13 +120,16 @@ def _deepseek(file: ConfigFile) -> MoEConfig:
     every = file.get("moe_layer_freq")
     require(every in (None, 1), f"moe_layer_freq={shown(every)} is not supported: it must be 1")
     has_shared = file.get("n_shared_experts") not in (None, 0)
+    size = file.size("moe_intermediate_size")
     return MoEConfig(
         num_experts=file.size("n_routed_experts"),
         num_experts_per_tok=file.size("num_experts_per_tok"),
-        intermediate_size=file.size("moe_intermediate_size"),
+        intermediate_size=size,
         norm_topk_prob=file.flag("norm_topk_prob"),
         dense_layers=frozenset(range(min(num_dense, file.size("num_hidden_layers")))),
-        num_shared_experts=file.size("n_shared_experts") if has_shared else 0,
+        shared_expert_intermediate_size=file.size("n_shared_experts") * size
+        if has_shared
+        else None,
         routing=_routing(file),
     )
 

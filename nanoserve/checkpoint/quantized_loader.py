@@ -7,7 +7,7 @@ it to the form that it multiplies with. Peak memory: the result, plus the tempor
 weight.
 """
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Mapping, Set
 from functools import partial
 from typing import Any
 
@@ -24,7 +24,8 @@ from nanoserve.checkpoint.formats.source import (
     WeightSource,
     open_quantized,
 )
-from nanoserve.checkpoint.loader import expected_tensors, is_read, unused_tensors
+from nanoserve.checkpoint.loader import expected_tensors, unused_tensors
+from nanoserve.checkpoint.stacks import is_stack, memory_of_matrix, rows_of_matrix
 from nanoserve.checkpoint.weight_files import Weights
 from nanoserve.kernels.cpu.memory import give_back_freed
 
@@ -85,7 +86,7 @@ def fill(
     _check(expected, source, model, elsewhere)
     unused_tensors(model, source.shapes(), says_so=shows_progress)
     pending = {
-        _memory(parameter): _Pending(set_weight, num_rows)
+        _memory(parameter): _Pending(set_weight, num_rows, parameter.shape[-1])
         for set_weight, num_rows, parameter in _deferred(model)
     }
     size = sum(part.destination.numel() for parts in expected.values() for part in parts)
@@ -113,11 +114,15 @@ def fill(
                 give_back_freed()
                 num_since = num_values
             weight = source.read(name) if parts else None
-            is_stack = any(part.index is not None for part in parts)
-            if not is_stack and any(part.destination.is_meta for part in parts):
-                weight = to_integers(weight, source.is_quantized(name))
+            is_stored_quantized = source.is_quantized(name)
+            are_stacks = any(is_stack(part) for part in parts)
+            if not are_stacks and any(part.destination.is_meta for part in parts):
+                weight = to_integers(weight, is_stored_quantized)
             for part in parts:
-                own = _of_stack(weight, part, to_integers) if is_stack else _slice(weight, part)
+                if are_stacks:
+                    _fill_stack(weight, part, is_stored_quantized, to_integers, pending)
+                    continue
+                own = _slice(weight, part)
                 if not part.destination.is_meta:
                     _copy(own, part.destination)
                     _fill_head(model.lm_head, part.destination, own, to_integers)
@@ -170,8 +175,8 @@ def _fill_head(
 class _Pending:
     """A deferred weight, some rows of which have been read."""
 
-    def __init__(self, fill: Callable[[Weight], None], num_rows: int) -> None:
-        self._fill, self._num_missing = fill, num_rows
+    def __init__(self, fill: Callable[[Weight], None], num_rows: int, num_inputs: int) -> None:
+        self._fill, self._num_missing, self.num_inputs = fill, num_rows, num_inputs
         self._found: list[tuple[int, Weight]] = []
 
     def add(self, destination: Tensor, rows: Weight) -> None:
@@ -183,15 +188,27 @@ class _Pending:
             self._fill(stack_rows(found))
 
 
-def _of_stack(
-    weight: Tensor, part: CheckpointTensor, to_integers: Callable[[Weight, bool], Weight] | None
-) -> Weight:
-    """Return the rows of one matrix of a stack, which stores no quantized weights."""
-    size = len(part.destination)
-    rows = weight[part.index, part.start : part.start + size]
-    if part.destination.is_meta and to_integers is not None:
-        return to_integers(rows, False)
-    return rows
+def _fill_stack(
+    weight: Weight,
+    part: CheckpointTensor,
+    is_quantized: bool,
+    to_integers: Callable[[Weight, bool], Weight] | None,
+    pending: Mapping[int, _Pending],
+) -> None:
+    """Set this rank's matrices of a stack, one by one: temporary tensors are of a matrix only."""
+    destination = part.destination
+    if isinstance(weight, Tensor) and not destination.is_meta:
+        _copy(_slice(weight, part), destination)
+        return
+    for i in range(len(destination)):
+        if destination.is_meta and to_integers is not None:
+            weights = pending[_memory(destination)]
+            rows = rows_of_matrix(weight, part, i, weights.num_inputs)
+            weights.add(destination[i], to_integers(rows, is_quantized))
+        else:
+            num_inputs = weight.shape[1]
+            rows = rows_of_matrix(weight, part, i, num_inputs)
+            _copy(rows, memory_of_matrix(part, i, num_inputs))
 
 
 def _slice(weight: Weight, part: CheckpointTensor) -> Weight:
@@ -208,7 +225,7 @@ def _slice(weight: Weight, part: CheckpointTensor) -> Weight:
 def _copy(weight: Weight, destination: Tensor) -> None:
     """Copy a weight into `destination`; a quantized one is dequantized, some rows at a time."""
     if isinstance(weight, Tensor):
-        destination.copy_(weight)
+        destination.copy_(weight.reshape(destination.shape))
         return
     step = max(1, _MAX_VALUES // weight.shape[1])
     for row in range(0, len(destination), step):
@@ -223,7 +240,7 @@ def _check(
     elsewhere: Set[str],
 ) -> None:
     wanted = {name: parts[0].shape for name, parts in expected.items()}
-    found = {name: shape for name, shape in source.shapes().items() if is_read(model, name)}
+    found = source.shapes()
     others = model.tied_tensors.keys() | elsewhere | unused_tensors(model, found)
     if wanted != {name: found[name] for name in found.keys() - others}:
         mismatches = describe_mismatches(wanted, found, others)

@@ -113,9 +113,14 @@ def _parser() -> ArgumentParser:
         "Maximum number of waiting sequences; further requests get status 429. Default: no limit."
     )
     add("--max-queue", type=int, metavar="N", help=queue)
-    tools = "Format of tool calls: hermes, llama3_json or mistral. Default: from the template."
+    tools = (
+        "Format of tool calls: hermes, llama3_json, mistral or openai. Default: from the template."
+    )
     add("--tool-call-parser", metavar="NAME", help=tools)
-    thoughts = "Format of reasoning to split off an answer: qwen3, deepseek_r1. Default: none."
+    thoughts = (
+        "Format of reasoning to split off an answer: qwen3, deepseek_r1, openai_gptoss. "
+        "Default: none, or the one that the format of calls implies."
+    )
     add("--reasoning-parser", metavar="NAME", help=thoughts)
     for name, text in (
         ("max_n", "Maximum number of completions of one request."),

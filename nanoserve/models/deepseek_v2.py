@@ -37,8 +37,8 @@ class DeepseekV2MoE(SparseMoE):
         if moe.routing.topk_method == "noaux_tc":
             self.bias = replace(context, dtype=torch.float32).empty(moe.num_experts)
         self.shared_experts = None
-        if moe.num_shared_experts:
-            size = moe.num_shared_experts * moe.intermediate_size
+        size = moe.shared_expert_intermediate_size  # of all of them: together they are one
+        if size is not None:
             self.shared_experts = Qwen3MLP(replace(config, intermediate_size=size), index, context)
 
     def forward(self, hidden: Tensor) -> Tensor:

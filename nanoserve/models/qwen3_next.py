@@ -4,9 +4,7 @@ Full attention has an output gate, and rotates a quarter of each head. Norms mul
 their weight, as in Gemma. One more expert, weighted by a gate of its own, computes every token.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -104,8 +102,4 @@ class Qwen3NextForCausalLM(Qwen3ForCausalLM):
     mlp_class = staticmethod(sparse_or_dense)  # type: ignore[assignment]  # called like a class
     # Read by the loader.
     fused_tensors = GatedDeltaNet.fused_tensors
-    stacked_experts: ClassVar[Mapping[str, tuple[str, ...]]] = {  # as Qwen3.5 is published
-        "gate_up_proj": ("gate_proj", "up_proj"),
-        "down_proj": ("down_proj",),
-    }
-    unread_prefixes = ("mtp.",)  # of heads for multi-token prediction
+    unused_tensors = ("mtp.",)  # of heads for multi-token prediction

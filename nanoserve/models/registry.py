@@ -30,6 +30,7 @@ MODELS: Registry[type[nn.Module]] = Registry(
         "Glm4ForCausalLM": "nanoserve.models.glm4:Glm4ForCausalLM",
         "GlmForCausalLM": "nanoserve.models.glm:GlmForCausalLM",
         "GraniteForCausalLM": "nanoserve.models.granite:GraniteForCausalLM",
+        "GptOssForCausalLM": "nanoserve.models.gpt_oss:GptOssForCausalLM",
         "LlamaForCausalLM": "nanoserve.models.llama:LlamaForCausalLM",
         "MiniCPMForCausalLM": "nanoserve.models.minicpm:MiniCPMForCausalLM",
         "MistralForCausalLM": "nanoserve.models.llama:LlamaForCausalLM",

@@ -39,7 +39,7 @@ def test_a_block_type_is_read_as_its_own_library_reads_it(kind: str) -> None:
 def test_codes_use_the_range_that_they_claim(kind: str) -> None:
     codes = read_values(kind, random_data(kind, rows=64, columns=1024)).codes
     low, high = codes.min().item(), codes.max().item()
-    ranges = {"Q8_0": (-128, 127), "Q5_0": (-16, 15), "Q6_K": (-32, 31)}
+    ranges = {"Q8_0": (-128, 127), "Q5_0": (-16, 15), "Q6_K": (-32, 31), "MXFP4": (-12, 12)}
     ranges |= dict.fromkeys(("Q5_1", "Q5_K"), (0, 31))
     assert (low, high) == ranges.get(kind, (-8, 7))
 

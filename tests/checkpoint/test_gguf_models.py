@@ -12,12 +12,13 @@ pytest.importorskip("gguf", reason="pip install 'nanoserve[gguf]'")
 
 from gguf_models import KINDS, ModelWriter
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
-from tiny_checkpoints import GRANITE, make_checkpoint, prompt_logits
+from tiny_checkpoints import GPT_OSS, GRANITE, make_checkpoint, prompt_logits
 from transformers import (
     AutoModelForCausalLM,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Glm4ForCausalLM,
+    GptOssForCausalLM,
     GraniteForCausalLM,
     LlamaForCausalLM,
     MixtralForCausalLM,
@@ -119,6 +120,13 @@ CASES: dict[str, tuple[str, type[PreTrainedModel], dict[str, Any], dict[str, Any
         }},
         {"rope.scaling.type": "linear", "rope.scaling.factor": 8.0},
     ),
+    "gpt-oss": (
+        "gpt-oss", GptOssForCausalLM,
+        GPT_OSS | {"rope_parameters": YARN | {"truncate": False}, "swiglu_alpha": 1.702}
+        | {"swiglu_limit": 7.0},
+        {"expert_count": 6, "expert_used_count": 3, "rope.scaling.type": "yarn",
+         "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 128},
+    ),
     "phi3": (
         "phi3", Phi3ForCausalLM, {"sliding_window": 17},
         {"attention.sliding_window": 17, "attention.key_length": None, "vocab_size": None},
@@ -195,9 +203,10 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
 
 @pytest.mark.small(case=["llama", "mixtral", "phi3"], kind=["BF16", "Q4_0"])
 @pytest.mark.parametrize(
-    "case", ["llama", "qwen3", "gemma3", "glm4", "mixtral", "olmo2", "phi3", "qwen2-moe"]
+    "case",
+    ["llama", "qwen3", "gemma3", "glm4", "gpt-oss", "mixtral", "olmo2", "phi3", "qwen2-moe"],
 )
-@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0"])
+@pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "MXFP4"])
 def test_so_they_are_from_smaller_types(case: str, kind: str, tmp_path: Path) -> None:
     assert_agrees(*write(case, tmp_path, kind))
 
@@ -281,3 +290,13 @@ def test_what_another_computation_needs_is_refused_by_name(
     ModelWriter(model, arch, "F32").write(tmp_path / "model.gguf", usual | extra)
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_checkpoint(tmp_path / "model.gguf")
+
+
+@pytest.mark.parametrize("returns", [True, False])
+def test_in_harmony_the_end_of_a_message_is_not_the_end(returns: bool, tmp_path: Path) -> None:
+    model = make_checkpoint(Qwen3ForCausalLM, tmp_path, **SMALL)
+    words = ["a", "<|end|>", "<|return|>" if returns else "b", "<|call|>", "<|endoftext|>"]
+    tokens = {"tokenizer.ggml.tokens": words, "tokenizer.ggml.token_type": [1, 3, 3, 3, 3]}
+    ModelWriter(model, "qwen3", "F32").write(tmp_path / "model.gguf", absolute=tokens)
+    config = ModelConfig.from_checkpoint(tmp_path / "model.gguf")
+    assert config.eos_token_ids == ({2, 3, 4} if returns else {1, 3, 4})

@@ -57,7 +57,10 @@ STATIC = {"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False}
 # The config, and what the message must name.
 CONFIGS: dict[str, tuple[Any, list[str]]] = {
     "another method": ({"quant_method": "hqq"}, ["quant_method='hqq'", *FORMATS.names()]),
-    "gpt-oss": ({"quant_method": "mxfp4"}, ["'mxfp4'", "unquantized model"]),
+    "gpt-oss's of groups": (
+        {"quant_method": "mxfp4", "group_size": 32},
+        ["'mxfp4'", "group_size"],
+    ),
     "no method": ({"bits": 4}, ["quant_method=None"]),
     "no object": ([1], ["quantization_config=[1]"]),
     "a method of another type": ({"quant_method": ["gptq"]}, ["['gptq']"]),

@@ -16,6 +16,7 @@ from tiny_checkpoints import (
     DELTA_MOE,
     GEMMA2,
     GEMMA3,
+    GPT_OSS,
     GRANITE,
     SMOLLM3,
     edit_json,
@@ -30,6 +31,7 @@ from transformers import (
     Gemma3ForCausalLM,
     Glm4ForCausalLM,
     GlmForCausalLM,
+    GptOssForCausalLM,
     GraniteForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
@@ -89,6 +91,8 @@ CASES = {
             "rope_parameters": {"rope_theta": 100.0, "partial_rotary_factor": 0.25},
         },
     ),
+    "gpt-oss": (GptOssForCausalLM, GPT_OSS),
+    "gpt-oss, as implied": (GptOssForCausalLM, {"num_local_experts": 5, "head_dim": 64}),
     "granite": (GraniteForCausalLM, GRANITE | {"tie_word_embeddings": True}),
     "granite, biased": (GraniteForCausalLM, GRANITE | {"attention_bias": True, "mlp_bias": True}),
     "llama": (LlamaForCausalLM, {}),
@@ -174,7 +178,8 @@ CASES = {
 }
 
 VARIANTS = {  # of architectures that have another case
-    "deepseek-v2", "glm", "glm4, 1 KV head, a quarter", "granite, biased", "llama, biased",
+    "deepseek-v2", "glm", "glm4, 1 KV head, a quarter", "gpt-oss, as implied",
+    "granite, biased", "llama, biased",
     "llama, 1 KV head", "minicpm, biased", "mistral",
     "olmo2, 1 KV head", "phi3, longrope", "qwen2, tied", "qwen2-moe, normalised, tied", "qwen3",
     "mixtral", "qwen3-moe",
@@ -264,6 +269,7 @@ def test_log_probabilities_are_those_of_transformers(case: str, made: Made) -> N
     case=[
         "deepseek-v3",
         "gemma3",
+        "gpt-oss",
         "llama, biased",
         "mixtral",
         "olmo2, 1 KV head",
@@ -278,7 +284,7 @@ def test_log_probabilities_are_those_of_transformers(case: str, made: Made) -> N
     "case",
     [
         "deepseek-v2, groups", "deepseek-v3",
-        "gemma2", "gemma3", "glm4", "llama, biased", "minicpm4", "mixtral", "olmo2",
+        "gemma2", "gemma3", "glm4", "gpt-oss", "llama, biased", "minicpm4", "mixtral", "olmo2",
         "olmo2, 1 KV head",
         "phi3", "qwen2", "qwen2-moe", "qwen3", "qwen3-moe",
         "qwen3-next", "qwen3.5, tied", "qwen3.5-moe",
@@ -294,6 +300,7 @@ def test_so_are_those_of_two_ranks(case: str, made: Made) -> None:
         "deepseek-v3",
         "gemma2",
         "gemma3",
+        "gpt-oss",
         "mixtral, tied, window",
         "qwen2",
         "qwen3, window in layer 1",
@@ -304,7 +311,8 @@ def test_so_are_those_of_two_ranks(case: str, made: Made) -> None:
     "case",
     [
         "deepseek-v2, groups", "deepseek-v3",
-        "gemma2", "gemma3", "glm4", "llama", "minicpm4", "mistral, window", "mixtral, tied, window",
+        "gemma2", "gemma3", "glm4", "gpt-oss", "llama", "minicpm4",
+        "mistral, window", "mixtral, tied, window",
         "olmo2", "phi3", "qwen2", "qwen3, window in layer 1", "qwen3-moe, dense layers",
         "smollm3, window", "qwen3.5",
     ],

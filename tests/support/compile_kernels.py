@@ -57,7 +57,7 @@ def _attention(
     merges: bool = False,
     in_order: bool = False,
     context_len: int = 64,
-    **sees: float,
+    **sees: Any,
 ) -> None:
     num_rows = 2
     arrivals = torch.zeros(1000, dtype=torch.int32) if merges else None
@@ -104,6 +104,10 @@ def _attention_cases() -> list[tuple[str, Callable[[], None]]]:
         shapes += [(head_dim, torch.bfloat16, 4, 2, kind) for head_dim in (64, 128, 256)]
         shapes += [(128, torch.float32, 4, 2, kind)]
     shapes += [(128, torch.bfloat16, 8, 1, {"kv_cache_dtype": "int8"})]
+    sinks = window | {"sinks": torch.zeros(8)}  # gpt-oss
+    shapes += [
+        (64, torch.bfloat16, 8, 1, sees) for sees in (sinks, sinks | {"kv_cache_dtype": "fp8"})
+    ]
     cases = []
     for head_dim, dtype, num_heads, num_kv_heads, sees in shapes:
         label = f"{dtype} head_dim={head_dim} heads={num_heads}:{num_kv_heads}"
@@ -299,13 +303,23 @@ def _split_linear_cases() -> list[tuple[str, Callable[[], None]]]:
 
 
 def _experts(
-    num_tokens: int, hidden: int, size: int, top_k: int, num_experts: int, dtype: torch.dtype
+    num_tokens: int,
+    hidden: int,
+    size: int,
+    top_k: int,
+    num_experts: int,
+    dtype: torch.dtype,
+    has_biases: bool = False,
 ) -> None:
     x = torch.zeros(num_tokens, hidden, dtype=dtype)
     expert_ids = torch.zeros(num_tokens, top_k, dtype=torch.int64)
     gate_up = torch.zeros(num_experts, 2 * size, hidden, dtype=dtype)
     down = torch.zeros(num_experts, hidden, size, dtype=dtype)
-    fused_experts(x, expert_ids, torch.zeros(num_tokens, top_k), gate_up, down)
+    options: dict[str, Any] = {}
+    if has_biases:  # and gpt-oss's gate
+        biases = gate_up.new_zeros(gate_up.shape[:2]), down.new_zeros(down.shape[:2])
+        options = {"biases": biases, "swiglu": (1.702, 7.0, 1.0)}
+    fused_experts(x, expert_ids, torch.zeros(num_tokens, top_k), gate_up, down, **options)
 
 
 def _experts_cases() -> list[tuple[str, Callable[[], None]]]:
@@ -323,6 +337,8 @@ def _experts_cases() -> list[tuple[str, Callable[[], None]]]:
             label = f"{label}top_k={top_k} experts={num_experts}".replace("torch.", "")
             case = partial(_experts, num_tokens, hidden, size, top_k, num_experts, dtype)
             cases.append((label, case))
+            if num_experts == 3:
+                cases.append((f"{label} biases", partial(case, has_biases=True)))
     return cases
 
 

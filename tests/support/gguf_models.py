@@ -17,12 +17,13 @@ from transformers import PreTrainedModel
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 
 BUNDLED = bundled_checkpoint("tiny-qwen3")
-KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"]
+KINDS = ["Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "MXFP4"]
 _SCALES = {"Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}  # bytes with float16 numbers
 ARCHS = {
     "llama": gguf.MODEL_ARCH.LLAMA, "qwen2": gguf.MODEL_ARCH.QWEN2,
     "qwen3": gguf.MODEL_ARCH.QWEN3, "qwen3moe": gguf.MODEL_ARCH.QWEN3MOE,
     "gemma2": gguf.MODEL_ARCH.GEMMA2, "gemma3": gguf.MODEL_ARCH.GEMMA3,
+    "gpt-oss": gguf.MODEL_ARCH.GPT_OSS,
     "phi3": gguf.MODEL_ARCH.PHI3, "minicpm": gguf.MODEL_ARCH.MINICPM,
     "glm4": gguf.MODEL_ARCH.GLM4, "granite": gguf.MODEL_ARCH.GRANITE,
     "olmo2": gguf.MODEL_ARCH.OLMO2, "qwen2moe": gguf.MODEL_ARCH.QWEN2MOE,
@@ -104,8 +105,10 @@ class ModelWriter:
         if self.arch in ("llama", "phi3", "granite", "smollm3", "glm4"):
             share = rope.get("partial_rotary_factor", 1.0)
             found["rope.dimension_count"] = int(head_dim * share)
-        if self.arch.startswith("gemma"):
+        if self.arch.startswith("gemma") or self.arch == "gpt-oss":
             found["attention.sliding_window"] = config.sliding_window
+        if self.arch == "gpt-oss":
+            found["expert_feed_forward_length"] = config.intermediate_size
         if self.arch in ("qwen2moe", "qwen3moe"):
             found["expert_feed_forward_length"] = config.moe_intermediate_size
         if self.arch == "qwen2moe":
@@ -114,6 +117,11 @@ class ModelWriter:
         return found
 
     def add(self, writer: gguf.GGUFWriter, name: str, weight: torch.Tensor) -> None:
+        if name.endswith("sinks"):
+            theirs = self.names.get_name(name)
+            return writer.add_tensor(f"{theirs}.weight", weight.numpy(), raw_dtype=Kind.F32)
+        if "experts." in name and self.arch == "gpt-oss":
+            return self.add_stack(writer, name, weight)
         if "experts." in name:
             return self.add_experts(writer, name, weight)
         stem, _, suffix = name.rpartition(".")
@@ -141,6 +149,21 @@ class ModelWriter:
             values.copy_(flat.view(values.shape))
             stored = stored.reshape(*values.shape[:2], -1)
             writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", stored, raw_dtype=Kind[kind])
+
+    def add_stack(self, writer: gguf.GGUFWriter, name: str, weight: torch.Tensor) -> None:
+        """gpt-oss's: matrices are transposed, and the outputs of gate and up alternate."""
+        layer, kind = name.split(".")[2], "bias" if name.endswith("bias") else "weight"
+        parts = {"down": weight}
+        if "gate_up" in name:
+            parts = {"gate": weight[..., ::2], "up": weight[..., 1::2]}
+        for part, values in parts.items():
+            stored, raw = values.contiguous().numpy(), "F32"
+            if kind == "weight":
+                flat = values.mT.reshape(-1, values.shape[1]).clone()
+                stored, raw = self.stored(flat)
+                values.copy_(flat.view(len(values), -1, values.shape[1]).mT)
+                stored = stored.reshape(len(values), values.shape[2], -1)
+            writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.{kind}", stored, raw_dtype=Kind[raw])
 
     def stored(self, weight: torch.Tensor) -> tuple[np.ndarray, str]:
         """A matrix is quantized, and the model gets what it has become; all else stays float32."""

@@ -105,6 +105,24 @@ DEEPSEEK_V2 = {
     },
 }
 DEEPSEEK_V3 = DEEPSEEK_V2 | {"q_lora_rank": 28, "n_group": 4, "topk_group": 2}
+# YaRN with whole and with broken indices differs; the gate is clamped; experts are many and few.
+GPT_OSS = {
+    "num_hidden_layers": 3,
+    "sliding_window": 9,
+    "num_local_experts": 6,
+    "num_experts_per_tok": 3,
+    "swiglu_limit": 0.5,
+    "swiglu_alpha": 1.3,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 4.0,
+        "beta_fast": 8.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 128,
+    },
+}
 
 
 def make_qwen3(path: Path | str, seed: int = 0, **overrides: Any) -> Qwen3ForCausalLM:
@@ -142,7 +160,8 @@ def initialise(
             else:
                 # A router's more than others: where experts nearly tie, rounding would choose.
                 # So are the few of a convolution.
-                std = 0.4 if name.endswith(".gate.weight") else 0.6 if "conv1d" in name else 0.2
+                is_router = name.endswith((".gate.weight", ".router.weight"))
+                std = 0.4 if is_router else 0.6 if "conv1d" in name else 0.2
                 torch.nn.init.normal_(parameter, std=std)
         for name, buffer in model.named_buffers():
             if name.endswith("correction_bias"):

@@ -4,12 +4,6 @@ A linear is `weight` in int8 or float8, or `weight_packed`, and `weight_scale`: 
 [out, 1], [out, groups] or one per block; asymmetric ones have a `weight_zero_point`. Packed codes
 are unsigned (2^(bits - 1) is added), int32 [out, in x bits / 32], the lowest bits first, and rows
 are padded: `weight_shape` is the original shape. Zero points are packed along the outputs.
-
-MXFP4 is E2M1 values in groups of 32 (OCP Microscaling Formats specification 1.0). A value is 0,
-0.5, 1, 1.5, 2, 3, 4 or 6, with a sign; the scale of a group is a power of two, one byte with a bias
-of 127 (E8M0). Twice the values are integers, so a weight is exactly an integer times half the
-scale. Two values share a byte, the first in the low nibble. This is the layout of
-"mxfp4-pack-quantized", and of the `_blocks` in gpt-oss, whose fused experts are not supported.
 """
 
 from pathlib import Path
@@ -19,6 +13,7 @@ import torch
 from torch import Tensor
 
 from nanoserve.checkpoint.formats.fp8 import check_scale, dequantize_fp8
+from nanoserve.checkpoint.formats.mxfp4 import MXFP4_GROUP, mxfp4_matrix
 from nanoserve.checkpoint.formats.packed import (
     affine_matrix,
     group_of_input,
@@ -30,10 +25,6 @@ from nanoserve.checkpoint.formats.reader import Reader
 from nanoserve.checkpoint.formats.schemes import Scheme, read_schemes, scheme_of
 from nanoserve.utils.checks import require, shown
 
-_MXFP4_GROUP = 32
-_TWICE_E2M1 = [0, 1, 2, 3, 4, 6, 8, 12]
-_E2M1_CODES = torch.tensor([*_TWICE_E2M1, *(-value for value in _TWICE_E2M1)], dtype=torch.int8)
-_NAN = 255
 _Layout = tuple[tuple[int, int], dict[str, tuple[int, ...]]]
 
 
@@ -54,15 +45,14 @@ class CompressedTensorsReader(Reader):
         if scheme.format == "mxfp4-pack-quantized":
             out, octets = self.matrix_header(module, "weight_packed", "U8")
             self.check_dtype(module, "weight_scale", "U8")
-            is_whole = octets * 2 % _MXFP4_GROUP == 0
+            is_whole = octets * 2 % MXFP4_GROUP == 0
             require(
                 is_whole,
-                f"{module:.99}: {octets * 2} inputs cannot be divided into groups of "
-                f"{_MXFP4_GROUP}",
+                f"{module:.99}: {octets * 2} inputs cannot be divided into groups of {MXFP4_GROUP}",
             )
             parts: dict[str, tuple[int, ...]] = {
                 "weight_packed": (out, octets),
-                "weight_scale": (out, octets * 2 // _MXFP4_GROUP),
+                "weight_scale": (out, octets * 2 // MXFP4_GROUP),
             }
             return (out, octets * 2), parts
         self.check_dtype(module, "weight_scale", "F32", "BF16", "F16")
@@ -160,14 +150,3 @@ def _unsigned(codes: Tensor, bits: int, where: str) -> Tensor:
     is_in_range = bits == 8 or int(result.max()) < 2**bits
     require(is_in_range, f"{where:.199} has codes with more than {bits} bits")
     return result
-
-
-def mxfp4_matrix(packed: Tensor, exponents: Tensor, where: str) -> QuantizedMatrix:
-    """Unpack MXFP4: `packed` is uint8 [out, in / 2], `exponents` uint8 [out, in / 32]."""
-    is_number = not bool((exponents == _NAN).any())
-    require(is_number, f"{where:.199} has NaN as a scale (exponent {_NAN})")
-    both = torch.arange(256)
-    codes = _E2M1_CODES[torch.stack((both & 15, both >> 4), dim=1)][packed.int()].flatten(1)
-    # A scale of 2^-128 is subnormal in float32, but exact.
-    scale = torch.ldexp(torch.ones(exponents.shape), exponents.to(torch.int32) - 128)
-    return QuantizedMatrix(codes=codes, scale=scale, bits=8)

@@ -63,6 +63,7 @@ _FIELDS: dict[str, dict[str, _Field]] = {
         "desc_act": _Field((None, True, False), "write true or false"),
         "sym": _Field((None, True, False), "write true or false"),
     },
+    "mxfp4": {},
     "bitsandbytes": {
         "llm_int8_has_fp16_weight": _Field(_NOTHING, "save the 8-bit weights"),
         "bnb_4bit_quant_type": _Field((None, "nf4", "fp4"), "quantize to nf4"),
@@ -89,6 +90,7 @@ _HARMLESS: dict[str, set[str]] = {
         "fuse_max_seq_len",
     },
     "gptq": _OF_GPTQ,
+    "mxfp4": {"modules_to_not_convert", "dequantize"},
     "bitsandbytes": {
         "load_in_4bit", "load_in_8bit", "_load_in_4bit", "_load_in_8bit", "llm_int8_threshold",
         "llm_int8_skip_modules", "llm_int8_enable_fp32_cpu_offload", "bnb_4bit_compute_dtype",

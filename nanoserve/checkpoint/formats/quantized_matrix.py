@@ -101,6 +101,11 @@ class QuantizedMatrix:
             self, codes=self.codes[first:end], scale=self.scale[first:end], offset=offset
         )
 
+    def reordered(self, order: Tensor) -> "QuantizedMatrix":
+        """Return the outputs `order`, integers [out]."""
+        offset = None if self.offset is None else self.offset[order]
+        return replace(self, codes=self.codes[order], scale=self.scale[order], offset=offset)
+
     def split(self, num_rows: int) -> "list[QuantizedMatrix]":
         """Split into parts of `num_rows` outputs, like `Tensor.split`."""
         firsts = range(0, self.shape[0], num_rows)

@@ -21,6 +21,7 @@ FORMATS: Registry[Callable[..., Any]] = Registry(
         "fp8": f"{_FORMATS}.fp8:FP8Reader",
         "awq": f"{_FORMATS}.awq:AWQReader",
         "gptq": f"{_FORMATS}.gptq:GPTQReader",
+        "mxfp4": f"{_FORMATS}.mxfp4:MXFP4Reader",
         "bitsandbytes": f"{_FORMATS}.bitsandbytes:open_bitsandbytes",
         "gguf": "nanoserve.checkpoint.gguf.source:open_gguf",
     },

@@ -33,6 +33,7 @@ class WeightSource(Protocol):
     def read(self, name: str) -> Tensor | QuantizedMatrix:
         """Return a whole tensor; a linear's weight is [out, in].
 
+        A quantized stack, [matrices, in, out], is returned as its rows, [matrices x out, in].
         A tensor that is not quantized keeps its stored dtype. Codes other than integers (FP8, NF4)
         are dequantized to float32, exactly as in the format's own library before it rounds to the
         model's dtype. Raises `ValueError` for an unknown name, and for contradictory contents.

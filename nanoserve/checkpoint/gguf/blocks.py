@@ -16,6 +16,7 @@ import torch
 from numpy import ndarray
 from torch import Tensor
 
+from nanoserve.checkpoint.formats.mxfp4 import E2M1_CODES
 from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
 from nanoserve.checkpoint.gguf.container import BLOCKS
 
@@ -96,9 +97,16 @@ def _q6_k(blocks: ndarray) -> Parts:
     return codes.view(np.int8) - 32, scale, None
 
 
+def _mxfp4(blocks: ndarray) -> Parts:
+    """Decode MXFP4: the exponent of a scale, and the codes of `formats.mxfp4`."""
+    codes = E2M1_CODES.numpy()[_nibbles(blocks[..., 1:], 16)]
+    return codes, np.ldexp(np.float32(1), blocks[..., :1].astype(np.int32) - 128), None
+
+
 _READERS: dict[str, tuple[Callable[[ndarray], Parts], int]] = {
     "Q8_0": (_q8_0, 8), "Q4_0": (_q4_0, 4), "Q4_1": (_q4_1, 4), "Q5_0": (_q5_0, 8),
     "Q5_1": (_q5_1, 8), "Q4_K": (_q4_k, 4), "Q5_K": (_q5_k, 8), "Q6_K": (_q6_k, 8),
+    "MXFP4": (_mxfp4, 8),
 }  # fmt: skip
 
 

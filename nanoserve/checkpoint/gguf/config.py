@@ -21,8 +21,9 @@ _SAMPLING = {
 # End-of-generation tokens that llama.cpp recognises by their text: files name only one as "eos".
 _ENDS = {
     "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|end|>",
-    "<end_of_turn>", "<EOT>",
+    "<end_of_turn>", "<EOT>", "<|return|>", "<|call|>",
 }  # fmt: skip
+_END_OF_MESSAGE = "<|end|>"  # in harmony, which has "<|return|>", others follow it
 _CONTROL = 3  # in tokenizer.ggml.token_type
 # Number of layers of Gemma's largest models, whose attention scale does not follow from the head
 # size. No setting has it, and llama.cpp recognises them by this number, too.
@@ -114,6 +115,11 @@ def _own_settings(settings: Settings, raw: dict[str, Any]) -> dict[str, Any]:
         return {"shared_expert_intermediate_size": shared, "qkv_bias": raw["attention_bias"]}
     if settings.name == "phi3":
         return {"sliding_window": settings.take("attention.sliding_window") or None}
+    if settings.name == "gpt-oss":  # whose YaRN is not truncated, which no setting says
+        rope = raw.get("rope_scaling") or {}
+        rope |= {"truncate": False} if rope.get("rope_type") == "yarn" else {}
+        window = settings.size("attention.sliding_window")
+        return {"rope_scaling": rope or {"rope_type": "default"}, "sliding_window": window}
     if settings.name not in _GEMMA_27B:
         return {}
     is_27b = raw["num_hidden_layers"] == _GEMMA_27B[settings.name]
@@ -163,5 +169,6 @@ def _eos_token_ids(file: GGUFFile) -> list[int]:
         require(known, f"{file.path}: the EOS token id {shown(token_id)} must be an integer")
     words, types = (list_of(file, f"tokenizer.ggml.{name}") for name in ("tokens", "token_type"))
     pairs = enumerate(zip(words, types, strict=False))
-    spelt = {i for i, (word, kind) in pairs if kind == _CONTROL and word in _ENDS}
+    ends = _ENDS - {_END_OF_MESSAGE} if "<|return|>" in words else _ENDS
+    spelt = {i for i, (word, kind) in pairs if kind == _CONTROL and word in ends}
     return sorted({token_id for token_id in found if token_id is not None} | spelt)

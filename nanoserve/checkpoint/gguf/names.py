@@ -27,7 +27,7 @@ _GLM4 = _PLAIN | {
     "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm",
     "ffn_up": "mlp.gate_up_proj",
 }  # fmt: skip
-# A 3-dimensional tensor in GGUF is one tensor per expert in a checkpoint.
+# A tensor of all experts in GGUF is one tensor per expert here.
 _QWEN_EXPERTS = {
     "ffn_gate_inp": "mlp.gate", "ffn_gate_exps": "mlp.experts.{}.gate_proj",
     "ffn_up_exps": "mlp.experts.{}.up_proj", "ffn_down_exps": "mlp.experts.{}.down_proj",
@@ -42,6 +42,9 @@ _MIXTRAL_EXPERTS = {
     "ffn_gate_inp": "block_sparse_moe.gate", "ffn_gate_exps": "block_sparse_moe.experts.{}.w1",
     "ffn_up_exps": "block_sparse_moe.experts.{}.w3",
     "ffn_down_exps": "block_sparse_moe.experts.{}.w2",
+}  # fmt: skip
+_GPT_OSS = _PLAIN | _QWEN_EXPERTS | {
+    "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router",
 }  # fmt: skip
 _OUTSIDE = {
     "token_embd": "model.embed_tokens",
@@ -77,6 +80,7 @@ FORMS = {
         "Phi3ForCausalLM",
         _PLAIN | {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
     ),
+    "gpt-oss": Form("GptOssForCausalLM", _GPT_OSS),
     "minicpm": Form("MiniCPMForCausalLM", has_permuted_heads=True),
     "glm4": Form("Glm4ForCausalLM", _GLM4, rotates_parts=True),
     "granite": Form("GraniteForCausalLM", has_permuted_heads=True),
@@ -90,6 +94,8 @@ def plain_name(form: Form, name: str) -> str | None:
     match = _LAYER.fullmatch(name)
     if match is not None:
         layer, part, kind = match.groups()
+        if part == "attn_sinks":
+            return f"model.layers.{int(layer)}.self_attn.sinks"
         theirs = form.names.get(part)
         return None if theirs is None else f"model.layers.{int(layer)}.{theirs}.{kind}"
     part, _, kind = name.rpartition(".")

@@ -18,7 +18,7 @@ from nanoserve.utils.checks import require
 
 class _Place(NamedTuple):
     tensor: StoredTensor
-    expert: int | None  # index in a 3-dimensional tensor
+    expert: int | None  # index in a tensor of all experts
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -52,11 +52,11 @@ class GGUFSource:
             raise ValueError(f"{problem} {architecture!r} model")
         if "{}" not in name:
             return {name: _Place(tensor, None)}
-        is_stack = len(tensor.shape) == 3
+        num_dims = 2 if name.endswith(".bias") else 3
         require(
-            is_stack,
-            f"{tensor.file}: {tensor.name} is {list(tensor.shape)}, but experts must have 3 "
-            f"dimensions",
+            len(tensor.shape) == num_dims,
+            f"{tensor.file}: {tensor.name} is {list(tensor.shape)}, but experts must have "
+            f"{num_dims} dimensions",
         )
         return {name.format(i): _Place(tensor, i) for i in range(tensor.shape[0])}
 

@@ -76,7 +76,6 @@ class Need:
             self.dense += self.num_moe_layers * hidden * config.moe.num_experts  # the router
             shared = config.moe.shared_expert_intermediate_size or 0
             self.dense += self.num_moe_layers * 3 * hidden * shared
-            self.dense += self.num_moe_layers * config.moe.num_shared_experts * self.expert
         num_dense_layers = config.num_hidden_layers - self.num_moe_layers
         self.dense += num_dense_layers * 3 * hidden * config.intermediate_size
 

@@ -140,7 +140,8 @@ def _floats(q):
 
 
 @njit(**_INNER)
-def _softmax(scores, factor, soft_cap):
+def _softmax(scores, factor, soft_cap, sink):
+    """Replace scores by their weights. sink: [1] of the head, or [0]: see `AttentionLayer`."""
     for t in range(len(scores)):
         scores[t] *= factor
     if soft_cap > 0:
@@ -151,9 +152,13 @@ def _softmax(scores, factor, soft_cap):
     for t in range(len(bits)):
         highest = max(highest, _ordered(bits[t]))
     largest, total = _ordered(highest).view(np.float32), np.float32(0)
+    if len(sink):
+        largest = max(largest, sink[0])
     for t in range(len(scores)):
         scores[t] = exp(scores[t] - largest)
         total += scores[t]
+    if len(sink):
+        total += exp(sink[0] - largest)
     for t in range(len(scores)):
         scores[t] /= total
 
@@ -198,7 +203,7 @@ def _attend_row(q, out, cache, scales, blocks, kv_heads, of_row, options, elemen
     start, end, length = of_row
     q = q[start:end, kv_heads[0] : kv_heads[1]]
     out = out[start:end, kv_heads[0] : kv_heads[1]]
-    scale, window, soft_cap = options
+    scale, window, soft_cap, sinks = options
     n, num_kv_heads, group, head_dim = q.shape
     queries, factors = _for_scores(q, scale, element)
     seen = np.empty((len(queries), 2), dtype=np.intp)
@@ -210,7 +215,9 @@ def _attend_row(q, out, cache, scales, blocks, kv_heads, of_row, options, elemen
     place = blocks, kv_heads, seen, (q[0, 0, 0, 0], element)
     _find_scores(queries, weights, cache[0], scales[0], *place)
     for head in range(len(queries)):
-        _softmax(weights[head, seen[head, 0] : seen[head, 1]], factors[head], soft_cap)
+        at = (kv_heads[0] + head // (n * group)) * group + head % group
+        own = weights[head, seen[head, 0] : seen[head, 1]]
+        _softmax(own, factors[head], soft_cap, sinks[at : at + 1])
     _add_values(sums, weights, cache[-1], scales[-1], *place)
     found = sums.reshape(num_kv_heads, n, group, head_dim)
     for token in range(n):
@@ -235,14 +242,16 @@ def _made(sources):
         (row, first token, the next piece's first token, the last token's context length).
 
         A quantized cache has a scale for each token and head; otherwise the address of scales is 0.
-        As a scale applies to a whole head, it is multiplied into the score, or the weight.
+        As a scale applies to a whole head, it is multiplied into the score, or the weight. The
+        address of sinks is 0 if there are none.
 
         Returns the number of rows with tokens or blocks that do not exist; these are skipped.
         """
         _ = sources
         num_single, num_pieces, num_tokens, num_heads, num_rows, columns = sizes[:6]
         num_stored, num_blocks, num_kv_heads, block_size, head_dim, value_dim = sizes[6:]
-        q_at, out_at, starts_at, tables_at, lens_at, cache_at, scales_at, pieces_at = addresses
+        q_at, out_at, starts_at, tables_at, lens_at, cache_at, scales_at, pieces_at = addresses[:8]
+        sinks_at = addresses[8]
         by_token = (num_tokens, num_kv_heads, num_heads // num_kv_heads)
         q = array_at(q_at, (*by_token, head_dim), element)
         out = array_at(out_at, (*by_token, value_dim), element)
@@ -253,7 +262,8 @@ def _made(sources):
         shape = (num_stored, num_blocks, num_kv_heads, block_size)
         cache = array_at(cache_at, (*shape, head_dim), cache_element)
         scales = array_at(scales_at, shape, np.float32(0))
-        options = np.float32(scale), window, np.float32(soft_cap)
+        sinks = array_at(sinks_at, (num_heads if sinks_at else 0,), np.float32(0))
+        options = np.float32(scale), window, np.float32(soft_cap), sinks
         num_wrong = 0 if starts[0] == 0 and starts[num_rows] == num_tokens else 1
         # Threads share the decode rows, and then the pieces. Both run the same code, because code
         # that is compiled twice may add up in two orders.

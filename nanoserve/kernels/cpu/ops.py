@@ -64,6 +64,20 @@ def act_and_mul(gate_up: Tensor, is_gelu: bool = False) -> Tensor:
     return out
 
 
+def swiglu_and_mul(gate_up: Tensor, alpha: float, limit: float | None, offset: float) -> Tensor:
+    """Return gate * sigmoid(alpha * gate) * (up + offset): see `act_and_mul` for shapes.
+
+    limit: clamps gate from above and up from both sides first; None: neither.
+    """
+    checks.check_gate_up(gate_up)
+    num_rows, both = gate_up.shape
+    out = gate_up.new_empty(num_rows, both // 2)
+    gate = _swiglu_and_mul if out.numel() <= FEW // 2 else _swiglu_and_mul_parallel
+    constants = alpha, math.inf if limit is None else limit, offset
+    gate(address(gate_up), address(out), num_rows, both // 2, constants, ELEMENTS[out.dtype])
+    return out
+
+
 @njit(**FAST)
 def _sum_of_squares(x):
     total = np.float32(0)
@@ -171,3 +185,31 @@ def _act_and_mul_parallel(gate_up, out, num_rows, size, is_gelu, element):
             _gelu_and_mul(gate_up[row], out[row])
         else:
             _silu_and_mul(gate_up[row], out[row])
+
+
+@njit(**EXACT)
+def _clamp_and_gate(gate_up, out, constants):
+    size = len(out)
+    alpha, limit = np.float32(constants[0]), np.float32(constants[1])
+    offset = np.float32(constants[2])
+    for i in range(size):
+        gate, up = to_float(gate_up[i]), to_float(gate_up[size + i])
+        gate = limit if gate > limit else gate  # NaN stays
+        up = limit if up > limit else (-limit if up < -limit else up)
+        store(out, i, gate * _sigmoid(alpha * gate) * (up + offset))
+
+
+@njit(**EXACT)
+def _swiglu_and_mul(gate_up, out, num_rows, size, constants, element):
+    gate_up = array_at(gate_up, (num_rows, 2 * size), element)
+    out = array_at(out, (num_rows, size), element)
+    for row in range(num_rows):
+        _clamp_and_gate(gate_up[row], out[row], constants)
+
+
+@njit(parallel=True, **EXACT)
+def _swiglu_and_mul_parallel(gate_up, out, num_rows, size, constants, element):
+    gate_up = array_at(gate_up, (num_rows, 2 * size), element)
+    out = array_at(out, (num_rows, size), element)
+    for row in prange(num_rows):
+        _clamp_and_gate(gate_up[row], out[row], constants)

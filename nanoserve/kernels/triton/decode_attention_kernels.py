@@ -30,14 +30,19 @@ and V is read once for all of them:
 
     tile row m:  query token m // HEADS,  head m % HEADS of the group
 
-Early queries may see none of a share's keys. Such a partial result has weight zero.
+Early queries may see none of a share's keys. Such a partial result has weight zero. A row's sinks
+are counted in the partial result that has its first tile.
 """
 
 import triton
 import triton.language as tl
 from triton.language.extra import cuda
 
-from nanoserve.kernels.triton.paged_attention_kernels import online_softmax_step
+from nanoserve.kernels.triton.paged_attention_kernels import (
+    load_sinks,
+    online_softmax_step,
+    with_sinks,
+)
 from nanoserve.kernels.triton.quantized_kv import as_operand, load_scales
 from nanoserve.kernels.triton.split_work import arrives_last
 
@@ -59,6 +64,7 @@ def decode_attention_kernel(
     # None (their code is compiled away), or scales of codes: float32, one for each slot and head.
     k_scales_ptr,
     v_scales_ptr,
+    sinks_ptr,  # float32 [num_heads], or None: compiled away
     cu_seqlens_q_ptr,  # None: row r has token r alone
     context_lens_ptr,
     block_tables_ptr,
@@ -172,6 +178,11 @@ def decode_attention_kernel(
                 soft_cap,
                 DOT_PRECISION,
             )
+
+        if sinks_ptr is not None:  # once for each row: with its first tile
+            sinks = load_sinks(sinks_ptr, head, exists)
+            sinks = tl.where(first == 0, sinks, float("-inf"))
+            acc, row_max, row_sum = with_sinks(acc, row_max, row_sum, sinks)
 
         # 3) Store the complete or partial result, and go on to the next row.
         out_offsets = ((first_token + token) * num_heads + head)[:, None] * HEAD_DIM + d[None, :]

@@ -33,6 +33,7 @@ _TRITON_DTYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
 }
+_PLAIN = (1.0, None, 0.0)  # alpha, limit and offset of SwiGLU
 _SORT_BLOCK = 1024  # pairs at once
 _SUM_BLOCK = 1024  # columns of a program
 
@@ -102,6 +103,8 @@ def fused_experts(
     first_expert: int = 0,
     num_experts: int | None = None,
     *,
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None,
+    swiglu: tuple[float, float | None, float] = _PLAIN,
     is_dependent: bool = False,
     one_tile_shape: bool = False,
 ) -> torch.Tensor:
@@ -117,11 +120,15 @@ def fused_experts(
     weights are codes, which are converted to it on use. Sums are float32, and both products are
     rounded to the dtype. `num_experts`, of all ranks, determines the average number of pairs of an
     expert.
+    biases: of gate_up [experts here, 2 x size] and of down [experts here, hidden], of hidden's
+    dtype. swiglu: (alpha, limit, offset); a pair's gate and up become gate * sigmoid(alpha * gate)
+    * (up + offset), after gate was clamped to limit from above and up from both sides.
     is_dependent: use programmatic dependent launch.
     one_tile_shape: use the tiles of few pairs for any number, so that a token's result does not
     depend on other tokens.
     """
     _check(hidden, expert_ids, expert_weights, gate_up, down)
+    of_gate_up, of_down = _checked_biases(biases, hidden, gate_up, down)
     (gate_up, gate_up_scale), (down, down_scale) = _parts(gate_up), _parts(down)
     (num_tokens, hidden_size), (num_here, _, size) = hidden.shape, down.shape
     if num_here == 0:  # there are more ranks than experts
@@ -132,9 +139,10 @@ def fused_experts(
     launch = launch_options(is_dependent)
     pairs = _sort(expert_ids, first_expert, num_here, launch)
     gated = hidden.new_empty(num_pairs, size)
-    _product(gated, hidden, gate_up, pairs, config, launch, top_k, scale=gate_up_scale)
+    operands = gated, hidden, gate_up, pairs, config, launch, top_k
+    _product(*operands, scale=gate_up_scale, bias=of_gate_up, swiglu=swiglu)
     products = hidden.new_empty(num_pairs, hidden_size)
-    _product(products, gated, down, pairs, config, launch, scale=down_scale)
+    _product(products, gated, down, pairs, config, launch, scale=down_scale, bias=of_down)
     out = torch.empty_like(hidden)
     _sum_kernel[(num_tokens, -(-hidden_size // _SUM_BLOCK))](
         out,
@@ -189,6 +197,25 @@ def _check(
         raise ValueError(f"{', '.join(strided)} must be contiguous")
 
 
+def _checked_biases(
+    biases: tuple[torch.Tensor, torch.Tensor] | None,
+    hidden: torch.Tensor,
+    gate_up: torch.Tensor | ExpertCodes,
+    down: torch.Tensor | ExpertCodes,
+) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Return the biases of both products; (None, None) if there are none."""
+    if biases is None:
+        return None, None
+    for bias, weight in zip(biases, (gate_up, down), strict=True):
+        shape = _parts(weight)[0].shape[:2]
+        if bias.shape != shape or bias.dtype != hidden.dtype or not bias.is_contiguous():
+            raise ValueError(
+                f"a bias must be contiguous {hidden.dtype} {list(shape)}, not {bias.dtype} "
+                f"{list(bias.shape)}"
+            )
+    return biases
+
+
 class _Pairs(NamedTuple):
     order: torch.Tensor  # int32 [num_pairs]: this rank's pairs by expert; the rest is unset
     bounds: torch.Tensor  # int32 [2, experts here]: start and end of each expert in `order`
@@ -214,6 +241,8 @@ def _product(
     launch: dict[str, Any],
     top_k: int | None = None,
     scale: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    swiglu: tuple[float, float | None, float] = _PLAIN,
 ) -> None:
     """Launch a product. With `top_k`: tokens -> gated, sorted pairs; else: sorted -> pairs."""
     (num_pairs, out_features), num_experts = out.shape, len(weight)
@@ -229,12 +258,16 @@ def _product(
         x,
         weight,
         scale,
+        bias,
         *pairs,
         IN_FEATURES=x.shape[1],
         OUT_FEATURES=out_features,
         NUM_EXPERTS=num_experts,
         EXPERTS_PADDED=max(16, 1 << (num_experts - 1).bit_length()),
         TOP_K=top_k,
+        ALPHA=swiglu[0],
+        LIMIT=swiglu[1],
+        OFFSET=swiglu[2],
         BLOCK_M=config.block_m,
         BLOCK_N=block_n,
         BLOCK_K=config.block_k,
@@ -284,6 +317,7 @@ def _product_kernel(
     x_ptr,  # [num_tokens or num_pairs, IN_FEATURES]
     weight_ptr,  # [NUM_EXPERTS, OUT_FEATURES or twice that, IN_FEATURES]
     scale_ptr,  # scales of codes, for each row of the weight; else None
+    bias_ptr,  # [NUM_EXPERTS, rows of the weight]; None: compiled away
     order_ptr,
     bounds_ptr,
     IN_FEATURES: tl.constexpr,
@@ -291,6 +325,9 @@ def _product_kernel(
     NUM_EXPERTS: tl.constexpr,
     EXPERTS_PADDED: tl.constexpr,
     TOP_K: tl.constexpr,  # None: x is sorted, and out is not; else x has tokens, and out is sorted
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    OFFSET: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -338,8 +375,23 @@ def _product_kernel(
         if TOP_K is not None:
             up_scale = tl.load(scale_ptr + OUT_FEATURES, mask=n < OUT_FEATURES, other=0.0)
             acc_up *= up_scale[None, :]
+    if bias_ptr is not None:
+        bias_ptr += expert * (OUT_FEATURES * (1 if TOP_K is None else 2)) + n
+        bias = tl.load(bias_ptr, mask=n < OUT_FEATURES, other=0.0)
+        acc += bias.to(tl.float32)[None, :]
+        if TOP_K is not None:
+            up_bias = tl.load(bias_ptr + OUT_FEATURES, mask=n < OUT_FEATURES, other=0.0)
+            acc_up += up_bias.to(tl.float32)[None, :]
     if TOP_K is not None:
-        acc = acc / (1.0 + tl.exp(-acc)) * acc_up
+        if LIMIT is not None:  # minima and maxima would lose NaN
+            acc = tl.where(acc > LIMIT, LIMIT, acc)
+            acc_up = tl.where(acc_up > LIMIT, LIMIT, tl.where(acc_up < -LIMIT, -LIMIT, acc_up))
+        if OFFSET != 0.0:
+            acc_up += OFFSET
+        if ALPHA == 1.0:
+            acc = acc / (1.0 + tl.exp(-acc)) * acc_up
+        else:
+            acc = acc / (1.0 + tl.exp(-ALPHA * acc)) * acc_up
     out_ptrs = out_ptr + out_row.to(tl.int64)[:, None] * OUT_FEATURES + n[None, :]
     mask = exists[:, None] & (n < OUT_FEATURES)[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=mask)

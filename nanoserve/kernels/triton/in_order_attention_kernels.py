@@ -4,7 +4,7 @@ The kernels for decode rows and for chunks split the keys of a row, and select t
 by what else is in the batch. Here a row's keys are always split in the same way, into shares of a
 fixed number of tiles, counted from its first position, and are always read by the same code:
 
-    a query's result = ((share 0 merged with share 1) merged with share 2) ...
+    a query's result = ((share 0 merged with share 1) merged with share 2) ... merged with its sink
 
 A tile of queries is computed by one program, which keeps the merged shares in registers, or by a
 program for each share, whose partial results `merge_shares_kernel` merges in the same order with
@@ -20,6 +20,7 @@ import triton.language as tl
 from nanoserve.kernels.triton.paged_attention_kernels import (
     find_row,
     first_tile,
+    load_sinks,
     online_softmax_step,
     tiles_seen,
 )
@@ -42,6 +43,7 @@ def in_order_attention_kernel(
     # None (their code is compiled away), or scales of codes: float32, one for each slot and head.
     k_scales_ptr,
     v_scales_ptr,
+    sinks_ptr,  # float32 [num_heads], or None: compiled away
     cu_seqlens_q_ptr,
     context_lens_ptr,
     block_tables_ptr,
@@ -149,6 +151,8 @@ def in_order_attention_kernel(
     num_heads = num_kv_heads * GROUP
     places = (first_token + token) * num_heads + head
     if parts_ptr is None:
+        if sinks_ptr is not None:
+            acc, row_max, row_sum = _with_sinks(acc, row_max, row_sum, sinks_ptr, head, exists)
         out = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + places[:, None] * HEAD_DIM + d[None, :], out, mask=mask)
     else:
@@ -164,6 +168,7 @@ def merge_shares_kernel(
     out_ptr,  # [num_tokens, num_heads, head_dim]
     parts_ptr,
     sums_ptr,
+    sinks_ptr,
     cu_seqlens_q_ptr,
     context_lens_ptr,
     num_rows,
@@ -201,6 +206,8 @@ def merge_shares_kernel(
         own_max = tl.load(sums_ptr + part, mask=exists, other=-3e38)
         own_sum = tl.load(sums_ptr + num_shares * size + part, mask=exists, other=1.0)
         acc, row_max, row_sum = _merged(acc, row_max, row_sum, own_acc, own_max, own_sum)
+    if sinks_ptr is not None:
+        acc, row_max, row_sum = _with_sinks(acc, row_max, row_sum, sinks_ptr, head, exists)
     out = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + places[:, None] * HEAD_DIM + d[None, :], out, mask=mask)
 
@@ -254,3 +261,11 @@ def _merged(acc, row_max, row_sum, own_acc, own_max, own_sum):
     rescale, weight = tl.exp2(row_max - new_max), tl.exp2(own_max - new_max)
     acc = tl.fma(acc, rescale[:, None], own_acc * weight[:, None])
     return acc, new_max, tl.fma(row_sum, rescale, own_sum * weight)
+
+
+@triton.jit
+def _with_sinks(acc, row_max, row_sum, sinks_ptr, head, exists):
+    """Merge the shares with the sinks of their heads, which have a score and no value."""
+    sinks = load_sinks(sinks_ptr, head, exists)
+    nothing = tl.zeros(acc.shape, dtype=tl.float32)
+    return _merged(acc, row_max, row_sum, nothing, sinks, tl.full(sinks.shape, 1.0, tl.float32))

@@ -58,6 +58,7 @@ def paged_attention(
     max_query_len: int | None = None,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
     kv_scales: torch.Tensor | None = None,
     row_counts: torch.Tensor | None = None,
     arrivals: torch.Tensor | None = None,
@@ -79,8 +80,9 @@ def paged_attention(
     as keep the GPU busy. The keys of the other rows are split, too, in the same launch, if
     `max_query_len` is given and small; without it, a row is read by as many programs as there are
     KV heads. A query sees `sliding_window` tokens, its own included, or all; c = `soft_cap` changes
-    its scaled scores to c tanh(score / c). Returns [num_tokens, num_heads, head_dim], contiguous,
-    in q's dtype.
+    its scaled scores to c tanh(score / c). `sinks`, float32 [num_heads], is a score of each head
+    that is in the sum of exponentials and has no value. Returns [num_tokens, num_heads, head_dim],
+    contiguous, in q's dtype.
 
     in_order: use the kernels of `nanoserve.kernels.triton.in_order_attention_kernels` for all rows:
     a token's result then depends neither on other tokens, nor on whether it is in a decode row.
@@ -103,6 +105,7 @@ def paged_attention(
         *(q, kv_cache, cu_seqlens_q, context_lens, block_tables),
         *(scale, sliding_window, soft_cap, (None, None) if kv_scales is None else tuple(kv_scales)),
         arrivals,
+        sinks,
     )
     _check(batch)
     if arrivals is not None:
@@ -162,6 +165,7 @@ class _Batch(NamedTuple):
     soft_cap: float | None
     scales: tuple[torch.Tensor | None, ...]  # scales of codes: K's and V's
     arrivals: torch.Tensor | None
+    sinks: torch.Tensor | None
 
     @property
     def group(self) -> int:
@@ -197,6 +201,13 @@ def _check(batch: _Batch) -> None:
         raise ValueError(f"sliding_window={batch.sliding_window} must be at least 1")
     if batch.soft_cap is not None and not batch.soft_cap > 0:
         raise ValueError(f"soft_cap={batch.soft_cap} must be positive")
+    if batch.sinks is not None:
+        shape, dtype = [*batch.sinks.shape], batch.sinks.dtype
+        if shape != [q.shape[1]] or dtype != torch.float32 or not batch.sinks.is_contiguous():
+            raise ValueError(
+                f"sinks must be contiguous float32 [{q.shape[1]}], one for each head, not {dtype} "
+                f"{shape}"
+            )
     lengths = [len(tensor) for tensor in indices]
     if lengths != [lengths[1] + 1, lengths[1], lengths[1]]:
         raise ValueError(
@@ -256,7 +267,7 @@ def _decode(
     `row_counts`: limits the rows to those that it counts.
     """
     q, kv_cache, cu_seqlens_q, context_lens, block_tables = batch[:5]
-    scale, sliding_window, soft_cap, scales, arrivals = batch[5:]
+    scale, sliding_window, soft_cap, scales, arrivals, sinks = batch[5:]
     (_, num_heads, head_dim), num_rows = q.shape, len(context_lens)
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     if num_shares is None:
@@ -282,6 +293,7 @@ def _decode(
         q,
         *kv_cache,
         *scales,
+        sinks,
         *rows,
         block_tables,
         num_rows,
@@ -330,7 +342,7 @@ def _attend_chunks(
     `row_counts`: replaces these numbers on the device, where there may be fewer rows.
     """
     q, kv_cache, cu_seqlens_q, context_lens, block_tables = batch[:5]
-    scale, sliding_window, soft_cap, scales, _ = batch[5:]
+    scale, sliding_window, soft_cap, scales, _, sinks = batch[5:]
     num_tokens, _, head_dim = q.shape
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     group_padded = _group_padded(batch)
@@ -342,6 +354,7 @@ def _attend_chunks(
         q,
         *kv_cache,
         *scales,
+        sinks,
         cu_seqlens_q,
         context_lens,
         block_tables,
@@ -374,7 +387,7 @@ def _attend_in_order(batch: _Batch, out: torch.Tensor, max_context_len: int) -> 
     Each share has a program of its own if there are fewer tiles than multiprocessors.
     """
     q, kv_cache, cu_seqlens_q, context_lens, block_tables = batch[:5]
-    scale, sliding_window, soft_cap, scales, _ = batch[5:]
+    scale, sliding_window, soft_cap, scales, _, sinks = batch[5:]
     (num_tokens, num_heads, head_dim), num_rows = q.shape, len(context_lens)
     _, _, num_kv_heads, block_size, _ = kv_cache.shape
     group_padded, config = _group_padded(batch), for_two_results(_config(batch, False), batch.group)
@@ -403,6 +416,7 @@ def _attend_in_order(batch: _Batch, out: torch.Tensor, max_context_len: int) -> 
         q,
         *kv_cache,
         *scales,
+        sinks,
         cu_seqlens_q,
         context_lens,
         block_tables,
@@ -425,6 +439,7 @@ def _attend_in_order(batch: _Batch, out: torch.Tensor, max_context_len: int) -> 
             out,
             parts,
             sums,
+            sinks,
             cu_seqlens_q,
             context_lens,
             num_rows,

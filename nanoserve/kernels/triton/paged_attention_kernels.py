@@ -18,7 +18,9 @@ computes; the factor log2(e) is folded into the scale.
 
 With a sliding window (Beltagy et al. 2020, "Longformer") a query sees its last `sliding_window`
 tokens and nothing before them. The iteration then begins at the first tile that a query of the
-program sees. With a soft cap c (Gemma Team 2024, "Gemma 2"), scores become c tanh(score / c).
+program sees. With a soft cap c (Gemma Team 2024, "Gemma 2"), scores become c tanh(score / c). A
+sink (OpenAI 2025, "gpt-oss") is a learned score of a head that is in the sum of exponentials only,
+so that a query need not attend to any key.
 
 Rows with a single token, whose time is spent on reading keys and not on arithmetic, are split
 differently: see `nanoserve.kernels.triton.decode_attention_kernels`.
@@ -41,6 +43,7 @@ def chunk_attention_kernel(
     # None (their code is compiled away), or scales of codes: float32, one for each slot and head.
     k_scales_ptr,
     v_scales_ptr,
+    sinks_ptr,  # float32 [num_heads], or None: compiled away
     cu_seqlens_q_ptr,
     context_lens_ptr,
     block_tables_ptr,
@@ -179,6 +182,9 @@ def chunk_attention_kernel(
             )
 
     num_heads = num_kv_heads * GROUP
+    if sinks_ptr is not None:
+        sinks = load_sinks(sinks_ptr, first_head + head, exists)
+        acc, row_max, row_sum = with_sinks(acc, row_max, row_sum, sinks)
     out = (acc / row_sum[:, None]).to(out_ptr.dtype.element_ty)
     out_ptr += (first_token * num_heads + first_head) * HEAD_DIM
     out_offsets = (token * num_heads + head)[:, None] * HEAD_DIM + d[None, :]
@@ -231,6 +237,25 @@ def online_softmax_step(
         row_sum += tl.sum(weights * tl.exp2(-log_v_scales)[None, :], 1)
     acc = tl.dot(weights.to(v.dtype), v, acc * rescale[:, None], input_precision=DOT_PRECISION)
     return acc, new_max, row_sum
+
+
+@triton.jit
+def load_sinks(sinks_ptr, head, exists):
+    """Load the sinks of heads, as scores to base 2: -inf, without weight, for other rows."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    return tl.load(sinks_ptr + head, mask=exists, other=float("-inf")) * LOG2_E
+
+
+@triton.jit
+def with_sinks(acc, row_max, row_sum, sinks):
+    """Add sinks, which have a score and no value, to the (acc, row_max, row_sum) of some keys.
+
+    It is done after all keys and in float32. If the sum started with them, a sink far above all
+    scores would leave weights that 16 bits cannot represent.
+    """
+    new_max = tl.maximum(row_max, sinks)
+    rescale = tl.exp2(row_max - new_max)
+    return acc * rescale[:, None], new_max, row_sum * rescale + tl.exp2(sinks - new_max)
 
 
 @triton.jit

@@ -2,7 +2,8 @@
 
 from torch import Tensor
 
-from nanoserve.kernels.cpu.ops import act_and_mul, add_rms_norm, rms_norm
+from nanoserve.checkpoint.moe_config import SwiGLU
+from nanoserve.kernels.cpu.ops import act_and_mul, add_rms_norm, rms_norm, swiglu_and_mul
 from nanoserve.kernels.cpu.store_kv import store_kv
 from nanoserve.models.layers.ops import FusedOps
 
@@ -21,3 +22,8 @@ class NumbaOps(FusedOps):
         if activation not in ACTIVATIONS:
             raise ValueError(f"activation={activation!r:.80} must be one of {ACTIVATIONS}")
         return act_and_mul(gate_up, activation != "silu")
+
+    @staticmethod
+    def swiglu(gate_up: Tensor, swiglu: SwiGLU) -> Tensor:
+        """Return what `models.layers.experts.swiglu_and_mul` returns."""
+        return swiglu_and_mul(gate_up, *swiglu)

@@ -19,9 +19,10 @@ from nanoserve.attention.kv_cache import KVCache
 class TorchOps:
     # Fused operations of a layer; None: the layer runs them one by one. The first is (heads,
     # rotary, (q_norm, k_norm), kv_cache, metadata) -> q, see Qwen3Attention; a missing norm is
-    # None. The second has the signature of `nanoserve.models.layers.experts.sum_of_experts`.
+    # None. The others have the signatures of functions of `nanoserve.models.layers.experts`.
     norm_rotate_store: Callable[..., Tensor] | None = None
     sum_of_experts: Callable[..., Tensor] | None = None
+    swiglu: Callable[..., Tensor] | None = None
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return x W^T, [..., inputs] x [outputs, inputs] -> [..., outputs]."""

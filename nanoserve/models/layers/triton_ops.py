@@ -79,10 +79,12 @@ class TritonOps(FusedOps):
             return self._product(x, gate_up.weight, activation)
         return super().gated_product(gate_up, x, activation)
 
-    def sum_of_experts(self, *args: Any) -> Tensor:
+    def sum_of_experts(self, *args: Any, **options: Any) -> Tensor:
         """Return what `models.layers.experts.sum_of_experts` returns, for the same arguments."""
         is_dependent, is_invariant = self._is_dependent, self._is_batch_invariant
-        return fused_experts(*args, is_dependent=is_dependent, one_tile_shape=is_invariant)
+        return fused_experts(
+            *args, is_dependent=is_dependent, one_tile_shape=is_invariant, **options
+        )
 
     def _is_for_few_rows(self, x: Tensor) -> bool:
         return self._splits_products and len(x) <= MOST_ROWS and x.is_contiguous()

@@ -42,8 +42,8 @@ from nanoserve.serve.http.response_format import refusal
 from nanoserve.serve.http.response_writer import EventStream, whole_response
 from nanoserve.serve.http.settings import ServerSettings
 from nanoserve.serve.http.tools.grammar import constraint_of_tools, schemas_of_tools
-from nanoserve.serve.http.tools.parsers import FORMATS, detect
-from nanoserve.serve.http.tools.reasoning import CLOSE, OPEN
+from nanoserve.serve.http.tools.parsers import FORMATS, formats_of
+from nanoserve.serve.http.tools.reasoning import special_tokens_of
 from nanoserve.serve.http.tools.tool_choice import tool_use_of
 from nanoserve.serve.http.tools.tool_output import ToolAnswer
 from nanoserve.serve.http.unknown_fields import UnknownNames, check_fields
@@ -66,7 +66,7 @@ class ApiServer:
         self._tokenizer = llm.engine.tokenizer
         self.names = settings.served_model_name or [llm.engine.config.model]
         named, template = settings.tool_call_parser, llm.engine.tokenizer.chat_template
-        known = detect(template) if named is None else FORMATS[named]
+        known, self.reasoning_parser = formats_of(named, settings.reasoning_parser, template)
         # A model that is forced to call a tool can be forced to use any format.
         self.tool_format = known or FORMATS["hermes"]
         self.shows_tools = known is not None and "tools" in (template or "")
@@ -170,10 +170,10 @@ class ApiServer:
             self.tool_format,
             self.shows_tools,
         )
-        reasoning_parser = self.settings.reasoning_parser
+        reasoning_parser = self.reasoning_parser
         if use is None and reasoning_parser is None:
             return await self._generate(request, body, chat_requests, ChatAnswer)
-        specials: tuple[str, ...] = () if reasoning_parser is None else (OPEN, CLOSE)
+        specials = () if reasoning_parser is None else special_tokens_of(reasoning_parser)
         special_id = self._tokenizer.special_tokens.id_of
         if use is not None:
             specials += use.format.special_tokens

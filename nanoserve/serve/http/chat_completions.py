@@ -11,7 +11,8 @@ from nanoserve.serve.http import logprobs
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.protocol import ChatBody
 from nanoserve.serve.http.response_builder import Answer, as_json, members
-from nanoserve.serve.http.tools.grammar import behind_reasoning
+from nanoserve.serve.http.tools import harmony
+from nanoserve.serve.http.tools.grammar import behind_analysis, behind_reasoning
 from nanoserve.serve.http.tools.reasoning import thought_at_end
 from nanoserve.text.chat import chat_prompts
 
@@ -44,15 +45,23 @@ def chat_requests(
         raise ApiError(400, "messages is empty; pass at least one message", "messages")
     prompt, special_id = chat_prompt(body, engine), engine.tokenizer.special_tokens.id_of
     if reasoning_parser is not None and body.constraint is not None:
-        thought = thought_at_end(prompt["prompt"], reasoning_parser, body.continued)
         config, field = engine.config.structured_outputs_config, body.constraint_field
-        body.constraint = behind_reasoning(body.constraint, thought, special_id, config, field)
+        options = body.constraint, special_id, config, field
+        if reasoning_parser == harmony.NAME:
+            body.constraint = behind_analysis(*options, begun=harmony.begun_in(prompt["prompt"]))
+        else:
+            thought = thought_at_end(prompt["prompt"], reasoning_parser, body.continued)
+            body.constraint = behind_reasoning(options[0], thought, *options[1:])
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     defaults = engine.input_processor.default_sampling
     params = body.sampling_params(defaults, body.most_tokens[1], num_logprobs)
     is_kept = any(special_id(text) is not None for text in kept_specials)
-    if is_kept and body.skip_special_tokens is None:
+    is_harmony = reasoning_parser == harmony.NAME  # of whose special tokens a message has none
+    if is_kept and (is_harmony or body.skip_special_tokens is None):
         params.skip_special_tokens = False
+    if is_harmony and not params.ignore_eos:
+        stops = [i for i in map(special_id, harmony.STOPS) if i is not None]
+        params.stop_token_ids = [*(params.stop_token_ids or ()), *stops]
     request_id, priority = new_id(), body.priority or 0
     return [engine.input_processor.process(request_id, prompt, params, priority)]
 

@@ -25,7 +25,7 @@ from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.response_format import constraint_of, field_of_constraint
 from nanoserve.serve.http.tools.tool_choice import (
     check_arguments,
-    with_both_names_of_reasoning,
+    with_all_names_of_reasoning,
     with_parsed_arguments,
 )
 from nanoserve.text.chat import text_of
@@ -362,7 +362,7 @@ def _as_template_has_it(message: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(role, str) or role not in _ROLES:
         known = ", ".join(_ROLES)
         raise ApiError(400, f"messages: role={role!r:.50} must be one of {known}", "messages")
-    message = with_both_names_of_reasoning(with_parsed_arguments(message))
+    message = with_all_names_of_reasoning(with_parsed_arguments(message))
     content = _text_of(message.get("content"))
     if not content and isinstance(message.get("refusal"), str):
         content = message["refusal"]  # clients send OpenAI's refusals back

@@ -4,7 +4,8 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanoserve.serve.http.tools.parsers import FORMATS
+from nanoserve.serve.http.tools import harmony
+from nanoserve.serve.http.tools.parsers import FORMATS, check_parsers
 from nanoserve.serve.http.tools.reasoning import STARTS
 from nanoserve.utils.checks import (
     check_bool,
@@ -61,7 +62,8 @@ class ServerSettings:
         if self.tool_call_parser is not None:
             check_choice("tool_call_parser", self.tool_call_parser, tuple(FORMATS))
         if self.reasoning_parser is not None:
-            check_choice("reasoning_parser", self.reasoning_parser, tuple(STARTS))
+            check_choice("reasoning_parser", self.reasoning_parser, (*STARTS, harmony.NAME))
+        check_parsers(self.tool_call_parser, self.reasoning_parser)
         for name in ("served_model_name", "api_key", "allowed_origins"):
             check_list(name, getattr(self, name), lambda text: is_text(text) and text, "strings")
         for origin in self.allowed_origins:

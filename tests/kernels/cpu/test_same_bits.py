@@ -25,6 +25,7 @@ def answers():
     yield numba.rms_norm(x, weight, 1e-6)
     yield numba.act_and_mul(torch.cat([x, residual], 1), "silu")
     yield numba.act_and_mul(torch.cat([x, residual], 1), "gelu_pytorch_tanh")
+    yield numba.swiglu(torch.cat([x, residual], 1), (1.702, 7.0, 1.0))
     yield from numba.add_rms_norm(x, residual, weight, 1e-6)
     rotary = SimpleNamespace(cos=random(rows, 16), sin=random(rows, 16))
     norm = SimpleNamespace(weight=random(32), eps=1e-6)
@@ -59,4 +60,4 @@ def test_alone_or_among_many_compiled_or_loaded(dtype: str, tmp_path: Path) -> N
     )
     assert compiling == loading
     lines = compiling.splitlines()
-    assert len(lines) == 7 and all(line.startswith("0 ") for line in lines), lines
+    assert len(lines) == 8 and all(line.startswith("0 ") for line in lines), lines

@@ -5,11 +5,11 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-import torch.nn.functional as F
 
+from nanoserve.checkpoint.moe_config import PLAIN_SWIGLU, SwiGLU
 from nanoserve.kernels.triton import experts as kernels
 from nanoserve.kernels.triton.experts import ExpertCodes, fused_experts, tile_config
-from nanoserve.models.layers.experts import sum_of_experts
+from nanoserve.models.layers.experts import sum_of_experts, swiglu_and_mul
 from nanoserve.models.quantization.gpu_method import expert_codes
 from nanoserve.models.quantization.online import quantize_int4, quantize_int8
 
@@ -38,6 +38,8 @@ class Step:
     gate_up: torch.Tensor
     down: torch.Tensor
     first_expert: int = 0
+    biases: tuple[torch.Tensor, torch.Tensor] | None = None
+    swiglu: SwiGLU = PLAIN_SWIGLU
 
     def expected(self) -> torch.Tensor:
         """Token by token, in float64."""
@@ -47,11 +49,20 @@ class Step:
             for choice, expert in enumerate(ids):
                 if not 0 <= expert - self.first_expert < len(self.down):
                     continue
-                gate_up = self.gate_up[expert - self.first_expert].double()
-                gate, up = (gate_up @ x).chunk(2)
-                product = self.down[expert - self.first_expert].double() @ (F.silu(gate) * up)
+                here, (alpha, limit, offset) = expert - self.first_expert, self.swiglu
+                of_gate_up, of_down = (bias[here].double() for bias in self.biases or self.zeros())
+                gate, up = (self.gate_up[here].double() @ x + of_gate_up).chunk(2)
+                if limit is not None:
+                    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+                gated = gate * torch.sigmoid(alpha * gate) * (up + offset)
+                product = self.down[here].double() @ gated + of_down
                 out[token] += self.expert_weights[token, choice].double() * product
         return out
+
+    def zeros(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.gate_up.new_zeros(self.gate_up.shape[:2]), self.down.new_zeros(
+            self.down.shape[:2]
+        )
 
     def assert_right(self, out: torch.Tensor) -> None:
         expected = self.expected()
@@ -92,6 +103,7 @@ def of_rank(step: Step, first: int, end: int) -> Step:
         step,
         gate_up=step.gate_up[first:end].clone(),
         down=step.down[first:end].clone(),
+        biases=None if step.biases is None else tuple(b[first:end].clone() for b in step.biases),
         first_expert=first,
     )
 
@@ -248,6 +260,81 @@ def test_what_does_not_fit_is_refused(change: dict[str, torch.Tensor], message: 
     }
     with pytest.raises(ValueError, match=message):
         fused_experts(**(arguments | change))
+
+
+# ---------------------------------------------------------------- biases and other gates
+
+
+def with_biases(step: Step, *, has_swiglu: bool = True) -> Step:
+    """The gate is clamped for many, from both sides."""
+    biases = tuple(torch.randn_like(zeros) for zeros in step.zeros())
+    swiglu = SwiGLU(1.702, 0.7, 1.0) if has_swiglu else PLAIN_SWIGLU
+    return replace(step, biases=biases, swiglu=swiglu)
+
+
+@pytest.mark.small(dtype=[torch.float32], name=["off the tile"])
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", SHAPES)
+def test_biases_and_a_clamped_gate(
+    name: str, dtype: torch.dtype, run: Callable[..., torch.Tensor]
+) -> None:
+    torch.manual_seed(len(name))
+    step = with_biases(make_step(*SHAPES[name], dtype=dtype))
+    out = run(**vars(step))
+    if dtype == torch.float32:
+        step.assert_right(out)
+    else:  # a bias may be far larger than what is rounded before it
+        expected = step.expected()
+        errors = (out.double() - expected).norm(dim=1)
+        assert (errors <= 2 * TOLERANCE[dtype] * (1 + expected.norm(dim=1))).all()
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("swiglu", [(1.0, None, 0.5), (2.0, None, 0.0), (1.0, 0.3, 0.0)])
+def test_each_constant_of_a_gate(
+    swiglu: tuple[float, float | None, float], run: Callable[..., torch.Tensor]
+) -> None:
+    step = replace(make_step(9, 40, 24, top_k=2, num_experts=4), swiglu=SwiGLU(*swiglu))
+    step.assert_right(run(**vars(step)))
+
+
+@IMPLEMENTATIONS
+def test_the_ranks_together_have_each_bias_once(run: Callable[..., torch.Tensor]) -> None:
+    step = with_biases(make_step(30, 40, 24, top_k=3, num_experts=7))
+    parts = [run(**vars(of_rank(step, *bounds))) for bounds in ((0, 2), (2, 4), (4, 7))]
+    step.assert_right(sum(parts))
+
+
+@IMPLEMENTATIONS
+def test_a_clamped_gate_hides_no_nan(run: Callable[..., torch.Tensor]) -> None:
+    step = with_biases(make_step(3, 40, 24, top_k=2, num_experts=4))
+    step.hidden[1] = torch.nan
+    out = run(**vars(step))
+    assert out[1].isnan().all() and out[[0, 2]].isfinite().all()
+
+
+def test_the_compiled_gate_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("numba", reason="pip install 'nanoserve[cpu]'")
+    from nanoserve.models.layers.numba_ops import NumbaOps
+
+    step = with_biases(make_step(9, 40, 24, top_k=2, num_experts=4))
+    step.assert_right(sum_of_experts(**vars(step), ops=NumbaOps()))
+    gate_up = 20 * torch.randn(5, 64)
+    gate_up[2, 7] = gate_up[3, 40] = torch.nan
+    wanted, found = swiglu_and_mul(gate_up, step.swiglu), []
+    for few in (2**30, 0):
+        monkeypatch.setattr("nanoserve.kernels.cpu.ops.FEW", few)
+        found.append(NumbaOps().swiglu(gate_up, step.swiglu))
+        torch.testing.assert_close(found[-1], wanted, rtol=1e-5, atol=1e-6, equal_nan=True)
+    assert torch.equal(found[0].nan_to_num(), found[1].nan_to_num())
+
+
+def test_biases_that_do_not_fit_are_refused() -> None:
+    step = with_biases(make_step(3, 24, 8, top_k=2, num_experts=5))
+    for change in (step.biases[::-1], tuple(bias.bfloat16() for bias in step.biases)):
+        with pytest.raises(ValueError, match="a bias must be"):
+            fused_experts(**vars(replace(step, biases=change)))
 
 
 # ---------------------------------------------------------------- weights in 8 bits

@@ -11,11 +11,15 @@ from nanoserve.features.structured.schema_numbers import spelled
 from nanoserve.features.structured.schemas import COMPACT, json_rule
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.response_format import refusal
+from nanoserve.serve.http.tools import harmony
 from nanoserve.serve.http.tools.reasoning import CLOSE, OPEN, Thought
 from nanoserve.serve.http.tools.tool_choice import Function, ToolUse
 
 _MOST_CALLS = 16
 _ANY_ARGUMENTS = '{"type": "object"}'
+_MOST_THOUGHTS = 8  # messages before the last one
+_CALLS = "%llguidance {}\n// of harmony"  # begins the grammars of calls in harmony
+_FINAL = f"{harmony.CHANNEL}final{harmony.MESSAGE}"
 
 # Returns the id of a special token by its text, or None.
 SpecialId = Callable[[str], int | None]
@@ -33,6 +37,8 @@ def constraint_of_tools(
     if not use.must_call and not is_strict:
         return None
     form, writer = use.format, _Writer(special_id, config or StructuredOutputsConfig())
+    if form.reasoning_parser == harmony.NAME:
+        return StructuredOutputsParams(grammar=_messages_that_call(use, writer))
     trigger = form.trigger or ""
     before, separator, after = map(writer.literal, (form.before, form.separator, form.after))
     more = f"({separator} call){{0,{_MOST_CALLS - 1}}}" if use.allows_several else ""
@@ -94,6 +100,49 @@ def behind_reasoning(
     start = f"start: {opened} | {other}"
     lines = ["%llguidance {}", start, rule, r"SPACE: /[ \n]*/", *rules]
     return StructuredOutputsParams(grammar="\n".join(lines))
+
+
+def behind_analysis(
+    constraint: StructuredOutputsParams,
+    special_id: SpecialId,
+    config: StructuredOutputsConfig | None = None,
+    field: str = "structured_outputs",
+    *,
+    begun: str = "",
+) -> StructuredOutputsParams:
+    """Return a constraint on the last message of harmony, after up to `_MOST_THOUGHTS` free ones.
+
+    Free are messages of the channel "analysis", and of "commentary" without a recipient. begun: see
+    `harmony.begun_in`; inside of a message of the prompt, the constraint applies at once.
+    """
+    if harmony.MESSAGE in begun:
+        return constraint
+    config = config or StructuredOutputsConfig()
+    writer, rules = _Writer(special_id, config), _rules_of(constraint, config, field)
+    if not (constraint.grammar or "").startswith(_CALLS):  # the content of the answer
+        rules = [re.sub("^content:", "answer:", rule) for rule in rules]
+        rules.insert(0, f"content: {writer.literal(_FINAL)} answer")
+    between = writer.literal(f"{harmony.END}{harmony.START}{harmony.ROLE}")
+    headers = (f"{harmony.CHANNEL}{name}{harmony.MESSAGE}" for name in ("analysis", "commentary"))
+    thought = " | ".join(f"{writer.literal(header)} THOUGHT {between}" for header in headers)
+    lines = [
+        "%llguidance {}",
+        f"start: thought{{0,{_MOST_THOUGHTS}}} content",
+        f"thought: {thought}",
+        r"THOUGHT: /(.|\n)*/",
+        *rules,
+    ]
+    return StructuredOutputsParams(grammar="\n".join(lines))
+
+
+def _messages_that_call(use: ToolUse, writer: "_Writer") -> str:
+    """Return the grammar of the last message: a call, or if none is required, an answer."""
+    rules = [_CALLS, "start: call"]
+    if not use.must_call:
+        rules[1:] = ["start: call | answer", f"answer: {writer.literal(_FINAL)} TEXT"]
+        rules += [r"TEXT: /(.|\n)*/"]
+    # The end of a call ends the output, and is no part of the grammar.
+    return "\n".join([*rules, *writer.calls(use, use.format.call_begin, "")])
 
 
 def _rules_of(

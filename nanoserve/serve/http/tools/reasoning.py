@@ -2,6 +2,7 @@
 
 from enum import Enum
 
+from nanoserve.serve.http.tools import harmony
 from nanoserve.serve.http.tools.parse_result import without_beginning_of
 
 OPEN, CLOSE = "<think>", "</think>"
@@ -17,6 +18,11 @@ class Thought(Enum):
 
 # State for a prompt that does not end with a tag, by the name of the parser.
 STARTS = {"qwen3": Thought.NONE, "deepseek_r1": Thought.OPEN}
+
+
+def special_tokens_of(parser: str) -> tuple[str, ...]:
+    """Return the special tokens of a format of reasoning, which the output text must keep."""
+    return harmony.SPECIAL_TOKENS if parser == harmony.NAME else (OPEN, CLOSE)
 
 
 def thought_at_end(prompt: str | None, parser: str, continued: str = "") -> Thought:

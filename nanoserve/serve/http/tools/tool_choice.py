@@ -132,12 +132,16 @@ def with_parsed_arguments(message: dict[str, Any]) -> dict[str, Any]:
     return message | {"tool_calls": parsed}
 
 
-def with_both_names_of_reasoning(message: dict[str, Any]) -> dict[str, Any]:
-    """Return a message with its reasoning under both names, since a template uses either."""
-    newer, older = message.get("reasoning"), message.get("reasoning_content")
-    if (newer is None) == (older is None):
-        return message
-    return message | dict.fromkeys(("reasoning", "reasoning_content"), newer or older)
+def with_all_names_of_reasoning(message: dict[str, Any]) -> dict[str, Any]:
+    """Return a message with its reasoning under all names, since a template uses one of them.
+
+    The template of gpt-oss rejects a message with `thinking` and with content.
+    """
+    names = ["reasoning", "reasoning_content"]
+    names += [] if message.get("content") else ["thinking"]
+    given = [message[name] for name in names if message.get(name) is not None]
+    missing = [name for name in names if message.get(name) is None]
+    return message | dict.fromkeys(missing, given[0]) if given and missing else message
 
 
 def _function_of(tool: dict[str, Any], number: int) -> Function:

@@ -3,11 +3,14 @@
 import json
 import random
 import string
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
 from nanoserve.outputs import CompletionOutput
 from nanoserve.serve.http.chat_completions import ChatAnswer
+from nanoserve.serve.http.tools import harmony
 from nanoserve.serve.http.tools.parse_result import Parsed
 from nanoserve.serve.http.tools.parser_state import NOTHING, difference, parse_answer
 from nanoserve.serve.http.tools.reasoning import Thought, thought_at_end
@@ -22,21 +25,28 @@ class ToolAnswer(ChatAnswer):
 
     def __init__(self, use: ToolUse | None, reasoning_parser: str | None, *args: Any) -> None:
         super().__init__(*args)
-        self._use = use
-        self._is_inside: bool | None = None
-        if reasoning_parser is not None:
-            prompt, continued = self.requests[0].prompt, self._body.continued
-            thought = thought_at_end(prompt, reasoning_parser, continued)
-            self._is_inside = thought is Thought.OPEN
+        self._use, self._has_reasoning = use, reasoning_parser is not None
+        self._read = self._parser(reasoning_parser)
         self._texts: dict[int, str] = {}  # by choice, like the two below
         self._parsed: dict[int, Parsed] = {}
         self._ids: dict[int, list[str]] = {}
 
+    def _parser(self, reasoning_parser: str | None) -> Callable[[str, bool], Parsed]:
+        """Return the function (text so far, is it all?) -> its parts."""
+        prompt, is_inside = self.requests[0].prompt, None
+        if reasoning_parser == harmony.NAME:
+            has_tools, begun = self._use is not None, harmony.begun_in(prompt)
+            return partial(harmony.parse, has_tools=has_tools, begun=begun)
+        if reasoning_parser is not None:
+            thought = thought_at_end(prompt, reasoning_parser, self._body.continued)
+            is_inside = thought is Thought.OPEN
+        form = None if self._use is None else self._use.format
+        return partial(parse_answer, tools=form, is_inside=is_inside)
+
     def _parse(self, index: int, completion: CompletionOutput) -> Parsed:
         text = self._texts[index] = self._texts.get(index, "") + completion.text
         is_final = completion.finish_reason is not None
-        form = None if self._use is None else self._use.format
-        parsed = parse_answer(text, is_final, form, self._is_inside)
+        parsed = self._read(text, is_final)
         if self._use is not None and not self._use.allows_several:
             parsed = parsed._replace(calls=parsed.calls[:1])
         ids = self._ids.setdefault(index, [])
@@ -64,7 +74,7 @@ class ToolAnswer(ChatAnswer):
     def _message(self, index: int, completion: CompletionOutput) -> dict[str, Any]:
         parsed = self._parsed[index] = self._parse(index, completion)
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
-        if self._is_inside is not None:
+        if self._has_reasoning:
             reasoning = parsed.reasoning or None
             message |= {"reasoning": reasoning, "reasoning_content": reasoning}
         if parsed.calls:

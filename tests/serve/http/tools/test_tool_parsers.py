@@ -8,9 +8,10 @@ from itertools import combinations, pairwise
 
 import pytest
 
+from nanoserve.serve.http.tools import harmony
 from nanoserve.serve.http.tools.parse_result import Parsed, ToolCall
 from nanoserve.serve.http.tools.parser_state import NOTHING, difference, parse_answer
-from nanoserve.serve.http.tools.parsers import FORMATS, detect
+from nanoserve.serve.http.tools.parsers import FORMATS, check_parsers, detect, formats_of
 from nanoserve.serve.http.tools.partial_json import read_object
 from nanoserve.serve.http.tools.reasoning import STARTS, Thought, thought_at_end
 
@@ -35,6 +36,11 @@ def call(name: str, arguments: str, is_complete: bool = True) -> ToolCall:
 
 
 PARIS = call("get_weather", '{"city": "Paris"}')
+THOUGHT = "<|channel|>analysis<|message|>Hm.<|end|>"
+CALL_OF_WEATHER = (
+    'commentary to=functions.get_weather <|constrain|>json<|message|>{"city": "Paris"}'
+)
+CALL_OF_WEATHER += "<|call|>"
 # By format: texts, and what they say.
 CASES: dict[str, list[tuple[str, str, list[ToolCall]]]] = {
     "hermes": [
@@ -111,11 +117,67 @@ CASES: dict[str, list[tuple[str, str, list[ToolCall]]]] = {
         ),
         (f'[TOOL_CALLS][{WEATHER}, {{"no": 1}}]', '{"no": 1}]', [PARIS]),
     ],
+    "openai": [
+        ("Just text.", "Just text.", []),
+        (" spaces stay \n", " spaces stay \n", []),
+        ("to be or not", "to be or not", []),
+        ("to=be", "to=be", []),
+        ("<|channel|>final<|message|>Yes.<|return|>", "Yes.", []),
+        ("<|channel|>final<|message|>Yes. 1 <| 2", "Yes. 1 <| 2", []),
+        ("<|channel|>analysis<|message|>Hm.<|end|>", "", []),
+        ("<|channel|>analysis<|message|>Hm.<|end|><|start|>assist", "", []),
+        (f"{THOUGHT}<|start|>assistant<|channel|>final<|message|>Yes.", "Yes.", []),
+        (f"{THOUGHT}<|channel|>final<|message|>Yes.", "Yes.", []),
+        (f"{THOUGHT}\n<|start|>assistant<|channel|>final<|message|>Yes.", "Yes.", []),
+        (f"{THOUGHT} Yes.", "Yes.", []),
+        (
+            f"<|channel|>analysis<|message|>Hm.<|start|>assistant<|channel|>{CALL_OF_WEATHER}",
+            "",
+            [PARIS],
+        ),
+        (f"<|channel|>{CALL_OF_WEATHER}", "", [PARIS]),
+        (f"<|channel|>{CALL_OF_WEATHER}".removesuffix("<|call|>"), "", [PARIS]),
+        (
+            f"<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>"
+            f"{CALL_OF_WEATHER}",
+            "I look.",
+            [PARIS],
+        ),
+        (
+            " to=functions.get_weather<|channel|>commentary <|constrain|>json<|message|>"
+            '{"city": "Paris"}<|call|>',
+            "",
+            [PARIS],
+        ),
+        (
+            f"{THOUGHT}<|start|>assistant to=functions.get_weather<|channel|>commentary json"
+            f'<|message|>{{"city": "Paris"}}<|call|>',
+            "",
+            [PARIS],
+        ),
+        ("<|channel|>commentary to=functions.now<|message|><|call|>", "", [call("now", "{}")]),
+        (
+            '<|channel|>commentary to=functions.g<|message|>{"a": [1',
+            "",
+            [call("g", '{"a": [1', True)],  # the output has ended, and nothing is checked
+        ),
+        ("<|channel|>commentary to=functions.g", "", []),
+        ("<|channel|>commentary to=python<|message|>1 + 1<|call|>", "", []),
+        ("<|start|>functions.now to=assistant<|channel|>commentary<|message|>9<|end|>", "", []),
+        (
+            "<|channel|>commentary<|message|>a<|end|><|start|>assistant<|channel|>final"
+            "<|message|>b",
+            "a\nb",
+            [],
+        ),
+    ],
 }
 EVERY = [(name, *case) for name, cases in CASES.items() for case in cases]
 
 
 def parser(name: str, is_inside: bool | None = None) -> Callable[[str, bool], Parsed]:
+    if name == "openai":
+        return harmony.parse
     return lambda text, is_final: parse_answer(text, is_final, FORMATS[name], is_inside)
 
 
@@ -176,6 +238,7 @@ def test_however_it_is_cut_it_says_the_same(
 
 
 PIECES = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>"]
+PIECES += [*harmony.SPECIAL_TOKENS, "<|start|>assistant", "<|channel|>final", "to=functions.g"]
 PIECES += ["</think>", '{"name": "g", "arguments": ', "{", "}", '"', "\\", "]", "[", ",", " ", "\n"]
 
 
@@ -286,4 +349,63 @@ def test_a_template_tells_the_format() -> None:
     assert detect("... <tool_call> ...").name == "hermes"
     assert detect("... [TOOL_CALLS] ...").name == "mistral"
     assert detect('<|start_header_id|> ... "parameters"').name == "llama3_json"
+    assert detect("... <|channel|>analysis ...").name == "openai"
     assert detect("{{ message.content }}") is None and detect(None) is None
+
+
+# ---------------------------------------------------------------- harmony
+
+FINAL = "<|start|>assistant<|channel|>final<|message|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "has_tools", "begun", "expected"),
+    [
+        (f"{THOUGHT}{FINAL}Yes.", False, "", Parsed("Hm.", "Yes.", [])),
+        (f"{THOUGHT}<|start|>assistant{THOUGHT}{FINAL}Yes.", True, "", ("Hm.\nHm.", "Yes.", [])),
+        (
+            "Hm.<|end|>" + FINAL + "Yes.",
+            True,
+            "<|channel|>analysis<|message|>",
+            ("Hm.", "Yes.", []),
+        ),
+        ("Yes.<|return|>", True, "<|channel|>final<|message|>", ("", "Yes.", [])),
+        (f"<|channel|>{CALL_OF_WEATHER}", True, "", ("", "", [PARIS])),
+        (f"<|channel|>{CALL_OF_WEATHER}", False, "", ("", PARIS.arguments, [])),
+        ("<|channel|>analysis to=browser.search<|message|>{}<|call|>", True, "", ("{}", "", [])),
+        ("<|start|>user<|message|>And now?<|end|>", True, "", ("And now?", "", [])),
+    ],
+)
+def test_messages_of_harmony(
+    text: str, has_tools: bool, begun: str, expected: tuple[str, str, list[ToolCall]]
+) -> None:
+    def parse(text: str, is_final: bool) -> Parsed:
+        return harmony.parse(text, is_final, has_tools, begun)
+
+    assert parse(text, True) == Parsed(*expected)
+    check_growth(parse, text)
+    assert streamed(parse, list(text)) == parse(text, True)
+
+
+def test_what_a_prompt_has_begun_in_harmony() -> None:
+    turn = "<|start|>user<|message|>Well?<|end|>"
+    assert harmony.begun_in(None) == harmony.begun_in("plain") == ""
+    assert harmony.begun_in(f"{turn}<|start|>assistant") == ""
+    header = "<|channel|>final<|message|>"
+    assert harmony.begun_in(f"{turn}<|start|>assistant{header}It is") == header
+    assert harmony.begun_in(f"{turn}<|start|>assistant<|channel|>final") == "<|channel|>final"
+
+
+def test_parsers_that_belong_together() -> None:
+    template = "... <|channel|> ..."
+    openai = FORMATS["openai"], harmony.NAME
+    assert formats_of(None, None, template) == formats_of("openai", None, None) == openai
+    assert formats_of(None, harmony.NAME, None) == formats_of("openai", harmony.NAME, "") == openai
+    assert formats_of(None, "qwen3", template) == (None, "qwen3")
+    assert formats_of("hermes", "qwen3", template) == (FORMATS["hermes"], "qwen3")
+    assert formats_of(None, None, "<tool_call>") == (FORMATS["hermes"], None)
+    for pair in (("hermes", harmony.NAME), ("openai", "qwen3")):
+        with pytest.raises(ValueError, match="belong together"):
+            check_parsers(*pair)
+    check_parsers("openai", harmony.NAME)
+    check_parsers("hermes", "qwen3")
