@@ -7,7 +7,7 @@ the layers and the metadata of the step are in a context variable.
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -30,12 +30,13 @@ _WITHOUT_EFFECT = {
 
 @dataclass
 class AttentionStep:
-    """The inputs of attention in a step, and the windows of the layers computed so far."""
+    """The inputs of attention in a step, and what the layers computed so far have."""
 
     backend: AttentionBackend
     kv_caches: list[KVCache]
     metadata: AttentionMetadata
     windows: dict[int, int | None] = field(default_factory=dict)  # by layer
+    has_sinks: bool = False  # in any layer
 
 
 _STEP: ContextVar[AttentionStep] = ContextVar("step")
@@ -70,12 +71,14 @@ def attend(
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Compute the attention of one layer, as the attention functions of transformers do.
 
     query: [1, num_heads, num_tokens, head_dim]; key and value: [1, num_kv_heads, num_tokens,
-    head_dim]. Returns [1, num_tokens, num_heads, head_dim], and no attention weights.
+    head_dim]. s_aux: attention sinks [num_heads]. Returns [1, num_tokens, num_heads, head_dim], and
+    no attention weights.
 
     Raises `ValueError` for whatever the paged KV cache, or its attention, does not have.
     """
@@ -83,11 +86,15 @@ def attend(
     effects = sorted(n for n, v in options.items() if v is not None and n not in _WITHOUT_EFFECT)
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in (query, key, value))
     _check_call(step, index, attention_mask, effects, q, k, v)
+    if s_aux is not None and s_aux.shape != q.shape[1:2]:
+        raise ValueError(f"its sinks are {tuple(s_aux.shape)}, and there are {q.shape[1]} heads")
     step.windows[index] = sliding_window
     kv_cache = step.kv_caches[index]
     kv_cache.store(k, v, step.metadata.slot_mapping)
     scale = q.shape[2] ** -0.5 if scaling is None else scaling
     layer = _layer(q.shape[1], k.shape[1], q.shape[2], scale, sliding_window, softcap)
+    if s_aux is not None:
+        layer, step.has_sinks = replace(layer, sinks=s_aux.float().contiguous()), True
     return step.backend.attend(layer, q, kv_cache, step.metadata)[None], None
 
 
@@ -118,7 +125,6 @@ def _check_call(
     elif mask is not None:
         problem = f"it builds an attention mask of its own, {tuple(mask.shape)}"
     elif effects:
-        names = ["sinks" if name == "s_aux" else name for name in effects]
-        problem = f"its attention has {', '.join(names)}"
+        problem = f"its attention has {', '.join(effects)}"
     if problem is not None:
         raise ValueError(problem)

@@ -121,10 +121,19 @@ def _metadata(
 
 
 def _check_layers(runner: Any, step: AttentionStep) -> None:
-    """Raise `ValueError` unless each layer computed attention, with the window in its config."""
+    """Raise `ValueError` unless each layer computed attention, with the window in its config.
+
+    Also for sinks, if the engine's attention backend does not support them.
+    """
     layers, called = runner.config.num_hidden_layers, len(step.windows)
     if called != layers:
         raise ValueError(f"{called} of its {layers} layers compute attention")
+    backend = runner.context.attention
+    if step.has_sinks and not backend.supports_sinks:
+        raise ValueError(
+            f"its attention has sinks, which {type(backend).__name__} does not support: choose "
+            f"attention_backend='torch', 'numba' or 'triton'"
+        )
     types = getattr(runner.settings, "layer_types", None)
     window = getattr(runner.settings, "sliding_window", None)
     for index, found in step.windows.items():
