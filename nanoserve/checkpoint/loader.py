@@ -22,7 +22,7 @@ from tqdm import tqdm
 
 from nanoserve.checkpoint.checkpoint_tensor import CheckpointTensor
 from nanoserve.checkpoint.errors import describe_mismatches
-from nanoserve.checkpoint.stacks import tensors_of
+from nanoserve.checkpoint.stacks import stacks_of, tensors_of
 from nanoserve.checkpoint.text_part import name_in_model
 from nanoserve.checkpoint.weight_files import Weights, open_weights, weight_files
 
@@ -93,6 +93,16 @@ def expected_tensors(
     if hasattr(model, "fused_tensors"):
         expected = _as_stored(expected, model.fused_tensors)
     return {name: parts for name, parts in expected.items() if name not in model.tied_tensors}
+
+
+def possible_tensors(model: nn.Module) -> set[str]:
+    """Return the names of the tensors that a checkpoint of `model` may have.
+
+    More than it does have: those of single experts, and their stacks.
+    """
+    modules = model.named_modules()
+    stacks = {name for path, module in modules for name in stacks_of(module, path)}
+    return stacks | expected_tensors(model).keys()
 
 
 def _as_stored(

@@ -26,18 +26,24 @@ def tensors_of(layer: Any, path: str, stored: Container[str]) -> dict[str, Check
     path: the layer's name in the model. stored: the names in the checkpoint; if it has any of the
     layer's stacks, these take the place of the tensors of single experts.
     """
-    parent, _, own_name = path.rpartition(".")
-    start = f"{parent}." if parent else ""
-    tensors = {start + tensor.name: tensor for tensor in layer.checkpoint_tensors(own_name)}
-    if not hasattr(layer, "stacked_tensors"):
-        return tensors
-    stacks = {start + tensor.name: tensor for tensor in layer.stacked_tensors(own_name)}
+    tensors, stacks = _by_name(layer, "checkpoint_tensors", path), stacks_of(layer, path)
     if not any(name in stored for name in stacks):
         return tensors
     experts = {name.rpartition(".")[0] for name in stacks}
     matches = {name: _OF_AN_EXPERT.fullmatch(name) for name in tensors}
     singles = {name for name, match in matches.items() if match and match[1] in experts}
     return {name: tensor for name, tensor in tensors.items() if name not in singles} | stacks
+
+
+def stacks_of(layer: Any, path: str) -> dict[str, CheckpointTensor]:
+    """Return the stacks that a checkpoint may have, by their full names."""
+    return _by_name(layer, "stacked_tensors", path) if hasattr(layer, "stacked_tensors") else {}
+
+
+def _by_name(layer: Any, method: str, path: str) -> dict[str, CheckpointTensor]:
+    parent, _, own_name = path.rpartition(".")
+    start = f"{parent}." if parent else ""
+    return {start + tensor.name: tensor for tensor in getattr(layer, method)(own_name)}
 
 
 def is_stack(part: CheckpointTensor) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nanoserve.attention.recurrent_state import LayerCache
-from nanoserve.checkpoint.loader import check_weights, expected_tensors, load_weights
+from nanoserve.checkpoint.loader import check_weights, load_weights, possible_tensors
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.quantized_loader import check_weights as check_quantized_weights
 from nanoserve.checkpoint.quantized_loader import load_deferred
@@ -176,5 +176,5 @@ def tensors_of_other_stages(model_config: ModelConfig, context: LayerContext) ->
     """
     make = model_class(model_config.architecture)
     alone = replace(context, parallel=ParallelContext(context.tp))
-    whole = expected_tensors(make(model_config, alone)).keys()
-    return whole - expected_tensors(make(model_config, context)).keys()
+    whole = possible_tensors(make(model_config, alone))
+    return whole - possible_tensors(make(model_config, context))

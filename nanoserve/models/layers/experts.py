@@ -129,13 +129,12 @@ class SparseMoE(nn.Module):
         for kind, own in (("weight", self.router), ("bias", self.router_bias)):
             if own is not None:
                 yield CheckpointTensor(f"{name}.{self.router_name}.{kind}", own, tuple(own.shape))
-        kinds = {"weight": (self.gate_up, self.down)}
+        kinds = {"weight": _linears(size, self.gate_up, self.down)}
         if self.biases is not None:
-            kinds["bias"] = self.biases
+            kinds["bias"] = _linears(size, *self.biases)
         for expert in range(self.num_experts):
             here = expert - self.first_expert
-            for kind, (gate_up, down) in kinds.items():
-                wholes = gate_up[:, :size], gate_up[:, size:], down
+            for kind, wholes in kinds.items():
                 for projection, whole in zip(self.projections, wholes, strict=True):
                     shape = tuple(whole.shape[1:])
                     # An expert of another rank is required in the checkpoint, but not kept.
@@ -151,6 +150,11 @@ class SparseMoE(nn.Module):
         for stack, own in (("gate_up_proj", self.gate_up), ("down_proj", self.down)):
             shape = (self.num_experts, *own.shape[1:])
             yield CheckpointTensor(f"{name}.experts.{stack}", own, shape, 0, first)
+
+
+def _linears(size: int, gate_up: Tensor, down: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return gate, up and down of all experts here: their weights, or their biases."""
+    return gate_up[:, :size], gate_up[:, size:], down
 
 
 def sum_of_experts(
