@@ -61,7 +61,8 @@ class TritonAttention(AttentionBackend):
     def _attend_latents(
         self, layer: AttentionLayer, q: Tensor, kv_cache: KVCache, metadata: AttentionMetadata
     ) -> Tensor:
-        if not layer.sliding_window is layer.soft_cap is layer.sinks is None:
+        others = layer.sliding_window, layer.soft_cap, layer.sinks
+        if any(one is not None for one in others):
             raise ValueError(
                 f"TritonAttention supports value_dim={layer.value_dim} neither with "
                 f"sliding_window={layer.sliding_window} nor with soft_cap={layer.soft_cap} nor "
