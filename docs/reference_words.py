@@ -100,8 +100,8 @@ FAMILIES = {
     "Gemma3ForCausalLM": "Gemma 3 (text)",
     "Glm4ForCausalLM": "GLM-4-0414",
     "GlmForCausalLM": "GLM-4 (glm-4-9b-hf)",
-    "GraniteForCausalLM": "Granite 3",
     "GptOssForCausalLM": "gpt-oss",
+    "GraniteForCausalLM": "Granite 3",
     "LlamaForCausalLM": "Llama 2, 3, 3.1, 3.2 and derived models",
     "MiniCPMForCausalLM": "MiniCPM, MiniCPM4 (dense attention)",
     "MistralForCausalLM": "Mistral, with and without sliding window",
@@ -161,7 +161,7 @@ BACKENDS = {
     "flash_attn": ("GPU", "the package flash-attn (version 2, with `block_size` a multiple of "
                    "256), or `flash_attn_interface` (version 3) on Hopper; float16 or bfloat16",
                    "FlashAttention. With version 3, it computes prompts, and Triton decode rows. "
-                   "It supports neither an 8-bit KV cache, latent attention nor attention sinks."),
+                   "It supports no 8-bit KV cache, latent attention or attention sinks."),
 }  # fmt: skip
 
 # Bounds that reject a request or a checkpoint, by subject: the constant, its unit, and where it
