@@ -158,7 +158,9 @@ def test_a_piece_of_a_function_is_quoted_from_line_to_line() -> None:
 
 
 def test_a_piece_ends_with_the_whole_of_its_last_statement() -> None:
-    code = quotes.quote(piece("visible = None", "acc, row_max, row_sum = online"), "docs/a/index.md")
+    code = quotes.quote(
+        piece("visible = None", "acc, row_max, row_sum = online"), "docs/a/index.md"
+    )
     assert code.endswith("DOT_PRECISION,\n)\n```")
     header = quotes.quote(piece("for i in range(", "for i in range("), "docs/a/index.md")
     assert header.endswith("\n\n```python\nfor i in range(begin, end):\n```")
