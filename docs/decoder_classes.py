@@ -27,6 +27,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.text_part import text_config
 from nanoserve.checkpoint.transformers_config import why_not
+from nanoserve.checkpoint.unsupported_architectures import kind_of_model
 from nanoserve.models.registry import supported_architectures
 
 PAGE = Path(__file__).with_name("reference") / "decoder-classes.md"
@@ -116,7 +117,8 @@ def _try_class(model_class: type[PreTrainedModel]) -> Found:
         settings = small_settings(model_class.config_class, SETTINGS.get(name, {}))
         if text_config({**settings.to_dict(), "architectures": [name]}) is not None:
             return Found(OWN, "of its text part")
-        reason = why_not(name, settings)
+        named = {**settings.to_dict(), "architectures": [name]}
+        reason = kind_of_model(named) or why_not(name, settings)
         if reason is not None:
             return Found(REJECTED, reason)
         with torch.device("meta"):
@@ -129,7 +131,8 @@ def _try_class(model_class: type[PreTrainedModel]) -> Found:
     except Exception as error:  # transformers' own code, with settings that we guessed
         with suppress(Exception):
             # The default configuration is that of some published model, and too large to build.
-            reason = why_not(name, model_class.config_class())
+            named = {"architectures": [name]}
+            reason = kind_of_model(named) or why_not(name, model_class.config_class())
             if reason is not None:
                 return Found(REJECTED, reason)
         return Found(UNTRIED, f"no small configuration: {_first_line(error)}")

@@ -32,6 +32,8 @@ from nanoserve.utils.checks import check_choice, check_int, require, shown
 _NOT_TEXT = "ForConditionalGeneration"
 # Types of layers that nanoserve's attention computes; a layer without RoPE is also one of these.
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
+# A checkpoint of the same model, which a trainer has saved, may differ in these.
+_NOT_OF_THE_MODEL = ("transformers_version", "_name_or_path", "dtype", "torch_dtype")
 # transformers chooses the frequencies by the longest sequence of a batch: one request would change
 # the results of others.
 _ROPE_BY_LENGTH = {"dynamic", "longrope"}
@@ -124,9 +126,9 @@ def _check_options(name: str, files: ConfigFiles, config: EngineConfig, *, is_ow
     for option in ("batch_invariant", "enable_return_routed_experts"):
         value = getattr(config, option)
         require(not value, f"{why} {option}={shown(value)}")
-    is_on_cpu = config.device == "cpu" and config.attention_backend != "triton"
+    has_triton = config.device == "cuda" or config.attention_backend == "triton"
     require(
-        is_on_cpu or not config.quantization,
+        not has_triton or not config.quantization,
         f"{why} quantization={config.quantization!r} with Triton's kernels or on a GPU",
     )
     quantized = files.config.get("quantization_config")
@@ -170,7 +172,7 @@ def _read(
         dtype=dtype,
         eos_token_ids=eos_token_ids(raw) | eos_token_ids(generation),
         default_sampling=default_sampling(generation),
-        transformers_config=dict(raw),
+        transformers_config={n: v for n, v in raw.items() if n not in _NOT_OF_THE_MODEL},
     )
 
 

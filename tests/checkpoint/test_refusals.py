@@ -59,7 +59,7 @@ CONFIGS: dict[str, tuple[Any, list[str]]] = {
     "another method": ({"quant_method": "hqq"}, ["quant_method='hqq'", *FORMATS.names()]),
     "gpt-oss's of groups": (
         {"quant_method": "mxfp4", "group_size": 32},
-        ["'mxfp4'", "group_size"],
+        ["mxfp4", "group_size"],
     ),
     "no method": ({"bits": 4}, ["quant_method=None"]),
     "no object": ([1], ["quantization_config=[1]"]),

@@ -284,6 +284,7 @@ def test_new_weights(tmp_path: Path) -> None:
     """From a folder, from a trainer's model, and after a sleep that dropped them."""
     make("OlmoeForCausalLM", tmp_path)
     new = make("OlmoeForCausalLM", tmp_path / "new", seed=1)
+    edit_json(tmp_path / "new" / "config.json", transformers_version="5.99.0", dtype="bfloat16")
     with LLM(tmp_path, **OPTIONS) as llm:
         llm.update_weights(tmp_path / "new")
         assert_like(new, llm, 6)
@@ -357,7 +358,7 @@ def test_the_counts_of_the_page() -> None:
     found = decoder_classes.classes_of_page(PAGE)
     own, through = len(found[decoder_classes.OWN]), len(found[decoder_classes.THROUGH])
     assert f"**{own + through} run**, {own} as classes" in PAGE
-    assert own + through >= 80
+    assert own + through > 75
 
 
 @pytest.mark.size("full")

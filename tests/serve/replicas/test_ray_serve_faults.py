@@ -69,7 +69,7 @@ def undisturbed(two_replicas: RayServer) -> list[Stream]:
 @pytest.mark.parametrize(
     ("number", "over", "whole"),
     [
-        (signal.SIGKILL, 20, 60),
+        (signal.SIGKILL, 40, 60),
         pytest.param(signal.SIGSTOP, 40, 120, marks=pytest.mark.size("soak")),
     ],
 )
