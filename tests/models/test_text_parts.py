@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from greedy_outputs import assert_like
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import DEEPSEEK_V3, DELTA, DELTA_MOE, TINY_QWEN3, edit_json, initialise
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig, read_config_files
 from nanoserve.checkpoint.text_part import _DEFAULTS, text_config
@@ -193,7 +194,6 @@ OPTIONS: dict[str, Any] = {
     "max_num_seqs": 4,
     "max_num_batched_tokens": 16,
 }
-PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
 
 
 def make(case: str, path: Path) -> PreTrainedModel:
@@ -209,20 +209,6 @@ def make(case: str, path: Path) -> PreTrainedModel:
     return model
 
 
-def assert_like(model: PreTrainedModel, llm: LLM) -> None:
-    """Greedy tokens and their log-probabilities are those of the whole model without images."""
-    for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False):
-        (completion,) = output.outputs
-        ids = torch.tensor([output.prompt_token_ids + completion.token_ids])
-        with torch.inference_mode():
-            logprobs = model(ids).logits[0].float().log_softmax(-1)
-        expected = logprobs[len(output.prompt_token_ids) - 1 : -1]
-        assert completion.token_ids == expected.argmax(-1).tolist()
-        rows = zip(completion.logprobs, completion.token_ids, strict=True)
-        found = [row[token].logprob for row, token in rows]
-        torch.testing.assert_close(torch.tensor(found), expected.max(-1).values, atol=1e-4, rtol=0)
-
-
 @pytest.mark.small(case=["gemma3", "llava", "qwen3-vl"])
 @pytest.mark.parametrize("case", CASES)
 def test_it_answers_as_the_whole_model(
@@ -230,7 +216,7 @@ def test_it_answers_as_the_whole_model(
 ) -> None:
     model = make(case, tmp_path)
     with caplog.at_level(logging.WARNING), LLM(tmp_path, **OPTIONS) as llm:
-        assert_like(model, llm)
+        assert_like(model, llm, PROMPTS)
         name = CASES[case][0]
         assert f"is a {name}: only its text part is loaded" in caplog.text
         assert describe(str(tmp_path), **OPTIONS)["multimodal_architecture"] == name
@@ -241,7 +227,7 @@ def test_it_answers_as_the_whole_model(
 def test_on_two_ranks(case: str, tmp_path: Path) -> None:
     model = make(case, tmp_path)
     with LLM(tmp_path, **OPTIONS, tensor_parallel_size=2) as llm:
-        assert_like(model, llm)
+        assert_like(model, llm, PROMPTS)
 
 
 def test_weights_of_a_trainer(tmp_path: Path) -> None:
@@ -253,10 +239,10 @@ def test_weights_of_a_trainer(tmp_path: Path) -> None:
             parameter.mul_(1.01)
     with LLM(tmp_path, **OPTIONS) as llm:
         llm.update_weights(model)
-        assert_like(model, llm)
+        assert_like(model, llm, PROMPTS)
         text = {f"model.{n}": t for n, t in model.model.language_model.state_dict().items()}
         llm.update_weights({**text, "lm_head.weight": model.lm_head.weight})
-        assert_like(model, llm)
+        assert_like(model, llm, PROMPTS)
 
 
 @pytest.mark.parametrize("name", ["missing", "unexpected", "misshapen"])

@@ -8,6 +8,7 @@ import decoder_classes
 import pytest
 import torch
 import transformers
+from greedy_outputs import PARAMS, assert_like
 from safetensors.torch import load_file, save_file
 from smollm2 import require_smollm2
 from tiny_checkpoints import edit_json, make_qwen3
@@ -49,7 +50,6 @@ OPTIONS: dict[str, Any] = {
     "max_model_len": 80,
     "max_num_seqs": 8,
 }
-PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
 
 
 def make(name: str, path: Path, seed: int = 0, **settings: Any) -> PreTrainedModel:
@@ -73,21 +73,6 @@ def prompts(count: int) -> list[list[int]]:
     return found
 
 
-@torch.inference_mode()
-def assert_like(model: PreTrainedModel, llm: LLM, count: int = 20, **options: Any) -> None:
-    """Greedy tokens and their log-probabilities are those of transformers."""
-    for output in llm.generate(prompts(count), PARAMS, use_tqdm=False):
-        (completion,) = output.outputs
-        assert completion.finish_reason == "length", completion
-        ids = torch.tensor([output.prompt_token_ids + completion.token_ids])
-        logprobs = model(ids, use_cache=False).logits[0].float().log_softmax(-1)
-        expected = logprobs[len(output.prompt_token_ids) - 1 : -1]
-        assert completion.token_ids == expected.argmax(-1).tolist()
-        rows = zip(completion.logprobs, completion.token_ids, strict=True)
-        found = [row[token].logprob for row, token in rows]
-        torch.testing.assert_close(torch.tensor(found), expected.max(-1).values, atol=1e-4, rtol=0)
-
-
 @pytest.mark.small(name=["Cohere2ForCausalLM", "OlmoeForCausalLM"])
 @pytest.mark.parametrize("name", CASES)
 def test_it_answers_as_transformers(name: str, tmp_path: Path, by_size: Any) -> None:
@@ -95,7 +80,7 @@ def test_it_answers_as_transformers(name: str, tmp_path: Path, by_size: Any) -> 
     for budget in by_size((16,), (8, 64), (8, 16, 64)):
         options = OPTIONS | {"max_num_batched_tokens": budget, "model_impl": "transformers"}
         with LLM(tmp_path, **options) as llm:
-            assert_like(model, llm, count)
+            assert_like(model, llm, prompts(count))
 
 
 @pytest.mark.size("full")
@@ -113,9 +98,9 @@ def test_it_answers_as_transformers(name: str, tmp_path: Path, by_size: Any) -> 
 def test_with_other_options(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = make(name, tmp_path)
     with LLM(tmp_path, **OPTIONS | options) as llm:
-        assert_like(model, llm)
+        assert_like(model, llm, prompts(20))
         if "enable_prefix_caching" not in options:
-            assert_like(model, llm)  # with prefix-cache hits
+            assert_like(model, llm, prompts(20))  # with prefix-cache hits
 
 
 @pytest.mark.size("full")
@@ -237,7 +222,7 @@ def test_hf_overrides(tmp_path: Path) -> None:
     settings = AutoConfig.from_pretrained(tmp_path, **rope)
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, config=settings)
     with LLM(tmp_path, **OPTIONS, hf_overrides=rope) as llm:
-        assert_like(reference, llm)
+        assert_like(reference, llm, prompts(20))
     with pytest.raises(ValueError, match=r"the configuration of Olmo\w+ has no .*'rope_th'"):
         LLM(tmp_path, **OPTIONS, hf_overrides={"rope_th": 77.0})
 
@@ -287,15 +272,15 @@ def test_new_weights(tmp_path: Path) -> None:
     edit_json(tmp_path / "new" / "config.json", transformers_version="5.99.0", dtype="bfloat16")
     with LLM(tmp_path, **OPTIONS) as llm:
         llm.update_weights(tmp_path / "new")
-        assert_like(new, llm, 6)
+        assert_like(new, llm, prompts(6))
         with torch.no_grad():
             for parameter in new.parameters():
                 parameter.mul_(1.02)
         llm.update_weights(new)
-        assert_like(new, llm, 6)
+        assert_like(new, llm, prompts(6))
         llm.sleep(level=1)
         llm.wake_up()
-        assert_like(new, llm, 6)
+        assert_like(new, llm, prompts(6))
 
 
 def test_the_text_part_of_a_multimodal_model(tmp_path: Path) -> None:
@@ -309,7 +294,7 @@ def test_the_text_part_of_a_multimodal_model(tmp_path: Path) -> None:
     model = decoder_classes.random_model(transformers.LlavaForConditionalGeneration, settings)
     model.save_pretrained(tmp_path)
     with LLM(tmp_path, **OPTIONS) as llm:
-        assert_like(model, llm)
+        assert_like(model, llm, prompts(20))
     facts = describe(str(tmp_path), **OPTIONS)
     assert facts["multimodal_architecture"] == "LlavaForConditionalGeneration"
     assert facts["architecture"] == "OlmoForCausalLM" and facts["model_impl"] == "transformers"
@@ -347,7 +332,7 @@ def test_it_drafts_for_our_own_class(tmp_path: Path) -> None:
     make("OlmoForCausalLM", tmp_path / "draft")
     drafts = {"method": "draft_model", "model": str(tmp_path / "draft")}
     with LLM(tmp_path / "target", **OPTIONS, speculative_config=drafts) as llm:
-        assert_like(model, llm)
+        assert_like(model, llm, prompts(20))
 
 
 PAGE = decoder_classes.PAGE.read_text() if decoder_classes.PAGE.is_file() else ""

@@ -26,9 +26,9 @@ _TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.1}
 
 @torch.inference_mode()
 def why_different(runner: Any) -> str | None:
-    """Return in which way the logits of a `TransformersForCausalLM` are wrong; None if right.
+    """Return how the logits of a `TransformersForCausalLM` differ from transformers' own.
 
-    Its parameters are loaded. Takes the memory of a few tokens.
+    Returns None if they do not. The weights are loaded; this takes the memory of a few tokens.
     """
     device, size = runner.context.device, runner.config.vocab_size
     generator = torch.Generator().manual_seed(0)

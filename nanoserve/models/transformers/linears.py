@@ -57,13 +57,10 @@ def replace_linears(
     linears: dict[str, Any] = {name: model.get_submodule(name) for name in sorted(names)}
     if hasattr(method, "to_integers"):
         num_replaced = sum(linear.weight.numel() for linear in linears.values())
-        others = {id(p): p.numel() for p in model.parameters() if p.dim() > 1}
-        for module in model.modules():
-            if isinstance(module, nn.Embedding):
-                others.pop(id(module.weight), None)
-        for linear in linears.values():
-            others.pop(id(linear.weight), None)
-        num_others = sum(others.values())
+        embeddings = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+        known = {id(module.weight) for module in [*linears.values(), *embeddings]}
+        matrices = [p for p in model.parameters() if p.dim() > 1 and id(p) not in known]
+        num_others = sum(matrix.numel() for matrix in matrices)
         require(
             num_replaced >= num_others,
             f"quantization: only the linears of {architecture}, {num_replaced} weights, can be "
