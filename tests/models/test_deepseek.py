@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from greedy_outputs import PARAMS, assert_like
 from quantized_checkpoints import FP8, write_fp8
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import DEEPSEEK_V2, DEEPSEEK_V3, edit_json, make_checkpoint, prompt_logits
@@ -28,7 +29,6 @@ from nanoserve.models.layers.context import LayerContext
 from nanoserve.models.registry import model_class
 
 PROMPTS = [[(i * i + 7 * j + j * j % 11) % 300 for j in range(1 + 13 * i % 60)] for i in range(20)]
-PARAMS = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
 SHORT = SamplingParams(temperature=0, max_tokens=1)
 PLAIN: dict[str, Any] = {"dtype": "float32", "skip_tokenizer_init": True, "device": "cpu"}
 OPTIONS = PLAIN | {"attention_backend": "torch"}
@@ -67,20 +67,6 @@ def make(path: Path, architecture: str = "v3", **overrides: Any) -> PreTrainedMo
     if architecture == "v2":
         return make_checkpoint(DeepseekV2ForCausalLM, path, **(DEEPSEEK_V2 | overrides))
     return make_checkpoint(DeepseekV3ForCausalLM, path, **(DEEPSEEK_V3 | overrides))
-
-
-def assert_like(model: PreTrainedModel, llm: LLM, prompts: list[list[int]] = PROMPTS) -> None:
-    """Greedy tokens and their log-probabilities are those of transformers' model."""
-    for output in llm.generate(prompts, PARAMS, use_tqdm=False):
-        (completion,) = output.outputs
-        ids = torch.tensor([output.prompt_token_ids + completion.token_ids])
-        with torch.inference_mode():
-            logprobs = model(ids).logits[0].float().log_softmax(-1)
-        expected = logprobs[len(output.prompt_token_ids) - 1 : -1]
-        assert completion.token_ids == expected.argmax(-1).tolist()
-        rows = zip(completion.logprobs, completion.token_ids, strict=True)
-        found = [row[token].logprob for row, token in rows]
-        torch.testing.assert_close(torch.tensor(found), expected.max(-1).values, atol=1e-4, rtol=0)
 
 
 # ---------------------------------------------------------------- one engine, many ways
