@@ -41,11 +41,11 @@ def test_llama_takes_three_lines() -> None:
     assert worked.lines_in("tests/support/toy_model.py") == 8
     table = worked.models_table()
     assert "| `nanoserve/models/llama.py` | 3 | `LlamaForCausalLM(Qwen3ForCausalLM)` |" in table
-    assert len(table.splitlines()) == 2 + 15 + 1
+    assert len(table.splitlines()) == 2 + 20 + 1
 
 
 def test_settings_are_those_of_the_architecture() -> None:
-    assert len(worked.architectures()) == 16
+    assert len(worked.architectures()) == 22
     assert worked.own_settings("Phi3ForCausalLM") == ["sliding_window"]
     assert worked.own_settings("LlamaForCausalLM") == ["attention_bias", "mlp_bias"]
     assert worked.implied_value("Qwen3ForCausalLM", "head_dim") == 128

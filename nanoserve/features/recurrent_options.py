@@ -11,7 +11,6 @@ from typing import Any
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.features.structured.config import StructuredOutputsConfig
 from nanoserve.utils.checks import require
 
 logger = logging.getLogger(__name__)
@@ -24,11 +23,12 @@ def supported_options(config: EngineConfig, model_config: ModelConfig) -> Engine
     """
     if not model_config.recurrent_layers:
         return config
-    structured = config.structured_outputs_config or StructuredOutputsConfig()
-    events, drafts = config.kv_events_config, config.speculative_config
+    structured, events = config.structured_outputs_config, config.kv_events_config
+    drafts = config.speculative_config
     unsupported = {
         "speculative_config": drafts is not None and "a state cannot be set back",
-        "structured_outputs_config with jump_forward=True": bool(structured.jump_forward)
+        "structured_outputs_config with jump_forward=True": structured is not None
+        and structured.jump_forward
         and "its tokens are draft tokens, and a state cannot be set back",
         "kv_events_config with enable_kv_cache_events=True": events is not None
         and events.is_active
@@ -55,5 +55,4 @@ def supported_options(config: EngineConfig, model_config: ModelConfig) -> Engine
     if changes:
         names = ", ".join(f"{name}={value}" for name, value in changes.items())
         logger.warning(f"{model_config.architecture} has recurrent states, hence {names}")
-    structured = replace(structured, jump_forward=False)
-    return replace(config, **changes, structured_outputs_config=structured)
+    return replace(config, **changes)

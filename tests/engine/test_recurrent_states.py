@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 from fake_cuda import FakeCuda
+from greedy_outputs import PARAMS
+from greedy_outputs import assert_like as assert_outputs_like
 from model_fuzz import VOCAB_SIZE, Difference, ModelRun, reference_engine
 from safetensors.torch import load_file, save_file
 from tiny_checkpoints import DELTA, DELTA_MOE, edit_json, make_checkpoint
@@ -36,7 +38,6 @@ from nanoserve.worker.load_model import allocate_caches
 from nanoserve.worker.model_runner import ModelRunner
 
 PROMPTS = [[(i * i + 7 * j) % 300 for j in range(1 + 13 * i % 60)] for i in range(8)]
-GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True, logprobs=0)
 LONG = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 OPTIONS: dict[str, Any] = {"skip_tokenizer_init": True, "device": "cpu", "max_num_seqs": 4}
 TINY_POOL = {"block_size": 4, "num_kv_blocks": 24, "max_model_len": 96}
@@ -61,13 +62,7 @@ def logprobs(model: PreTrainedModel, prompt: list[int], output: list[int]) -> to
 
 
 def assert_like(model: PreTrainedModel, llm: LLM) -> None:
-    for output in llm.generate(PROMPTS, GREEDY, use_tqdm=False):
-        (completion,) = output.outputs
-        expected = logprobs(model, output.prompt_token_ids, completion.token_ids)
-        assert completion.token_ids == expected.argmax(dim=-1).tolist()
-        rows = zip(completion.logprobs, completion.token_ids, strict=True)
-        found = torch.tensor([row[token].logprob for row, token in rows])
-        torch.testing.assert_close(found, expected.max(dim=-1).values, atol=1e-4, rtol=0)
+    assert_outputs_like(model, llm, PROMPTS)
     llm.engine.scheduler.check()
 
 
@@ -176,7 +171,7 @@ def test_states_survive_an_update_of_weights_in_a_pause(path: Path) -> None:
 def test_after_sleep_it_answers_as_before(level: int, made: tuple[PreTrainedModel, Path]) -> None:
     model, path = made
     with LLM(path, **OPTIONS) as llm:
-        llm.generate(PROMPTS[:3], GREEDY, use_tqdm=False)
+        llm.generate(PROMPTS[:3], PARAMS, use_tqdm=False)
         (awake,) = llm.collective_rpc("memory_stats")
         llm.sleep(level=level)
         assert llm.engine.executor.kv_caches is None
@@ -314,12 +309,22 @@ def test_what_is_on_by_default_is_turned_off(path: Path, caplog: pytest.LogCaptu
     with LLM(path, **OPTIONS) as llm:
         config = llm.engine.config
     assert not config.enable_prefix_caching
-    assert config.structured_outputs_config.jump_forward is False
     assert [r.message for r in caplog.records if "recurrent" in r.message] == [
         "Qwen3_5ForCausalLM has recurrent states, hence enable_prefix_caching=False"
     ]
     on_gpu = EngineConfig(str(path)).for_device("cuda")
     assert supported_options(on_gpu, ModelConfig.from_checkpoint(path)).enforce_eager
+
+
+def test_tokens_that_a_grammar_forces_are_no_draft_tokens(tmp_path: Path) -> None:
+    """With other models on a CPU, they are by default: one step computes many of them."""
+    pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
+    make_checkpoint(Qwen3_5ForCausalLM, tmp_path, **DELTA, vocab_size=2048)
+    answer = "the quick brown fox jumps over the lazy dog"
+    params = SamplingParams(max_tokens=64, structured_outputs={"choice": [answer]})
+    with LLM(tmp_path, tokenizer="tiny-qwen3", device="cpu") as llm:
+        (output,) = llm.generate("Which?", params, use_tqdm=False)
+    assert output.outputs[0].text == answer
 
 
 def test_draft_tokens_of_an_extension_are_rejected(path: Path) -> None:
@@ -331,7 +336,7 @@ def test_draft_tokens_of_an_extension_are_rejected(path: Path) -> None:
     with LLM(path, **OPTIONS) as llm:
         llm.engine.add_extension(Guesses())
         with pytest.raises(ValueError, match="draft tokens, but the model has recurrent states"):
-            llm.generate(PROMPTS[:1], GREEDY, use_tqdm=False)
+            llm.generate(PROMPTS[:1], PARAMS, use_tqdm=False)
 
 
 def test_a_draft_model_has_no_states(path: Path, checkpoint: Path) -> None:

@@ -38,8 +38,8 @@ class StructuredOutputsConfig:
     lenient: if True, keywords of a schema that cannot be enforced are ignored and logged. If False,
         they raise `ValueError`.
     jump_forward: if True, tokens that the grammar forces (jump-forward tokens) are computed
-        together in one step. None: True on a CPU, and False on a GPU, where it has not
-        been tested.
+        together in one step. None: True on a CPU, unless the model has recurrent states, and False
+        on a GPU, where it has not been tested.
 
     Raises `ValueError` for unknown names and values.
     """

@@ -51,7 +51,8 @@ class StructuredOutputs(Extension):
         )
         self._jumps_forward = self._options.jump_forward
         if self._jumps_forward is None:
-            self._jumps_forward = config.device == "cpu"
+            is_recurrent = bool(engine.model_config.recurrent_layers)
+            self._jumps_forward = config.device == "cpu" and not is_recurrent
         self._is_async = config.async_scheduling
         self._guided: dict[
             Sequence, ConstrainedSequence
