@@ -301,6 +301,8 @@ def test_on_a_gpu_that_is_none(
 def test_what_states_do_not_support_is_rejected(
     options: dict[str, Any], message: str, path: Path
 ) -> None:
+    if "kv_events_config" in options:
+        pytest.importorskip("zmq", reason="pip install 'nanoserve[kv-events]'")
     with pytest.raises(ValueError, match=rf"recurrent states.*{message}.*remove it"):
         LLM(path, **OPTIONS | options)
 
