@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import gguf_latent
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
@@ -27,7 +28,7 @@ ARCHS = {
     "phi3": gguf.MODEL_ARCH.PHI3, "minicpm": gguf.MODEL_ARCH.MINICPM,
     "glm4": gguf.MODEL_ARCH.GLM4, "granite": gguf.MODEL_ARCH.GRANITE,
     "olmo2": gguf.MODEL_ARCH.OLMO2, "qwen2moe": gguf.MODEL_ARCH.QWEN2MOE,
-    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3, "deepseek2": gguf.MODEL_ARCH.DEEPSEEK2,
 }  # fmt: skip
 _PERMUTED = ("llama", "minicpm", "granite", "smollm3")
 
@@ -75,6 +76,8 @@ class ModelWriter:
         for name, value in (absolute or {}).items():
             add_setting(writer, name, value)
         settings = self.settings() | (extra or {})
+        self.is_old = settings.keys() >= gguf_latent.OLD.keys()
+        self.is_old = self.is_old and settings["attention.key_length_mla"] is None
         for name, value in settings.items():
             if isinstance(value, np.ndarray):
                 writer.add_tensor(name, value)
@@ -82,6 +85,9 @@ class ModelWriter:
                 add_setting(writer, f"{self.arch}.{name}", value)
         for name, parameter in self.model.named_parameters():
             self.add(writer, name, parameter.data)
+        for name, buffer in self.model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                self.add(writer, name.replace("n_bias", "n.bias"), buffer)
         close(writer)
 
     def settings(self) -> dict[str, Any]:
@@ -114,6 +120,8 @@ class ModelWriter:
         if self.arch == "qwen2moe":
             size = config.shared_expert_intermediate_size
             found["expert_shared_feed_forward_length"] = size
+        if self.arch == "deepseek2":
+            found |= gguf_latent.settings(config)
         return found
 
     def add(self, writer: gguf.GGUFWriter, name: str, weight: torch.Tensor) -> None:
@@ -122,8 +130,12 @@ class ModelWriter:
             return writer.add_tensor(f"{theirs}.weight", weight.numpy(), raw_dtype=Kind.F32)
         if "experts." in name and self.arch == "gpt-oss":
             return self.add_stack(writer, name, weight)
-        if "experts." in name:
+        if ".experts." in name:
             return self.add_experts(writer, name, weight)
+        if "kv_b_proj" in name and not self.is_old:
+            for part, values in gguf_latent.halves(self.config, weight).items():
+                self.add_matrices(writer, f"blk.{name.split('.')[2]}.{part}.weight", values)
+            return None
         stem, _, suffix = name.rpartition(".")
         theirs = self.names.get_name(stem)
         assert theirs is not None, name
@@ -144,11 +156,14 @@ class ModelWriter:
             size = weight.shape[1] // 2
             parts = {"gate": weight[:, :size], "up": weight[:, size:]}
         for part, values in parts.items():
-            flat = values.reshape(-1, values.shape[-1]).clone()
-            stored, kind = self.stored(flat)
-            values.copy_(flat.view(values.shape))
-            stored = stored.reshape(*values.shape[:2], -1)
-            writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", stored, raw_dtype=Kind[kind])
+            self.add_matrices(writer, f"blk.{layer}.ffn_{part}_exps.weight", values)
+
+    def add_matrices(self, writer: gguf.GGUFWriter, name: str, values: torch.Tensor) -> None:
+        flat = values.reshape(-1, values.shape[-1]).clone()
+        stored, kind = self.stored(flat)
+        values.copy_(flat.view(values.shape))
+        stored = stored.reshape(*values.shape[:2], -1)
+        writer.add_tensor(name, stored, raw_dtype=Kind[kind])
 
     def add_stack(self, writer: gguf.GGUFWriter, name: str, weight: torch.Tensor) -> None:
         """gpt-oss's: matrices are transposed, and the outputs of gate and up alternate."""

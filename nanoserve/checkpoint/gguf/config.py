@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.checkpoint.gguf.container import GGUFFile
+from nanoserve.checkpoint.gguf.deepseek import latent_heads, latent_rope, routed_experts
 from nanoserve.checkpoint.gguf.names import Form
 from nanoserve.checkpoint.gguf.rope import read_rope
 from nanoserve.checkpoint.gguf.settings import Settings, form_of, list_of
@@ -52,17 +53,17 @@ def config_json(file: GGUFFile) -> dict[str, Any]:
     if embedding is None:
         raise ValueError(f"{file.path} is not a language model: it has no tensor token_embd.weight")
     hidden, heads = settings.size("embedding_length"), settings.size("attention.head_count")
-    head_dim = settings.size("attention.key_length", hidden // heads)
     context = settings.size("context_length")
-    raw = {
+    num_layers, num_nextn = settings.num_layers(form)
+    is_latent = settings.name == "deepseek2"
+    raw: dict[str, Any] = {
         "architectures": [form.architecture],
         "dtype": _dtype(file, form),
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "num_hidden_layers": settings.size("block_count"),
+        "num_hidden_layers": num_layers,
+        "num_nextn_predict_layers": num_nextn,
         "num_attention_heads": heads,
-        "num_key_value_heads": settings.size("attention.head_count_kv", heads),
-        "head_dim": head_dim,
         "max_position_embeddings": context,
         "rms_norm_eps": settings.positive("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -71,11 +72,10 @@ def config_json(file: GGUFFile) -> dict[str, Any]:
         "eos_token_id": _eos_token_ids(file),
         "quantization_config": {"quant_method": "gguf"},
     }
-    value_dim = settings.size("attention.value_length", head_dim)
-    entry = settings.entry("attention.value_length", value_dim)
-    require(value_dim == head_dim, f"{entry} must equal key_length={head_dim}")
-    raw |= read_rope(settings, file, context, head_dim, form.rotates_parts)
-    raw |= _experts(settings)
+    raw |= latent_heads(settings, heads) if is_latent else _heads(settings, hidden // heads, heads)
+    rope = read_rope(settings, file, context, raw["head_dim"], form.rotates_parts)
+    raw |= latent_rope(settings, rope) if is_latent else rope
+    raw |= routed_experts(settings, num_layers) if is_latent else _experts(settings)
     raw |= _own_settings(settings, raw)
     require(
         not settings.left,
@@ -83,6 +83,16 @@ def config_json(file: GGUFFile) -> dict[str, Any]:
         f"model's safetensors checkpoint",
     )
     return raw
+
+
+def _heads(settings: Settings, usual: int, num_heads: int) -> dict[str, Any]:
+    """Return the entries of the heads. usual: size of one in a file that does not say it."""
+    head_dim = settings.size("attention.key_length", usual)
+    value_dim = settings.size("attention.value_length", head_dim)
+    entry = settings.entry("attention.value_length", value_dim)
+    require(value_dim == head_dim, f"{entry} must equal key_length={head_dim}")
+    num_kv_heads = settings.size("attention.head_count_kv", num_heads)
+    return {"num_key_value_heads": num_kv_heads, "head_dim": head_dim}
 
 
 def _experts(settings: Settings) -> dict[str, Any]:

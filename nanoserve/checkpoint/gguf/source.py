@@ -11,6 +11,7 @@ from torch import Tensor
 from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
 from nanoserve.checkpoint.gguf.blocks import FLOATS, read_values
 from nanoserve.checkpoint.gguf.container import GGUFFile, StoredTensor
+from nanoserve.checkpoint.gguf.latent import K_PART, V_PART, WHOLE, LatentPair
 from nanoserve.checkpoint.gguf.names import ONE_ROW, ROPE_TENSORS, plain_name
 from nanoserve.checkpoint.gguf.settings import Settings, form_of
 from nanoserve.utils.checks import require
@@ -23,6 +24,10 @@ class _Place(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         return self.tensor.shape if self.expert is None else self.tensor.shape[1:]
+
+    def read(self) -> Tensor | QuantizedMatrix:
+        data = self.tensor.data()
+        return read_values(self.tensor.type, data if self.expert is None else data[self.expert])
 
 
 def open_gguf(path: Path, config: Mapping[str, Any]) -> "GGUFSource":
@@ -39,13 +44,20 @@ class GGUFSource:
         self._form, settings = form_of(self._file), Settings(self._file)
         self._num_heads = settings.size("attention.head_count")
         self._num_kv_heads = settings.size("attention.head_count_kv", self._num_heads)
-        self._places: dict[str, _Place] = {}
+        self._num_layers = settings.num_layers(self._form)[0]
+        self._places: dict[str, _Place | LatentPair] = {}
         for tensor in self._file.tensors.values():
             if tensor.name not in ROPE_TENSORS:
                 self._places |= self._places_of(tensor)
+        for name in [name for name in self._places if K_PART in name]:
+            keys = self._places.pop(name)
+            values = self._places.pop(name.replace(K_PART, V_PART), None)
+            other = self._places.get(name.replace(K_PART, WHOLE))
+            pair = LatentPair.of(keys.tensor, values and values.tensor, other and other.tensor)
+            self._places[name.replace(K_PART, WHOLE)] = pair
 
     def _places_of(self, tensor: StoredTensor) -> dict[str, _Place]:
-        name = plain_name(self._form, tensor.name)
+        name = plain_name(self._form, tensor.name, self._num_layers)
         architecture = self._file.settings["general.architecture"]
         problem = f"{tensor.file} has {tensor.name:.99}, which nanoserve does not support in a"
         if name is None:
@@ -69,10 +81,10 @@ class GGUFSource:
         return self._places[name].tensor.type not in FLOATS
 
     def read(self, name: str) -> Tensor | QuantizedMatrix:
-        tensor, expert = self._places[name]
-        data = tensor.data() if expert is None else tensor.data()[expert]
+        place = self._places[name]
+        tensor = place.tensor
         try:
-            values = read_values(tensor.type, data)
+            values = place.read()
         except ValueError as error:
             raise ValueError(f"{tensor.file}: {tensor.name}: {error}") from error
         if self._form.adds_one_to_norms and name.endswith("norm.weight"):
