@@ -218,11 +218,16 @@ def close(writer: gguf.GGUFWriter) -> None:
 
 
 def write_bundled(
-    path: Path, arch: str = "qwen3", pre: str = "qwen2", more: tuple[str, ...] = (), **extra: Any
+    path: Path,
+    arch: str = "qwen3",
+    pre: str = "qwen2",
+    more: tuple[str, ...] = (),
+    folder: Path = BUNDLED,
+    **extra: Any,
 ) -> Path:
-    """The bundled tokenizer as llama.cpp's converter writes one of byte-level BPE."""
+    """The bundled tokenizer, or another, as llama.cpp's converter writes one of byte-level BPE."""
     writer = gguf.GGUFWriter(path, arch)
-    backend = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
     words = [backend.id_to_token(i) for i in range(backend.get_vocab_size())]
     words += more
     writer.add_tokenizer_model("gpt2")
@@ -232,7 +237,7 @@ def write_bundled(
     for i, token in backend.get_added_tokens_decoder().items():
         types[i] = gguf.TokenType.CONTROL if token.special else gguf.TokenType.USER_DEFINED
     writer.add_token_types(types)
-    special = gguf.SpecialVocab(BUNDLED, load_merges=True, n_vocab=len(words))
+    special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=len(words))
     special.merges = extra.pop("merges", special.merges)
     special.add_to_gguf(writer)
     for name, value in extra.items():
