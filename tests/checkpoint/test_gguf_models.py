@@ -16,6 +16,8 @@ from minicpm_reference import MINICPM4, MiniCPMForCausalLM
 from tiny_checkpoints import (
     DEEPSEEK_V2,
     DEEPSEEK_V3,
+    DELTA,
+    DELTA_MOE,
     GPT_OSS,
     GRANITE,
     make_checkpoint,
@@ -37,8 +39,11 @@ from transformers import (
     PreTrainedModel,
     Qwen2ForCausalLM,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
+    Qwen3NextForCausalLM,
     SmolLM3ForCausalLM,
 )
 
@@ -68,6 +73,10 @@ LONGROPE = {
 DEEPSEEK = {
     "kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 16, "moe_intermediate_size": 32,
     "rope_parameters": DEEPSEEK_V2["rope_parameters"] | {"mscale": 0.707, "mscale_all_dim": 0.707},
+}  # fmt: skip
+HEADS = {  # whose rows are blocks of 32, or that share some
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
 }  # fmt: skip
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
@@ -184,6 +193,18 @@ CASES: dict[str, tuple[str, type[PreTrainedModel], dict[str, Any], dict[str, Any
         DEEPSEEK_V3 | DEEPSEEK | {"n_shared_experts": 1, "rope_parameters": {"rope_theta": 1e4}},
         {"expert_gating_func": None},
     ),
+    "qwen3-next": (
+        "qwen3next", Qwen3NextForCausalLM, DELTA_MOE | HEADS,
+        {"expert_count": 6, "expert_used_count": 2},
+    ),
+    "qwen3.5": (
+        "qwen35", Qwen3_5ForCausalLM, DELTA | HEADS | {"linear_num_value_heads": 6},
+        {"attention.recurrent_layers": None},
+    ),
+    "qwen3.5-moe": (
+        "qwen35moe", Qwen3_5MoeForCausalLM, DELTA_MOE | HEADS,
+        {"expert_count": 6, "expert_used_count": 2},
+    ),
     "phi3, longrope": (
         "phi3", Phi3ForCausalLM,
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32,
@@ -239,7 +260,7 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     "case",
     [
         *("llama", "qwen3", "gemma3", "glm4", "gpt-oss", "mixtral", "olmo2", "phi3", "qwen2-moe"),
-        *("deepseek-v2, before 2025", "deepseek-v3"),
+        *("deepseek-v2, before 2025", "deepseek-v3", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
     ],
 )
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "MXFP4"])

@@ -9,6 +9,7 @@ from typing import Any
 
 import gguf
 import gguf_latent
+import gguf_linear
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
@@ -29,6 +30,8 @@ ARCHS = {
     "glm4": gguf.MODEL_ARCH.GLM4, "granite": gguf.MODEL_ARCH.GRANITE,
     "olmo2": gguf.MODEL_ARCH.OLMO2, "qwen2moe": gguf.MODEL_ARCH.QWEN2MOE,
     "smollm3": gguf.MODEL_ARCH.SMOLLM3, "deepseek2": gguf.MODEL_ARCH.DEEPSEEK2,
+    "qwen3next": gguf.MODEL_ARCH.QWEN3NEXT, "qwen35": gguf.MODEL_ARCH.QWEN35,
+    "qwen35moe": gguf.MODEL_ARCH.QWEN35MOE,
 }  # fmt: skip
 _PERMUTED = ("llama", "minicpm", "granite", "smollm3")
 
@@ -99,7 +102,7 @@ class ModelWriter:
             "context_length": config.max_position_embeddings,
             "embedding_length": config.hidden_size,
             "block_count": config.num_hidden_layers,
-            "feed_forward_length": config.intermediate_size,
+            "feed_forward_length": getattr(config, "intermediate_size", None),
             "attention.head_count": config.num_attention_heads,
             "attention.head_count_kv": config.num_key_value_heads,
             "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
@@ -122,6 +125,8 @@ class ModelWriter:
             found["expert_shared_feed_forward_length"] = size
         if self.arch == "deepseek2":
             found |= gguf_latent.settings(config)
+        if self.arch in gguf_linear.ARCHS:
+            found |= gguf_linear.settings(config, self.arch)
         return found
 
     def add(self, writer: gguf.GGUFWriter, name: str, weight: torch.Tensor) -> None:
@@ -132,6 +137,8 @@ class ModelWriter:
             return self.add_stack(writer, name, weight)
         if ".experts." in name:
             return self.add_experts(writer, name, weight)
+        if ".linear_attn." in name:
+            return self.add_linear(writer, name, weight)
         if "kv_b_proj" in name and not self.is_old:
             for part, values in gguf_latent.halves(self.config, weight).items():
                 self.add_matrices(writer, f"blk.{name.split('.')[2]}.{part}.weight", values)
@@ -144,7 +151,8 @@ class ModelWriter:
             stored = permute(stored, self.config.num_attention_heads)
         if self.arch in _PERMUTED and ".k_proj" in name:
             stored = permute(stored, self.config.num_key_value_heads)
-        if self.arch.startswith("gemma") and name.endswith("norm.weight"):
+        has_ones = self.arch.startswith("gemma") or self.arch in gguf_linear.ARCHS
+        if has_ones and name.endswith("norm.weight"):
             stored = stored + 1
         writer.add_tensor(f"{theirs}.{suffix}", stored, raw_dtype=Kind[kind])
 
@@ -164,6 +172,22 @@ class ModelWriter:
         values.copy_(flat.view(values.shape))
         stored = stored.reshape(*values.shape[:2], -1)
         writer.add_tensor(name, stored, raw_dtype=Kind[kind])
+
+    def add_linear(self, writer: gguf.GGUFWriter, name: str, weight: torch.Tensor) -> None:
+        layer, is_plain = name.split(".")[2], weight.ndim == 1 or "conv1d" in name
+        parts = gguf_linear.tensors(self.config, self.arch, name, weight)
+        for theirs, (rows, columns) in parts.items():
+            rows = torch.arange(len(weight)) if rows is None else rows
+            part = (weight.squeeze(1) if "conv1d" in name else weight)[rows]
+            part = part if columns is None else part[:, columns]
+            if is_plain:
+                part = -part.exp() if theirs == "ssm_a" else part
+                stored, kind = part.contiguous().numpy(), "F32"
+            else:
+                part = part.contiguous()
+                stored, kind = self.stored(part)
+                weight[rows] = part if columns is None else part[:, columns.argsort()]
+            writer.add_tensor(f"blk.{layer}.{theirs}", stored, raw_dtype=Kind[kind])
 
     def add_stack(self, writer: gguf.GGUFWriter, name: str, weight: torch.Tensor) -> None:
         """gpt-oss's: matrices are transposed, and the outputs of gate and up alternate."""

@@ -10,6 +10,7 @@ from typing import Any
 
 from nanoserve.checkpoint.gguf.container import GGUFFile
 from nanoserve.checkpoint.gguf.deepseek import latent_heads, latent_rope, routed_experts
+from nanoserve.checkpoint.gguf.linear_settings import linear_settings
 from nanoserve.checkpoint.gguf.names import Form
 from nanoserve.checkpoint.gguf.rope import read_rope
 from nanoserve.checkpoint.gguf.settings import Settings, form_of, list_of
@@ -76,6 +77,9 @@ def config_json(file: GGUFFile) -> dict[str, Any]:
     rope = read_rope(settings, file, context, raw["head_dim"], form.rotates_parts)
     raw |= latent_rope(settings, rope) if is_latent else rope
     raw |= routed_experts(settings, num_layers) if is_latent else _experts(settings)
+    if form.has_linear_attention:
+        raw |= linear_settings(settings, num_layers)
+        settings.left.pop("rope.dimension_sections", None)  # of positions of images
     raw |= _own_settings(settings, raw)
     require(
         not settings.left,
@@ -120,7 +124,7 @@ def _own_settings(settings: Settings, raw: dict[str, Any]) -> dict[str, Any]:
         return {"scale_emb": embedding, "scale_depth": depth, "dim_model_base": base}
     if settings.name == "granite":
         return _granite(settings, raw["head_dim"])
-    if settings.name == "qwen2moe":
+    if settings.name in ("qwen2moe", "qwen3next", "qwen35moe"):
         shared = settings.take("expert_shared_feed_forward_length") or raw["intermediate_size"]
         return {"shared_expert_intermediate_size": shared, "qkv_bias": raw["attention_bias"]}
     if settings.name == "phi3":
@@ -166,7 +170,7 @@ def _dtype(file: GGUFFile, form: Form) -> str:
     """
     types = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) > 1}
     if types <= {"F16", "F32"}:
-        half = "bfloat16" if form.adds_one_to_norms else "float16"
+        half = "bfloat16" if form.architecture.startswith("Gemma") else "float16"
         return half if "F16" in types else "float32"
     return "bfloat16"
 

@@ -12,6 +12,7 @@ from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
 from nanoserve.checkpoint.gguf.blocks import FLOATS, read_values
 from nanoserve.checkpoint.gguf.container import GGUFFile, StoredTensor
 from nanoserve.checkpoint.gguf.latent import K_PART, V_PART, WHOLE, LatentPair
+from nanoserve.checkpoint.gguf.linear_heads import BOTH_GATES, LinearHeads
 from nanoserve.checkpoint.gguf.names import ONE_ROW, ROPE_TENSORS, plain_name
 from nanoserve.checkpoint.gguf.settings import Settings, form_of
 from nanoserve.utils.checks import require
@@ -20,13 +21,16 @@ from nanoserve.utils.checks import require
 class _Place(NamedTuple):
     tensor: StoredTensor
     expert: int | None  # index in a tensor of all experts
+    rows: Tensor | None = None  # None: all
 
     @property
     def shape(self) -> tuple[int, ...]:
+        if self.rows is not None:
+            return len(self.rows), *self.tensor.shape[1:]
         return self.tensor.shape if self.expert is None else self.tensor.shape[1:]
 
     def read(self) -> Tensor | QuantizedMatrix:
-        data = self.tensor.data()
+        data = self.tensor.data() if self.rows is None else self.tensor.data()[self.rows.numpy()]
         return read_values(self.tensor.type, data if self.expert is None else data[self.expert])
 
 
@@ -45,6 +49,8 @@ class GGUFSource:
         self._num_heads = settings.size("attention.head_count")
         self._num_kv_heads = settings.size("attention.head_count_kv", self._num_heads)
         self._num_layers = settings.num_layers(self._form)[0]
+        has_linear_attention = self._form.has_linear_attention
+        self._linear_heads = LinearHeads.of(settings) if has_linear_attention else None
         self._places: dict[str, _Place | LatentPair] = {}
         for tensor in self._file.tensors.values():
             if tensor.name not in ROPE_TENSORS:
@@ -62,6 +68,11 @@ class GGUFSource:
         problem = f"{tensor.file} has {tensor.name:.99}, which nanoserve does not support in a"
         if name is None:
             raise ValueError(f"{problem} {architecture!r} model")
+        if BOTH_GATES in name and self._linear_heads is not None:
+            return {
+                name.replace(BOTH_GATES, gate): _Place(tensor, None, rows)
+                for gate, rows in self._linear_heads.gate_rows(tensor.shape[0]).items()
+            }
         if "{}" not in name:
             return {name: _Place(tensor, None)}
         num_dims = 2 if name.endswith(".bias") else 3
@@ -74,6 +85,8 @@ class GGUFSource:
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         shapes = {name: place.shape for name, place in self._places.items()}
+        for name in [name for name in shapes if name.endswith("conv1d.weight")]:
+            shapes[name] = (shapes[name][0], 1, *shapes[name][1:])
         rows = [name for name in shapes if name.endswith(ONE_ROW) and len(shapes[name]) == 1]
         return shapes | {name: (1, *shapes[name]) for name in rows}
 
@@ -87,6 +100,8 @@ class GGUFSource:
             values = place.read()
         except ValueError as error:
             raise ValueError(f"{tensor.file}: {tensor.name}: {error}") from error
+        if self._linear_heads is not None and ".linear_attn." in name:
+            return self._linear_heads.restore(name, values)
         if self._form.adds_one_to_norms and name.endswith("norm.weight"):
             return cast(Tensor, values).float() - 1  # only matrices can be quantized
         if name.endswith(ONE_ROW) and isinstance(values, Tensor):
