@@ -10,11 +10,23 @@ import torch
 
 pytest.importorskip("gguf", reason="pip install 'nanoserve[gguf]'")
 
+from gguf_latent import old_settings
 from gguf_models import KINDS, ModelWriter
 from minicpm_reference import MINICPM4, MiniCPMForCausalLM
-from tiny_checkpoints import GPT_OSS, GRANITE, make_checkpoint, prompt_logits
+from tiny_checkpoints import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    DELTA,
+    DELTA_MOE,
+    GPT_OSS,
+    GRANITE,
+    make_checkpoint,
+    prompt_logits,
+)
 from transformers import (
     AutoModelForCausalLM,
+    DeepseekV2ForCausalLM,
+    DeepseekV3ForCausalLM,
     Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Glm4ForCausalLM,
@@ -27,12 +39,16 @@ from transformers import (
     PreTrainedModel,
     Qwen2ForCausalLM,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
     Qwen3ForCausalLM,
     Qwen3MoeForCausalLM,
+    Qwen3NextForCausalLM,
     SmolLM3ForCausalLM,
 )
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.checkpoint.gguf.source import GGUFSource
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.quantized_loader import load_deferred
 from nanoserve.models.layers.context import LayerContext
@@ -52,6 +68,15 @@ LLAMA3 = {
 LONGROPE = {
     "rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 32,
     "short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)],
+}  # fmt: skip
+# A file has one of YaRN's two factors. Rows are blocks of 32.
+DEEPSEEK = {
+    "kv_lora_rank": 32, "qk_nope_head_dim": 32, "v_head_dim": 16, "moe_intermediate_size": 32,
+    "rope_parameters": DEEPSEEK_V2["rope_parameters"] | {"mscale": 0.707, "mscale_all_dim": 0.707},
+}  # fmt: skip
+HEADS = {  # whose rows are blocks of 32, or that share some
+    "linear_key_head_dim": 16, "linear_value_head_dim": 16, "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
 }  # fmt: skip
 MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
@@ -153,6 +178,33 @@ CASES: dict[str, tuple[str, type[PreTrainedModel], dict[str, Any], dict[str, Any
     "smollm3": (  # every fourth layer has no RoPE
         "smollm3", SmolLM3ForCausalLM, {"num_hidden_layers": 5, "tie_word_embeddings": True}, {},
     ),
+    "deepseek-v2": ("deepseek2", DeepseekV2ForCausalLM, DEEPSEEK_V2 | DEEPSEEK, {}),
+    "deepseek-v2, before 2025": (
+        "deepseek2", DeepseekV2ForCausalLM,
+        DEEPSEEK_V2 | DEEPSEEK
+        | {"q_lora_rank": 32, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2},
+        {"expert_gating_func": None},
+    ),
+    "deepseek-v3": (
+        "deepseek2", DeepseekV3ForCausalLM, DEEPSEEK_V3 | DEEPSEEK | {"q_lora_rank": 32}, {},
+    ),
+    "deepseek-v3, without yarn": (
+        "deepseek2", DeepseekV3ForCausalLM,
+        DEEPSEEK_V3 | DEEPSEEK | {"n_shared_experts": 1, "rope_parameters": {"rope_theta": 1e4}},
+        {"expert_gating_func": None},
+    ),
+    "qwen3-next": (
+        "qwen3next", Qwen3NextForCausalLM, DELTA_MOE | HEADS,
+        {"expert_count": 6, "expert_used_count": 2},
+    ),
+    "qwen3.5": (
+        "qwen35", Qwen3_5ForCausalLM, DELTA | HEADS | {"linear_num_value_heads": 6},
+        {"attention.recurrent_layers": None},
+    ),
+    "qwen3.5-moe": (
+        "qwen35moe", Qwen3_5MoeForCausalLM, DELTA_MOE | HEADS,
+        {"expert_count": 6, "expert_used_count": 2},
+    ),
     "phi3, longrope": (
         "phi3", Phi3ForCausalLM,
         {"rope_parameters": LONGROPE, "original_max_position_embeddings": 32,
@@ -176,6 +228,8 @@ def write(case: str, folder: Path, kind: str = "F32", **sizes: Any) -> tuple[Pre
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(3))
+    if "before 2025" in case:
+        extra = old_settings(model.config) | extra
     ModelWriter(model, arch, kind).write(folder / "model.gguf", extra)
     return model, folder / "model.gguf"
 
@@ -204,7 +258,10 @@ def test_logits_are_those_of_transformers(case: str, tmp_path: Path) -> None:
 @pytest.mark.small(case=["llama", "mixtral", "phi3"], kind=["BF16", "Q4_0"])
 @pytest.mark.parametrize(
     "case",
-    ["llama", "qwen3", "gemma3", "glm4", "gpt-oss", "mixtral", "olmo2", "phi3", "qwen2-moe"],
+    [
+        *("llama", "qwen3", "gemma3", "glm4", "gpt-oss", "mixtral", "olmo2", "phi3", "qwen2-moe"),
+        *("deepseek-v2, before 2025", "deepseek-v3", "qwen3-next", "qwen3.5", "qwen3.5-moe"),
+    ],
 )
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q4_0", "MXFP4"])
 def test_so_they_are_from_smaller_types(case: str, kind: str, tmp_path: Path) -> None:
@@ -237,7 +294,11 @@ def test_transformers_reads_the_same_from_the_file(case: str, kind: str, tmp_pat
 
 @pytest.mark.small(ranks=[1])
 @pytest.mark.parametrize(
-    ("case", "kind", "ranks"), [("llama", "F32", 1), ("llama", "Q8_0", 2), ("mixtral", "Q4_0", 2)]
+    ("case", "kind", "ranks"),
+    [
+        *(("llama", "F32", 1), ("llama", "Q8_0", 2), ("mixtral", "Q4_0", 2)),
+        *(("deepseek-v2", "F32", 1), ("deepseek-v3", "Q8_0", 2)),
+    ],
 )
 @torch.inference_mode()
 def test_an_engine_generates_from_a_file(case: str, kind: str, ranks: int, tmp_path: Path) -> None:
@@ -280,6 +341,19 @@ def test_no_gemma_computes_in_float16_by_itself(tmp_path: Path) -> None:
         ("glm4", {"rope.dimension_count": 5}, "of head_dim=16 is 5, which must be even"),
         ("olmo2", {"attention.sliding_window": 4096}, "attention.sliding_window"),  # OLMo 3
         ("smollm3", {"rope.dimension_count": 8}, "dimension_count=8 is not supported"),
+        ("deepseek-v2", {"expert_gating_func": 3}, "expert_gating_func=3 is not one of"),
+        ("deepseek-v2", {"expert_weights_norm": True}, "norm_topk_prob=True with topk_method"),
+        ("deepseek-v2", {"attention.key_length": 48}, r"must be \(1, 40, 32\), not \(1, 48, 32\)"),
+        (
+            "deepseek-v2",
+            {"attention.head_count_kv": 4},
+            r"must be \(1, 40, 32\), not \(4, 40, 32\)",
+        ),
+        ("deepseek-v2", {"attention.key_length_mla": 8}, "must be below 8, the size of a head"),
+        ("deepseek-v2", {"rope.scaling.yarn_log_multiplier": "a"}, "log_multiplier='a'"),
+        ("deepseek-v2", {"nextn_predict_layers": 3}, "nextn_predict_layers=3"),
+        ("deepseek-v3", {"attention.temperature_scale": 0.1}, "temperature_scale"),  # Mistral 3
+        ("qwen3", {"nextn_predict_layers": 1}, "nextn_predict_layers"),
     ],
 )
 def test_what_another_computation_needs_is_refused_by_name(
@@ -290,6 +364,55 @@ def test_what_another_computation_needs_is_refused_by_name(
     ModelWriter(model, arch, "F32").write(tmp_path / "model.gguf", usual | extra)
     with pytest.raises(ValueError, match=message):
         ModelConfig.from_checkpoint(tmp_path / "model.gguf")
+
+
+def test_layers_for_multi_token_prediction_are_not_read(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in files of GLM-4.7-Flash, which has the same computation as DeepSeek-V3."""
+    model, path = write("deepseek-v3", tmp_path)
+    extra = {"block_count": 4, "nextn_predict_layers": 1}
+    tensors = {"attn_norm": (64,), "attn_k_b": (4, 32, 32), "nextn.eh_proj": (64, 128)}
+    extra |= {f"blk.3.{name}.weight": np.ones(size, np.float32) for name, size in tensors.items()}
+    ModelWriter(model, "deepseek2", "F32").write(path, extra)
+    config = ModelConfig.from_checkpoint(path)
+    assert (config.num_hidden_layers, config.num_nextn_predict_layers) == (3, 1)
+    assert_agrees(model, path)
+    assert "3 tensors are not used, and not read: those of model.layers.3." in caplog.text
+
+
+@pytest.mark.parametrize("case", ["deepseek-v2", "deepseek-v2, before 2025"])
+def test_one_form_of_latent_attention_or_the_other(case: str, tmp_path: Path) -> None:
+    model, path = write(case, tmp_path)
+    extra = old_settings(model.config) if "before" in case else {}
+    both = {"blk.1.attn_k_b.weight": (4, 32, 32), "blk.1.attn_v_b.weight": (4, 16, 32)}
+    both = both if extra else {"blk.1.attn_kv_b.weight": (192, 32)}
+    both = {name: np.ones(size, np.float32) for name, size in both.items()}
+    writer = ModelWriter(model, "deepseek2", "F32")
+    writer.write(path, extra | both)
+    with pytest.raises(ValueError, match=r"has blk\.1\.attn_k_b\.weight, and also attn_kv_b"):
+        GGUFSource(path)
+    if extra:
+        del both["blk.1.attn_v_b.weight"]
+        writer.write(path, extra | both)
+        with pytest.raises(ValueError, match=r"has blk\.1\.attn_k_b\.weight, but no attn_v_b"):
+            GGUFSource(path)
+        both["blk.1.attn_v_b.weight"] = np.ones((4, 16, 31), np.float32)
+        del writer.model.model.layers[1].self_attn.kv_b_proj
+        writer.write(path, extra | both)
+        with pytest.raises(
+            ValueError, match=r"kv_lora_rank\], not \[\(4, 32, 32\), \(4, 16, 31\)\]"
+        ):
+            GGUFSource(path)
+
+
+def test_groups_that_older_files_do_not_name(tmp_path: Path) -> None:
+    """Those of DeepSeek V2 and V3 follow from their numbers of experts; others have one group."""
+    sizes = {"n_group": None, "topk_group": None, "moe_intermediate_size": 32}
+    for count, groups in ((8, 1), (160, 8), (256, 8)):
+        _, path = write("deepseek-v3", tmp_path, n_routed_experts=count, **sizes)
+        config = ModelConfig.from_checkpoint(path)
+        assert config.moe.routing.num_groups == groups
 
 
 @pytest.mark.parametrize("returns", [True, False])

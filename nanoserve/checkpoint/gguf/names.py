@@ -46,6 +46,26 @@ _MIXTRAL_EXPERTS = {
 _GPT_OSS = _PLAIN | _QWEN_EXPERTS | {
     "post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.router",
 }  # fmt: skip
+_DEEPSEEK = _PLAIN | _QWEN_EXPERTS | {
+    "attn_q_a": "self_attn.q_a_proj", "attn_q_a_norm": "self_attn.q_a_layernorm",
+    "attn_q_b": "self_attn.q_b_proj", "attn_kv_a_mqa": "self_attn.kv_a_proj_with_mqa",
+    "attn_kv_a_norm": "self_attn.kv_a_layernorm", "attn_kv_b": "self_attn.kv_b_proj",
+    "attn_k_b": "self_attn.k_b_proj", "attn_v_b": "self_attn.v_b_proj",
+    "ffn_gate_shexp": "mlp.shared_experts.gate_proj", "ffn_up_shexp": "mlp.shared_experts.up_proj",
+    "ffn_down_shexp": "mlp.shared_experts.down_proj",
+}  # fmt: skip
+_QWEN_NEXT = {name: theirs for name, theirs in _PLAIN.items() if name != "ffn_norm"}
+_QWEN_NEXT |= _QWEN_EXPERTS | _SHARED_EXPERT | {
+    "post_attention_norm": "post_attention_layernorm",
+    "attn_qkv": "linear_attn.in_proj_qkv", "attn_gate": "linear_attn.in_proj_z",
+    "ssm_ba": "linear_attn.in_proj_ba", "ssm_beta": "linear_attn.in_proj_b",
+    "ssm_alpha": "linear_attn.in_proj_a", "ssm_conv1d": "linear_attn.conv1d",
+    "ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj",
+}  # fmt: skip
+_WHOLE = {  # names without ".weight" or ".bias" in checkpoints
+    "attn_sinks": "self_attn.sinks", "exp_probs_b": "mlp.gate.e_score_correction_bias",
+    "ssm_a": "linear_attn.A_log", "ssm_dt": "linear_attn.dt_bias",
+}  # fmt: skip
 _OUTSIDE = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
@@ -53,7 +73,8 @@ _OUTSIDE = {
 }
 # These are settings, not weights: `nanoserve.checkpoint.gguf.rope` reads them.
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
-_LAYER = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_LAYER = re.compile(r"blk\.(\d+)\.(\w+?)(?:\.(weight|bias))?")
+_NEXTN = re.compile(r"blk\.(\d+)\.(.+)")
 
 
 class Form(NamedTuple):
@@ -66,8 +87,13 @@ class Form(NamedTuple):
     has_permuted_heads: bool = False
     adds_one_to_norms: bool = False  # the stored weight is Gemma's 1 + w
     rotates_parts: bool = False  # rope.dimension_count may be less than a head
+    has_linear_attention: bool = False  # see `nanoserve.checkpoint.gguf.linear_heads`
+    # Beginning of the names of tensors for multi-token prediction, in layers behind the others,
+    # which the model does not read. None: files may not have such layers.
+    nextn: str | None = None
 
 
+_DELTA_FORM = (_QWEN_NEXT, False, True, True, True, "mtp.{}.")
 FORMS = {
     "llama": Form("LlamaForCausalLM", _PLAIN | _MIXTRAL_EXPERTS, has_permuted_heads=True),
     "qwen2": Form("Qwen2ForCausalLM"),
@@ -86,17 +112,28 @@ FORMS = {
     "granite": Form("GraniteForCausalLM", has_permuted_heads=True),
     "olmo2": Form("Olmo2ForCausalLM", _OLMO2),
     "smollm3": Form("SmolLM3ForCausalLM", has_permuted_heads=True),
+    "deepseek2": Form("DeepseekV3ForCausalLM", _DEEPSEEK, nextn="model.layers.{}."),  # or V2
+    # Qwen3-Next's files have the tensors of Qwen3.5, and are computed by its class.
+    "qwen3next": Form("Qwen3_5MoeForCausalLM", *_DELTA_FORM),
+    "qwen35": Form("Qwen3_5ForCausalLM", *_DELTA_FORM),
+    "qwen35moe": Form("Qwen3_5MoeForCausalLM", *_DELTA_FORM),
 }
 
 
-def plain_name(form: Form, name: str) -> str | None:
-    """Return the name in a checkpoint, with {} for the expert's index; None if unknown."""
+def plain_name(form: Form, name: str, num_layers: int) -> str | None:
+    """Return the name in a checkpoint, with {} for the expert's index; None if unknown.
+
+    num_layers: without those for multi-token prediction.
+    """
+    match = _NEXTN.fullmatch(name)
+    if form.nextn is not None and match is not None and int(match[1]) >= num_layers:
+        return form.nextn.format(int(match[1])) + match[2]
     match = _LAYER.fullmatch(name)
     if match is not None:
         layer, part, kind = match.groups()
-        if part == "attn_sinks":
-            return f"model.layers.{int(layer)}.self_attn.sinks"
-        theirs = form.names.get(part)
+        if part in _WHOLE:
+            return f"model.layers.{int(layer)}.{_WHOLE[part]}"
+        theirs = None if kind is None else form.names.get(part)
         return None if theirs is None else f"model.layers.{int(layer)}.{theirs}.{kind}"
     part, _, kind = name.rpartition(".")
     return f"{_OUTSIDE[part]}.{kind}" if part in _OUTSIDE and kind == "weight" else None

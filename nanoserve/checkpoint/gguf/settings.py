@@ -62,6 +62,13 @@ class Settings:
         require(value is not None, f"{self.file.path} has no {self.name}.{name}")
         return check_int(f"{self.file.path}: {self.name}.{name}", value, 1, 2**31 - 1)
 
+    def num_layers(self, form: Form) -> tuple[int, int]:
+        """Return the number of layers, and of those for multi-token prediction behind them."""
+        total = self.size("block_count")
+        num_nextn = 0 if form.nextn is None else self.take("nextn_predict_layers", 0)
+        name = f"{self.file.path}: {self.name}.nextn_predict_layers"
+        return total - check_int(name, num_nextn, 0, total - 1), num_nextn
+
     def positive(self, name: str) -> float:
         where = f"{self.file.path}: {self.name}.{name}"
         return float(check_number(where, self.take(name), 0, excludes_low=True))

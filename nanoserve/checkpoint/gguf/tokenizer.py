@@ -1,14 +1,14 @@
 """Build the tokenizer of a GGUF file.
 
 For byte-level BPE ("gpt2"), a file has tokens, merges, and the name of a pre-tokenizer, which
-splits the input before merges apply. The patterns below come from the models' tokenizer.json files.
-An unknown name is rejected, because a wrong pre-tokenizer silently changes the tokens of about a
-tenth of all inputs. For SentencePiece ("llama"), a file has tokens with scores, from which the
-merges follow. Both give the same ids as llama.cpp.
+splits the input before merges apply: see `nanoserve.checkpoint.gguf.cuts`. An unknown name is
+rejected, because a wrong pre-tokenizer silently changes the tokens of about a tenth of all inputs.
+For SentencePiece ("llama"), a file has tokens with scores, from which the merges follow. Both give
+the same ids as llama.cpp.
 """
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
@@ -16,39 +16,13 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from nanoserve.checkpoint.gguf.container import GGUFFile
+from nanoserve.checkpoint.gguf.cuts import CUTS, Cut
 from nanoserve.checkpoint.gguf.settings import list_of
 from nanoserve.utils.checks import is_int, require, shown
 
 _ADVICE = "pass tokenizer=FOLDER, or the Hub name, of the model that was converted to GGUF"
 # In tokenizer.ggml.token_type; control tokens are special, user-defined ones are never split.
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED = 1, 2, 3, 4
-
-
-class _Cut(NamedTuple):
-    """A pre-tokenizer. pattern: None is GPT-2's, which the library tokenizers has."""
-
-    pattern: str | None
-    is_normalized: bool = False  # to NFC
-    keeps_words: bool = False  # a piece that is in the vocabulary is one token, without merges
-    splits_digits: bool = False
-    adds_bos: bool = False  # default, if the file has no setting
-
-
-_QWEN2 = _Cut(
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+",
-    is_normalized=True,
-)
-_LLAMA3 = _Cut(
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
-    keeps_words=True,
-    adds_bos=True,
-)
-_CUTS = {
-    "qwen2": _QWEN2, "llama-bpe": _LLAMA3, "llama3": _LLAMA3, "llama-v3": _LLAMA3,
-    "gpt-2": _Cut(None), "smollm": _Cut(None, splits_digits=True),
-}  # fmt: skip
 
 
 def read_tokenizer(source: Path | GGUFFile) -> PreTrainedTokenizerBase:
@@ -144,9 +118,9 @@ def _takes_spaces(word: str, settings: dict[str, Any]) -> bool:
 def _byte_level(file: GGUFFile) -> PreTrainedTokenizerBase:
     path, settings = file.path, file.settings
     name = settings.get("tokenizer.ggml.pre")
-    cut = _CUTS.get(name) if isinstance(name, str) else None
+    cut = CUTS.get(name) if isinstance(name, str) else None
     if cut is None:
-        known = ", ".join(_CUTS)
+        known = ", ".join(CUTS)
         raise ValueError(
             f"{path}: tokenizer.ggml.pre={shown(name)} is not supported, only {known}: {_ADVICE}"
         )
@@ -169,15 +143,14 @@ def _byte_level(file: GGUFFile) -> PreTrainedTokenizerBase:
     return _with_marks(backend, words, {"tokenizer.ggml.add_bos_token": cut.adds_bos, **settings})
 
 
-def _cutting(backend: Tokenizer, cut: _Cut) -> Tokenizer:
+def _cutting(backend: Tokenizer, cut: Cut) -> Tokenizer:
     if cut.is_normalized:
         backend.normalizer = normalizers.NFC()
     steps: list[Any] = []
     if cut.splits_digits:
         steps.append(pre_tokenizers.Digits(individual_digits=True))
-    if cut.pattern is not None:
-        steps.append(pre_tokenizers.Split(Regex(cut.pattern), "isolated"))
-    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut.pattern is None))
+    steps += [pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in cut.patterns]
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=cut.is_gpt2))
     backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
     backend.decoder = decoders.ByteLevel()
     return backend
