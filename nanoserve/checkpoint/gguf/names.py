@@ -93,7 +93,14 @@ class Form(NamedTuple):
     nextn: str | None = None
 
 
-_DELTA_FORM = (_QWEN_NEXT, False, True, True, True, "mtp.{}.")
+_QWEN35_MOE = Form(
+    "Qwen3_5MoeForCausalLM",
+    _QWEN_NEXT,
+    adds_one_to_norms=True,
+    rotates_parts=True,
+    has_linear_attention=True,
+    nextn="mtp.{}.",
+)
 FORMS = {
     "llama": Form("LlamaForCausalLM", _PLAIN | _MIXTRAL_EXPERTS, has_permuted_heads=True),
     "qwen2": Form("Qwen2ForCausalLM"),
@@ -114,9 +121,9 @@ FORMS = {
     "smollm3": Form("SmolLM3ForCausalLM", has_permuted_heads=True),
     "deepseek2": Form("DeepseekV3ForCausalLM", _DEEPSEEK, nextn="model.layers.{}."),  # or V2
     # Qwen3-Next's files have the tensors of Qwen3.5, and are computed by its class.
-    "qwen3next": Form("Qwen3_5MoeForCausalLM", *_DELTA_FORM),
-    "qwen35": Form("Qwen3_5ForCausalLM", *_DELTA_FORM),
-    "qwen35moe": Form("Qwen3_5MoeForCausalLM", *_DELTA_FORM),
+    "qwen3next": _QWEN35_MOE,
+    "qwen35": _QWEN35_MOE._replace(architecture="Qwen3_5ForCausalLM"),
+    "qwen35moe": _QWEN35_MOE,
 }
 
 
