@@ -141,6 +141,11 @@ class QuantizedMatrix:
         return replace(self, codes=self.codes[:, order], group_of_input=None), order
 
 
+def reorder_rows(weight: Tensor | QuantizedMatrix, order: Tensor) -> Tensor | QuantizedMatrix:
+    """Return the rows `order`, int64, of a weight that is quantized or not."""
+    return weight[order] if isinstance(weight, Tensor) else weight.reordered(order)
+
+
 def stack_rows(parts: list[Tensor | QuantizedMatrix]) -> Tensor | QuantizedMatrix:
     """Concatenate outputs. Dequantizes them unless all parts are quantized in equal groups."""
     if len(parts) == 1:

@@ -56,7 +56,6 @@ def config_json(file: GGUFFile) -> dict[str, Any]:
     hidden, heads = settings.size("embedding_length"), settings.size("attention.head_count")
     context = settings.size("context_length")
     num_layers, num_nextn = settings.num_layers(form)
-    is_latent = settings.name == "deepseek2"
     raw: dict[str, Any] = {
         "architectures": [form.architecture],
         "dtype": _dtype(file, form),
@@ -73,10 +72,13 @@ def config_json(file: GGUFFile) -> dict[str, Any]:
         "eos_token_id": _eos_token_ids(file),
         "quantization_config": {"quant_method": "gguf"},
     }
+    is_latent = settings.name == "deepseek2"
     raw |= latent_heads(settings, heads) if is_latent else _heads(settings, hidden // heads, heads)
     rope = read_rope(settings, file, context, raw["head_dim"], form.rotates_parts)
-    raw |= latent_rope(settings, rope) if is_latent else rope
-    raw |= routed_experts(settings, num_layers) if is_latent else _experts(settings)
+    if is_latent:
+        raw |= latent_rope(settings, rope) | routed_experts(settings, num_layers)
+    else:
+        raw |= rope | _experts(settings)
     if form.has_linear_attention:
         raw |= linear_settings(settings, num_layers)
         settings.left.pop("rope.dimension_sections", None)  # of positions of images

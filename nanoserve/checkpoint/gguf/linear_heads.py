@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
+from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix, reorder_rows
 from nanoserve.checkpoint.gguf.linear_settings import linear_settings
 from nanoserve.checkpoint.gguf.settings import Settings
 from nanoserve.utils.checks import require
@@ -63,13 +63,13 @@ class LinearHeads(NamedTuple):
 
     def _in_order(self, name: str, values: Tensor | QuantizedMatrix) -> Tensor | QuantizedMatrix:
         if name.endswith(_ONE_ROW_PER_HEAD):
-            return _rows(values, self._order(1))
+            return reorder_rows(values, self._order(1))
         if name.endswith("in_proj_z.weight"):
-            return _rows(values, self._order(self.value_dim))
+            return reorder_rows(values, self._order(self.value_dim))
         if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
             first = 2 * self.num_keys * self.key_dim
             order = torch.cat((torch.arange(first), first + self._order(self.value_dim)))
-            return _rows(values, order)
+            return reorder_rows(values, order)
         if name.endswith("out_proj.weight"):
             return _columns(values, self._order(self.value_dim), self.value_dim)
         return values
@@ -78,10 +78,6 @@ class LinearHeads(NamedTuple):
         """Return the places in the file of all numbers of the value heads, `size` of each head."""
         heads = torch.arange(self.num_values).view(-1, self.num_keys).T.reshape(-1, 1)
         return (heads * size + torch.arange(size)).flatten()
-
-
-def _rows(values: Tensor | QuantizedMatrix, order: Tensor) -> Tensor | QuantizedMatrix:
-    return values[order] if isinstance(values, Tensor) else values.reordered(order)
 
 
 def _columns(

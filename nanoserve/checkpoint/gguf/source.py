@@ -1,14 +1,13 @@
 """A weight source for GGUF files, with the names and row order of a safetensors checkpoint."""
 
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix
+from nanoserve.checkpoint.formats.quantized_matrix import QuantizedMatrix, reorder_rows
 from nanoserve.checkpoint.gguf.blocks import FLOATS, read_values
 from nanoserve.checkpoint.gguf.container import GGUFFile, StoredTensor
 from nanoserve.checkpoint.gguf.latent import K_PART, V_PART, WHOLE, LatentPair
@@ -55,12 +54,7 @@ class GGUFSource:
         for tensor in self._file.tensors.values():
             if tensor.name not in ROPE_TENSORS:
                 self._places |= self._places_of(tensor)
-        for name in [name for name in self._places if K_PART in name]:
-            keys = self._places.pop(name)
-            values = self._places.pop(name.replace(K_PART, V_PART), None)
-            other = self._places.get(name.replace(K_PART, WHOLE))
-            pair = LatentPair.of(keys.tensor, values and values.tensor, other and other.tensor)
-            self._places[name.replace(K_PART, WHOLE)] = pair
+        self._join_latent_halves()
 
     def _places_of(self, tensor: StoredTensor) -> dict[str, _Place]:
         name = plain_name(self._form, tensor.name, self._num_layers)
@@ -82,6 +76,15 @@ class GGUFSource:
             f"{num_dims} dimensions",
         )
         return {name.format(i): _Place(tensor, i) for i in range(tensor.shape[0])}
+
+    def _join_latent_halves(self) -> None:
+        """Give each `kv_b_proj` that is stored as two tensors one place."""
+        for name in [name for name in self._places if K_PART in name]:
+            keys = self._places.pop(name)
+            values = self._places.pop(name.replace(K_PART, V_PART), None)
+            other = self._places.get(name.replace(K_PART, WHOLE))
+            pair = LatentPair.of(keys.tensor, values and values.tensor, other and other.tensor)
+            self._places[name.replace(K_PART, WHOLE)] = pair
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         shapes = {name: place.shape for name, place in self._places.items()}
@@ -116,7 +119,4 @@ class GGUFSource:
 def _in_halves(values: Tensor | QuantizedMatrix, num_heads: int) -> Tensor | QuantizedMatrix:
     """Undo the converter's permutation: the even rows of each head, followed by the odd ones."""
     order = torch.arange(values.shape[0]).view(num_heads, -1, 2).transpose(1, 2).flatten()
-    if isinstance(values, Tensor):
-        return values[order]
-    offset = None if values.offset is None else values.offset[order]
-    return replace(values, codes=values.codes[order], scale=values.scale[order], offset=offset)
+    return reorder_rows(values, order)

@@ -106,17 +106,19 @@ def bias(**of_tokens: float) -> dict[str, float]:
 @pytest.mark.parametrize("skips", [None, True])
 def test_channels_are_told_apart(client: openai.OpenAI, skips: bool | None) -> None:
     """A random model, which a grammar makes think and answer; thoughts soon end."""
-    thoughts = set()
+    num_thoughts = num_answers = 0
     for seed in range(6):
         extra = {"guided_regex": "(yes|no)"}
         extra |= {} if skips is None else {"skip_special_tokens": skips}
         asked = {"extra_body": extra, "seed": seed, "temperature": 1.0, "logit_bias": bias(end=6)}
         content, reasoning, calls, reason = whole(client, **asked)
         assert not calls and "<|" not in content + reasoning and "final" not in content
-        assert reason == "length" or content.split("\n")[-1] in ("yes", "no")
+        if reason != "length":
+            num_answers += 1
+            assert content.split("\n")[-1] in ("yes", "no")
         assert streamed(client, **asked) == (content, reasoning, calls, reason)
-        thoughts.add(bool(reasoning))
-    assert True in thoughts
+        num_thoughts += bool(reasoning)
+    assert num_thoughts and num_answers
 
 
 def test_calls_are_told_apart(client: openai.OpenAI) -> None:
