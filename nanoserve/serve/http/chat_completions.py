@@ -13,7 +13,7 @@ from nanoserve.serve.http.protocol import ChatBody
 from nanoserve.serve.http.response_builder import Answer, as_json, members
 from nanoserve.serve.http.tools import harmony
 from nanoserve.serve.http.tools.grammar import behind_analysis, behind_reasoning
-from nanoserve.serve.http.tools.reasoning import thought_at_end
+from nanoserve.serve.http.tools.reasoning import REASONING, thought_at_end
 from nanoserve.text.chat import chat_prompts
 
 
@@ -51,7 +51,8 @@ def chat_requests(
             body.constraint = behind_analysis(*options, begun=harmony.begun_in(prompt["prompt"]))
         else:
             thought = thought_at_end(prompt["prompt"], reasoning_parser, body.continued)
-            body.constraint = behind_reasoning(options[0], thought, *options[1:])
+            form = REASONING[reasoning_parser]
+            body.constraint = behind_reasoning(options[0], thought, *options[1:], form)
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     defaults = engine.input_processor.default_sampling
     params = body.sampling_params(defaults, body.most_tokens[1], num_logprobs)
