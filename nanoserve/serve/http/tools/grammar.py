@@ -202,8 +202,13 @@ class _Writer:
         """
         functions = use.functions
         rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(functions)))]
+        rules += ["NUMBER: /[0-9]{1,4}/"] if use.format.is_numbered else []
         for number, function in enumerate(functions):
-            before, after = self.literal(begin(function.name)), self.literal(end)
+            text, after = begin(function.name), self.literal(end)
+            before = self.literal(text)
+            if use.format.is_numbered:
+                head, _, tail = text.rpartition("0")
+                before = f"{self.literal(head)} NUMBER {self.literal(tail)}"
             rules.append(f"call_{number}: {before} args_{number} {after}")
             schema = None
             if use.must_call or function.is_strict:

@@ -40,7 +40,8 @@ class ToolFormat:
     is_in_json: True if the name is written as a JSON string.
     reasoning_parser: the parser of reasoning that the format implies: a whole output has this
     format, not only its calls. reads_schemas: True if `parse` needs the schemas of the functions,
-    since arguments are written without types.
+    since arguments are written without types. is_numbered: True if a model counts its calls: the
+    last 0 in `begin` stands for any number.
     """
 
     name: str
@@ -56,6 +57,7 @@ class ToolFormat:
     reasoning_parser: str | None = None
     arguments: ArgumentWriter | None = None
     reads_schemas: bool = False
+    is_numbered: bool = False
 
     def for_functions(self, schemas: Mapping[str, Mapping[str, Any]]) -> "ToolFormat":
         """Return the format for functions with these schemas, by name."""
@@ -108,6 +110,7 @@ def _in_section(name: str, section: Section, separator: str = "") -> ToolFormat:
         trigger=section.open,
         special_tokens=section.special_tokens,
         is_in_json=False,
+        is_numbered=section.is_numbered,
     )
 
 
