@@ -77,7 +77,7 @@ def compiled(guidance: Guidance, name: str, *functions: Function, **other: Any) 
     return guidance.compile(constraint.source(StructuredOutputsConfig()))
 
 
-@pytest.mark.small(name=["pythonic", "kimi_k2", "qwen3_coder", "glm45", "deepseek_v3"])
+@pytest.mark.small(name=["pythonic", "kimi_k2", "qwen3_coder"])
 @pytest.mark.parametrize("name", NAMES)
 def test_whatever_the_grammar_allows_is_a_call_that_its_schema_allows(
     name: str, guidance: Any, by_size: Any
@@ -86,7 +86,7 @@ def test_whatever_the_grammar_allows_is_a_call_that_its_schema_allows(
     whole, rng = compiled(library, name, *FUNCTIONS), random.Random(name)
     form, num_ended = FORMATS[name].for_functions(SCHEMAS), 0
     first_of_ends = [backend.encode(text).ids[0] for text in ENDS]
-    for _ in range(by_size(8, 40)):
+    for _ in range(by_size(4, 40)):
         grammar, token_ids = whole.start(), []
         mask = np.empty(64, dtype=np.int32)
         for _ in range(400):
@@ -107,7 +107,7 @@ def test_whatever_the_grammar_allows_is_a_call_that_its_schema_allows(
         for call in calls:
             assert call.is_complete, text
             jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
-    assert num_ended >= by_size(3, 15)
+    assert num_ended >= by_size(1, 15)
 
 
 def legal(guidance: Any, whole: Any, text: str) -> bool:
