@@ -119,7 +119,7 @@ class Body(BaseModel):
 
 
 class Rendering(NamedTuple):
-    """How a conversation becomes a prompt, and what ends the answer besides the model's EOS.
+    """The way in which a conversation becomes a prompt, and the ends of an answer besides EOS.
 
     template: None is the model's own. as_parts: True if the template gets each content as a list
     of parts, otherwise as a string. stop_token_ids, stop: ends of a message in the template.
@@ -290,7 +290,7 @@ class ChatBody(GenerationBody):
 
     @cached_property
     def rendering(self) -> Rendering:
-        """How the conversation is rendered. The code that receives the body sets it."""
+        """The way in which the conversation is rendered; set by the code that receives the body."""
         return Rendering()
 
     def conversation(self) -> list[dict[str, Any]]:

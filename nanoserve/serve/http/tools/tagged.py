@@ -60,7 +60,7 @@ class Tags:
 
     @cached_property
     def ends_of_value(self) -> tuple[str, ...]:
-        """What ends a value. Models leave out the closing tag before another one on a new line."""
+        """The ends of a value. Models leave out the closing tag before another on a new line."""
         others = (f"\n{self.key_open}", f"\n{self.ends_of_call[0]}") if self.pads else ()
         return (self.value_close, *others)
 
