@@ -134,6 +134,14 @@ def test_a_template_gets_content_in_the_form_that_was_chosen(
         assert prompt_of(one, chat_template=LOOKS) == of_text
         messages = [{"role": "user", "content": PARTS}]
         assert prompt_of(one, messages=messages, chat_template=LOOKS) == of_parts
+        begun = [*messages, {"role": "assistant", "content": [{"type": "text", "text": "It is "}]}]
+        more = {"continue_final_message": True, "add_generation_prompt": False}
+        text = prompt_of(one, messages=begun, chat_template=LOOKS, **more)
+        assert text == of_parts + ("It is " if kind == "string" else "[text It is")
+        typed = [{"role": "user", "content": [{"type": "text", "text": "<|im_end|>"}]}]
+        tokens = ask(one, "/tokenize", {"messages": typed, "chat_template": LOOKS})["tokens"]
+        special = server.api.llm.engine.tokenizer.special_tokens.id_of("<|im_end|>")
+        assert len(tokens) > 1 and special not in tokens
     with pytest.raises(ValueError, match="chat_template_content_format"):
         ServerSettings(chat_template_content_format="xml")
     args = parse_args(["--chat-template-content-format", kind, "--trust-request-chat-template"])

@@ -11,6 +11,8 @@ pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
 pytest.importorskip("jsonschema", reason="pip install jsonschema")
 pytest.importorskip("fastapi", reason="pip install 'nanoserve[serve]'")
 import jsonschema
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as TokenizerBackend
 
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.features.structured.config import StructuredOutputsConfig
@@ -108,6 +110,33 @@ def test_whatever_the_grammar_allows_is_a_call_that_its_schema_allows(
             assert call.is_complete, text
             jsonschema.validate(json.loads(call.arguments), SCHEMAS[call.name])
     assert num_ended >= by_size(1, 15)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "kimi_k2", "glm45"])
+@pytest.mark.parametrize("must_call", [True, False])
+def test_tags_that_are_special_tokens_are_these_tokens(name: str, must_call: bool) -> None:
+    form = FORMATS[name].for_functions(SCHEMAS)
+    backend = TokenizerBackend.from_str(
+        Tokenizer(bundled_checkpoint("tiny-qwen3")).backend.to_str()
+    )
+    specials = [tag for tag in form.special_tokens if not tag.startswith(("<arg", "</arg"))]
+    backend.add_special_tokens([AddedToken(tag, special=True) for tag in specials])
+    functions = [Function("f", {"properties": {"a": {"type": "integer"}}, "required": ["a"]}, True)]
+    use = ToolUse(form, functions, must_call, False, True)
+    ids = {tag: backend.token_to_id(tag) for tag in specials}
+    constraint = constraint_of_tools(use, ids.get)
+    assert constraint is not None
+    library = Guidance(backend, backend.get_vocab_size())
+    whole = library.compile(constraint.source(StructuredOutputsConfig()))
+    arguments = (
+        '{"a": 5}' if name != "glm45" else "<arg_key>a</arg_key>\n<arg_value>5</arg_value>\n"
+    )
+    call = form.call_begin("f") + arguments + form.end
+    text = form.before + call + form.separator + call + form.after
+    assert [one.name for one in form.parse(text, True)[1]] == ["f", "f"]
+    assert legal((backend, library), whole, text)
+    assert not legal((backend, library), whole, text.replace("5", '"x"'))
+    assert legal((backend, library), whole, "No call.") is not must_call
 
 
 def legal(guidance: Any, whole: Any, text: str) -> bool:
