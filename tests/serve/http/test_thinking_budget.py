@@ -115,8 +115,11 @@ def test_an_answer_begins_after_the_budget(thinking, server_llm) -> None:
         assert message["content"] and bool(message["reasoning"]) == bool(num_tokens)
     assert answer_of(thinking, thinking_token_budget=-1)[0] == free
     assert answer_of(thinking, thinking_token_budget=1000)[0] == free
-    sampled = {"thinking_token_budget": 3, "temperature": 1.0, "seed": 5, "top_p": 0.9}
-    assert answer_of(thinking, **sampled)[0][3 : 3 + len(tag)] == tag
+    sampled = {"temperature": 1.0, "seed": 5, "top_p": 0.9}
+    token_ids, _ = answer_of(thinking, **sampled)
+    assert answer_of(thinking, **sampled, thinking_token_budget=1000)[0] == token_ids
+    cut, _ = answer_of(thinking, **sampled, thinking_token_budget=3)
+    assert cut[: 3 + len(tag)] == [*token_ids[:3], *tag]
 
 
 def test_a_grammar_applies_after_the_budget(thinking) -> None:
