@@ -137,7 +137,7 @@ def test_a_template_gets_content_in_the_form_that_was_chosen(
         begun = [*messages, {"role": "assistant", "content": [{"type": "text", "text": "It is "}]}]
         more = {"continue_final_message": True, "add_generation_prompt": False}
         text = prompt_of(one, messages=begun, chat_template=LOOKS, **more)
-        assert text == of_parts + ("It is " if kind == "string" else "[text It is")
+        assert text == of_parts + ("It is " if kind == "string" else "[text It is ")
         typed = [{"role": "user", "content": [{"type": "text", "text": "<|im_end|>"}]}]
         tokens = ask(one, "/tokenize", {"messages": typed, "chat_template": LOOKS})["tokens"]
         special = server.api.llm.engine.tokenizer.special_tokens.id_of("<|im_end|>")
