@@ -285,6 +285,7 @@ _UNREAD_BY_TOKENIZE = {
     "logprobs",
     "top_logprobs",
     "parallel_tool_calls",
+    "thinking_token_budget",
 }
 
 

@@ -80,13 +80,17 @@ FIELDS = {
     "return_token_strs": "Adds the tokens as strings.",
     "add_generation_prompt": "Whether the template begins the answer.",
     "continue_final_message": "The answer continues the last message.",
+    "chat_template": "A Jinja template for this request; 400 unless the server has "
+    "`--trust-request-chat-template`.",
     "chat_template_kwargs": 'Variables of the template, such as `{"enable_thinking": false}`.',
     "tools": "Functions that the model may call.",
     "tool_choice": '"none", "auto", "required", or an object that names a function.',
     "parallel_tool_calls": "False: at most one call in an output.",
     "documents": "Passed to the template.",
     "reasoning_effort": 'Passed to templates that use it. "none" sets `enable_thinking=false` '
-    "in templates that have it.",
+    "or `thinking=false` in templates that have it.",
+    "thinking_token_budget": "Maximum number of reasoning tokens; needs `--reasoning-parser`. "
+    "-1: no limit.",
     "verbosity": "Passed to templates that use it.",
     "allow_special_tokens": "Special tokens in the text of messages are control tokens. Only "
     "nanoserve has this field.",

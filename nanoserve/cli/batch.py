@@ -144,14 +144,10 @@ def _parser() -> ArgumentParser:
     add("--grace-period", type=float, default=30, metavar="S", help=grace)
     names_help = "Model names that requests may use. Default: the value of --model."
     add("--served-model-name", action=Words, metavar="NAME", help=names_help)
-    tools = (
-        "Format of tool calls: hermes, llama3_json, mistral or openai. Default: from the template."
-    )
+    tools = "Format of tool calls, as for nanoserve serve. Default: from the template."
     add("--tool-call-parser", metavar="NAME", help=tools)
-    thoughts = (
-        "Format of reasoning to split off an answer: qwen3, deepseek_r1, openai_gptoss. "
-        "Default: none, or the one that the format of calls implies."
-    )
+    thoughts = "Format of reasoning to split off an answer, as for nanoserve serve. "
+    thoughts += "Default: none, or the one that the format of calls implies."
     add("--reasoning-parser", metavar="NAME", help=thoughts)
     kwargs = "Defaults for chat_template_kwargs, as '{\"enable_thinking\": false}'. Default: none."
     add("--default-chat-template-kwargs", type=from_json, metavar="JSON", help=kwargs)

@@ -19,6 +19,9 @@ from nanoserve.cli.parser import (
 )
 from nanoserve.cli.server_flags import add_server_flags, check_server_flags
 from nanoserve.serve.http.settings import ServerSettings
+from nanoserve.serve.http.tools import harmony
+from nanoserve.serve.http.tools.parsers import FORMATS
+from nanoserve.serve.http.tools.reasoning import STARTS
 from nanoserve.serve.replicas.settings import ReplicaSettings
 
 # Flags of this command that share their name with an engine option of vLLM.
@@ -109,18 +112,19 @@ def _parser() -> ArgumentParser:
     add("--allowed-origins", action=Words, metavar="URL", help=origins)
     kwargs = "Defaults for chat_template_kwargs, as '{\"enable_thinking\": false}'. Default: none."
     add("--default-chat-template-kwargs", type=from_json, metavar="JSON", help=kwargs)
+    form = "Content of messages for the template: string, openai (list of parts) or auto. "
+    add("--chat-template-content-format", metavar="KIND", help=f"{form}Default: auto.")
+    trust = "Let requests bring chat templates, which are programs in a sandbox without a time "
+    trust += "limit. Default: such requests get status 400."
+    add("--trust-request-chat-template", action=BooleanOptionalAction, help=trust)
     queue = (
         "Maximum number of waiting sequences; further requests get status 429. Default: no limit."
     )
     add("--max-queue", type=int, metavar="N", help=queue)
-    tools = (
-        "Format of tool calls: hermes, llama3_json, mistral or openai. Default: from the template."
-    )
+    tools = f"Format of tool calls: {', '.join(FORMATS)}. Default: from the template."
     add("--tool-call-parser", metavar="NAME", help=tools)
-    thoughts = (
-        "Format of reasoning to split off an answer: qwen3, deepseek_r1, openai_gptoss. "
-        "Default: none, or the one that the format of calls implies."
-    )
+    thoughts = f"Format of reasoning to split off an answer: {', '.join((*STARTS, harmony.NAME))}. "
+    thoughts += "Default: none, or the one that the format of calls implies."
     add("--reasoning-parser", metavar="NAME", help=thoughts)
     for name, text in (
         ("max_n", "Maximum number of completions of one request."),

@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 # Flags that may be given without a value.
 _SWITCHES = {
-    *("trust_request_chat_template", "trust_request_mm_kwargs", "return_tokens_as_token_ids"),
+    *("trust_request_mm_kwargs", "return_tokens_as_token_ids"),
     *("exclude_tools_when_tool_choice_none", "cohere_is_reasoning_model", "log_error_stack"),
     *("headless", "allow_credentials", "grpc"),
 }

@@ -223,8 +223,8 @@ FOREIGN: dict[str, Foreign] = {
              "enable_moe_shared_loras", _LORA, _off),
     # Structured output and reasoning.
     **_known("reasoning_parser enable_reasoning", _REASONING),
-    **_known("reasoning_parser_plugin reasoning_config", "the parsers of `nanoserve serve "
-             "--reasoning-parser` are qwen3, deepseek_r1 and openai_gptoss"),
+    **_known("reasoning_parser_plugin reasoning_config", "`nanoserve serve --help` has the names "
+             "for --reasoning-parser"),
     **_known("watermark_config", "outputs have no watermark"),
     **_known("aux_output_config", "outputs are tokens, text and log-probabilities"),
     **_known("spec_method spec_model spec_tokens", "pass speculative_config={'method': ..., "

@@ -74,9 +74,8 @@ FOREIGN: dict[str, Foreign] = {
                "maxOutputTokens max_completion_length"),
     **_renamed("min_tokens", "min_new_tokens min_length min_completion_tokens", (0,)),
     **_refused(_CONTEXT, "num_ctx n_ctx max_context_length max_seq_len truncation_length"),
-    **_refused("max_tokens limits reasoning and answer together",
-               "thinking_token_budget thinking_budget reasoning_budget thinking_budget_tokens "
-               "reasoning_max_tokens", (-1,)),
+    **_refused("use thinking_token_budget", "thinking_budget reasoning_budget "
+               "thinking_budget_tokens reasoning_max_tokens", (-1,)),
     **_refused(_CUT, "truncate n_keep num_keep n_discard prompt_truncate_len max_prompt_tokens",
                (0, -1)),
     "truncate_prompt_tokens": Foreign(_CUT, (), None, "generate(..., tokenization_kwargs="
@@ -186,8 +185,9 @@ FOREIGN: dict[str, Foreign] = {
     **_refused('send it as a message: {"role": "system", "content": ...}',
                "system system_prompt systemPrompt instructions system_instruction", ("",)),
     **_refused("the template is the checkpoint's; chat_template_kwargs are passed to it",
-               "chat_template template instruction_template chat_instruct_command"),
-    "chat_template_content_format": Foreign("the checkpoint's template determines it", ("auto",)),
+               "template instruction_template chat_instruct_command"),
+    "chat_template_content_format": Foreign(
+        "use the server option --chat-template-content-format", ("auto",)),
     "enable_thinking": Foreign(_THINKING),
     "thinking": Foreign(_THINKING),
     "think": Foreign(_THINKING),

@@ -25,6 +25,11 @@ FOREIGN: dict[str, tuple[str, tuple[Any, ...]]] = {
     for name, one in request_names.FOREIGN.items()
     if one.ours is None and name not in _OF_PROGRAMS
 }
+FOREIGN["thinking_token_budget"] = (
+    "requests to a server with --reasoning-parser have it; a program may use the logits processor "
+    "nanoserve.sampling.thinking_budget.ThinkingBudget",
+    (-1,),
+)
 FOREIGN["stream"] = ("llm.stream(prompt, params) yields text as it is generated", (False,))
 
 

@@ -31,7 +31,7 @@ _LOGGED = "neither prompts nor answers are logged"
 _ACCESS = "there is no access log unless --access-log is given"
 _ONE_PROCESS = "one process serves HTTP, and --data-parallel-size N starts several engines"
 _ALL_ALLOWED = "origins in --allowed-origins may use every method and header"
-_PARSERS = "--tool-call-parser takes hermes, llama3_json, mistral or openai"
+_PARSERS = "the formats are those of --tool-call-parser"
 _GRPC = "the server speaks HTTP"
 _H11 = "--max-body-bytes, --max-connections and --body-timeout limit what clients send"
 _NO_DOCS = "there is no page for the schema of the API"
@@ -40,10 +40,6 @@ _OTHER_PROTOCOLS = "the server has /v1/completions and /v1/chat/completions, and
 # All flags of `vllm serve` (0.32) that are neither flags here nor options of vLLM's engine.
 FLAGS: dict[str, Foreign] = {
     # Prompts.
-    **_known("chat_template_content_format", "templates get the content of a message as a string",
-             _one_of("auto", "string")),
-    **_known("trust_request_chat_template", "a template is a program, so a request cannot set it; "
-             "start the server with --chat-template FILE", _off),
     **_known("trust_request_mm_kwargs", "nanoserve runs text models only", _anything),
     **_known("response_role", "the role of answers is always assistant", _one_of("assistant")),
     **_known("cohere_is_reasoning_model cohere_format anthropic_disabled_thinking_effort",

@@ -100,8 +100,13 @@ def prompts_of(
     )
     as_text = chat_template_content_format == "string"
     if chat_template_content_format == "auto":
-        as_text = not _LOOKS_INTO_CONTENT.search(template)
+        as_text = not looks_into_content(template)
     return chat_prompts(engine, messages, arguments, allow_special_tokens, as_text)
+
+
+def looks_into_content(template: str) -> bool:
+    """Return True if a template has a loop over the parts of a content."""
+    return _LOOKS_INTO_CONTENT.search(template) is not None
 
 
 def _text_of_template(engine: ChatEngine, given: Any) -> str:
@@ -122,8 +127,8 @@ def chat_prompts(
 ) -> list[dict[str, Any]]:
     """Render one conversation or several: return prompts with their text and token ids.
 
-    `content_as_text`: join a content that is a list of parts into one string, which templates
-    expect.
+    `content_as_text`: join a content that is a list of parts into one string, which most templates
+    expect. False: make a content that is a string a list of one part, as vLLM does.
 
     Raises `ValueError` for an invalid conversation, for one that the template cannot render, and
     for one that cannot fit into `max_model_len`, which is checked before tokenization.
@@ -141,6 +146,18 @@ def chat_prompts(
         _prompt_of(engine, conversation, template_arguments, allow_special_tokens, content_as_text)
         for conversation in conversations
     ]
+
+
+def _with_parts(message: Any) -> Any:
+    """Return the message with its content as a list of text parts; None has no parts."""
+    if not isinstance(message, Mapping) or "content" not in message:
+        return message
+    content = message["content"]
+    if content is None:
+        return {**message, "content": []}
+    parts = content if isinstance(content, (list, tuple)) else [content]
+    text = [{"type": "text", "text": _text_of_part(part)} for part in parts]
+    return {**message, "content": text}
 
 
 def _with_text(message: Any) -> Any:
@@ -209,9 +226,8 @@ def _prompt_of(
     texts, is_whole = _texts_in(from_outside, most)
     if not is_whole:
         raise limit.error(None, f"The prompt is too long: it has more than {most} characters.")
-    if content_as_text and any(map(_has_no_text, conversation)):
-        as_text = [_with_text(message) for message in conversation]
-        return _prompt_of(engine, as_text, arguments, allow_special_tokens, False)
+    convert = _with_text if content_as_text else _with_parts
+    conversation = [convert(message) for message in conversation]
     render = partial(tokenizer.apply_chat_template, conversation, **arguments)
     if allow_special_tokens or not any(map(specials.may_be_in, texts)):
         text = render()

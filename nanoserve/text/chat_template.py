@@ -37,7 +37,7 @@ def load_chat_template(
             is_text,
             f"chat_template={_shown(given)} is neither a file nor a template",
         )
-    _check(text)
+    check_template(text)
     is_good = "messages" in text or not must_show_messages
     require(is_good, f"chat_template={_shown(given)} does not use the variable `messages`")
     return text
@@ -72,7 +72,8 @@ def _text_of(path: Path) -> str:
 
 
 @lru_cache(16)
-def _check(text: str) -> None:
+def check_template(text: str) -> None:
+    """Raise `ValueError` for a template that is not valid Jinja."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     try:

@@ -20,8 +20,6 @@ from nanoserve.serve.http.settings import ServerSettings
 
 # Each as somebody starts vLLM with it, and a word of what is said; None: it is accepted.
 VLLM = [
-    ("--chat-template-content-format auto", None),
-    ("--chat-template-content-format openai", "as a string"),
     ("--root-path /llm", "proxy"),
     ("--middleware a.b --middleware c.d", "ApiServer"),
     ("--uds /run/llm.sock", "--host 127.0.0.1"),
@@ -44,8 +42,7 @@ VLLM = [
     ('--allowed-methods ["GET"]', "every method"),
     ("--max-log-len 100", None),
     ("--headless", "--data-parallel-size"),
-    ("--trust-request-chat-template", "--chat-template FILE"),
-    ("--tool-parser-plugin p.py", "hermes"),
+    ("--tool-parser-plugin p.py", "--tool-call-parser"),
     ("--fingerprint-mode none", None),
     ("--sse-keep-alive-interval 15", "--heartbeat-interval"),
     ("--enable-server-load-tracking", "/metrics"),

@@ -41,8 +41,8 @@ from nanoserve.serve.http.response_builder import Answer
 from nanoserve.serve.http.response_format import refusal
 from nanoserve.serve.http.response_writer import EventStream, whole_response
 from nanoserve.serve.http.settings import ServerSettings
+from nanoserve.serve.http.templates import Templates
 from nanoserve.serve.http.tools.grammar import constraint_of_tools, schemas_of_tools
-from nanoserve.serve.http.tools.parsers import FORMATS, formats_of
 from nanoserve.serve.http.tools.reasoning import special_tokens_of
 from nanoserve.serve.http.tools.tool_choice import tool_use_of
 from nanoserve.serve.http.tools.tool_output import ToolAnswer
@@ -65,11 +65,8 @@ class ApiServer:
         self.llm, self.settings = llm, settings
         self._tokenizer = llm.engine.tokenizer
         self.names = settings.served_model_name or [llm.engine.config.model]
-        named, template = settings.tool_call_parser, llm.engine.tokenizer.chat_template
-        known, self.reasoning_parser = formats_of(named, settings.reasoning_parser, template)
-        # A model that is forced to call a tool can be forced to use any format.
-        self.tool_format = known or FORMATS["hermes"]
-        self.shows_tools = known is not None and "tools" in (template or "")
+        self.templates = Templates(settings, self._tokenizer)
+        self.reasoning_parser = self.templates.reasoning_parser
         self._reading = ThreadPoolExecutor(1, thread_name_prefix="nanoserve bodies")
         self.is_draining = False  # running requests may finish, new ones are rejected
         self._started = int(time.time())
@@ -163,13 +160,8 @@ class ApiServer:
 
     async def chat_completions(self, request: Request) -> Response:
         body = await self._read(request, ChatBody)
-        use = tool_use_of(
-            body.tools,
-            body.tool_choice,
-            body.parallel_tool_calls,
-            self.tool_format,
-            self.shows_tools,
-        )
+        own = body.tools, body.tool_choice, body.parallel_tool_calls
+        use = tool_use_of(*own, *self.templates.tool_format(body))
         reasoning_parser = self.reasoning_parser
         if use is None and reasoning_parser is None:
             return await self._generate(request, body, chat_requests, ChatAnswer)
@@ -313,10 +305,10 @@ class ApiServer:
             if body.model is not None:
                 self._check_model(body.model)
             body.is_large = received.is_large
-            defaults = self.settings.default_chat_template_kwargs
-            if defaults and isinstance(body, ChatBody):
-                body.chat_template_kwargs = {**defaults, **(body.chat_template_kwargs or {})}
-            check_fields(body, self._unknown_names, self._tokenizer.chat_template or "")
+            template = self.templates.source
+            if isinstance(body, ChatBody):
+                template = self.templates.apply(body)
+            check_fields(body, self._unknown_names, template)
             return body
 
         try:

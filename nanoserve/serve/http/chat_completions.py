@@ -13,7 +13,8 @@ from nanoserve.serve.http.protocol import ChatBody
 from nanoserve.serve.http.response_builder import Answer, as_json, members
 from nanoserve.serve.http.tools import harmony
 from nanoserve.serve.http.tools.grammar import behind_analysis, behind_reasoning
-from nanoserve.serve.http.tools.reasoning import thought_at_end
+from nanoserve.serve.http.tools.reasoning import REASONING, Thought, thought_at_end
+from nanoserve.serve.http.tools.thought_budget import budget_of, check_budget
 from nanoserve.text.chat import chat_prompts
 
 
@@ -41,17 +42,21 @@ def chat_requests(
         raise ApiError(
             400, f"{message}all, and the engine option max_logprobs is the limit", "top_logprobs"
         )
+    check_budget(body.thinking_token_budget, reasoning_parser)
     if not body.messages:
         raise ApiError(400, "messages is empty; pass at least one message", "messages")
     prompt, special_id = chat_prompt(body, engine), engine.tokenizer.special_tokens.id_of
+    thought, budget = Thought.CLOSED, body.thinking_token_budget
+    if reasoning_parser in REASONING:
+        thought = thought_at_end(prompt["prompt"], reasoning_parser, body.continued)
     if reasoning_parser is not None and body.constraint is not None:
         config, field = engine.config.structured_outputs_config, body.constraint_field
         options = body.constraint, special_id, config, field
         if reasoning_parser == harmony.NAME:
             body.constraint = behind_analysis(*options, begun=harmony.begun_in(prompt["prompt"]))
         else:
-            thought = thought_at_end(prompt["prompt"], reasoning_parser, body.continued)
-            body.constraint = behind_reasoning(options[0], thought, *options[1:])
+            form = REASONING[reasoning_parser]
+            body.constraint = behind_reasoning(options[0], thought, *options[1:], form)
     num_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     defaults = engine.input_processor.default_sampling
     params = body.sampling_params(defaults, body.most_tokens[1], num_logprobs)
@@ -59,18 +64,26 @@ def chat_requests(
     is_harmony = reasoning_parser == harmony.NAME  # of whose special tokens a message has none
     if is_kept and (is_harmony or body.skip_special_tokens is None):
         params.skip_special_tokens = False
+    rendering = body.rendering
+    if not params.ignore_eos and (rendering.stop_token_ids or rendering.stop):
+        params.stop_token_ids = [*(params.stop_token_ids or ()), *rendering.stop_token_ids]
+        params.stop = [*params.stop_strings, *rendering.stop]
     if is_harmony and not params.ignore_eos:
         stops = [i for i in map(special_id, harmony.STOPS) if i is not None]
         params.stop_token_ids = [*(params.stop_token_ids or ()), *stops]
+    if budget is not None and reasoning_parser is not None:
+        processor = budget_of(budget, reasoning_parser, thought, engine.tokenizer)
+        params.logits_processors = None if processor is None else [processor]
     request_id, priority = new_id(), body.priority or 0
     return [engine.input_processor.process(request_id, prompt, params, priority)]
 
 
 def chat_prompt(body: ChatBody, engine: GuardedEngine | EngineFront) -> dict[str, Any]:
     """Return the prompt that the template makes of a conversation, as text and token ids."""
-    arguments = body.template_arguments(engine.tokenizer.chat_template or "")
-    special = bool(body.allow_special_tokens)
-    (prompt,) = chat_prompts(engine, [body.conversation()], arguments, special)
+    template = body.rendering.template or engine.tokenizer.chat_template or ""
+    arguments = body.template_arguments(template)
+    special, as_text = bool(body.allow_special_tokens), not body.rendering.as_parts
+    (prompt,) = chat_prompts(engine, [body.conversation()], arguments, special, as_text)
     return prompt if body.cache_salt is None else prompt | {"cache_salt": body.cache_salt}
 
 

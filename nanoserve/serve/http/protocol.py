@@ -7,7 +7,7 @@ Every field may be null, which is the same as omitting it, and an integer may be
 import re
 from collections.abc import Callable, Mapping
 from functools import cached_property
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 from pydantic import (
     BaseModel,
@@ -116,6 +116,19 @@ class Body(BaseModel):
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
         return stops_at_first_error(handler(source))
+
+
+class Rendering(NamedTuple):
+    """The way in which a conversation becomes a prompt, and the ends of an answer besides EOS.
+
+    template: None is the model's own. as_parts: True if the template gets each content as a list
+    of parts, otherwise as a string. stop_token_ids, stop: ends of a message in the template.
+    """
+
+    template: str | None = None
+    as_parts: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
 
 class StreamOptions(BaseModel):
@@ -264,19 +277,30 @@ class ChatBody(GenerationBody):
     top_logprobs: Int | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: str | dict[str, Any] | None = None
     parallel_tool_calls: bool | None = None
     documents: list[dict[str, Any]] | None = None
     reasoning_effort: str | None = None
+    thinking_token_budget: Int | None = None  # vLLM's
     verbosity: str | None = None
     allow_special_tokens: bool | None = None  # nanoserve's: parse special tokens in messages
 
+    @cached_property
+    def rendering(self) -> Rendering:
+        """The way in which the conversation is rendered; set by the code that receives the body."""
+        return Rendering()
+
     def conversation(self) -> list[dict[str, Any]]:
-        """Return the messages for a template. Each content is a string, and each role is known."""
+        """Return the messages for a template. Each role is known.
+
+        Each content is a string, or a list of text parts if the template wants these.
+        """
         check_arguments(self.messages)
-        return [_as_template_has_it(message) for message in self.messages]
+        as_parts = self.rendering.as_parts
+        return [_as_template_has_it(message, as_parts) for message in self.messages]
 
     @property
     def continued(self) -> str:
@@ -295,8 +319,8 @@ class ChatBody(GenerationBody):
     def hints(self, template: str) -> dict[str, Any]:
         """Return the OpenAI hints that `template` uses, as vLLM does.
 
-        A `reasoning_effort` of "none" disables thinking in templates that use `enable_thinking`,
-        and any other value enables it. `chat_template_kwargs` take precedence.
+        A `reasoning_effort` of "none" disables thinking in templates that use `enable_thinking` or
+        `thinking`, and any other value enables it. `chat_template_kwargs` take precedence.
         """
         hints: dict[str, Any] = {}
         for name, known in _HINTS.items():
@@ -307,9 +331,9 @@ class ChatBody(GenerationBody):
             if value is not None:
                 hints[name] = value
         if self.reasoning_effort is not None:
-            hints["enable_thinking"] = self.reasoning_effort != "none"
-            if "enable_thinking" in (self.chat_template_kwargs or {}):
-                del hints["enable_thinking"]
+            given = self.chat_template_kwargs or {}
+            names = [name for name in ("enable_thinking", "thinking") if name not in given]
+            hints |= dict.fromkeys(names, self.reasoning_effort != "none")
         return {name: value for name, value in hints.items() if looks_at(template, name)}
 
     def template_arguments(self, template: str = "") -> dict[str, Any]:
@@ -323,6 +347,8 @@ class ChatBody(GenerationBody):
             if name in own:
                 param = f"chat_template_kwargs.{name}"
                 raise ApiError(400, f"{param} cannot be set by a client", param, "unsupported")
+        if self.rendering.template is not None:
+            given["chat_template"] = self.rendering.template
         if self.continue_final_message:
             given.setdefault("add_generation_prompt", False)
         return own | self.hints(template) | given
@@ -345,7 +371,8 @@ class DetokenizeBody(Body):
 
 def looks_at(template: str, name: str) -> bool:
     """Return True if the source of a template mentions the variable `name`."""
-    return re.search(rf"\b{re.escape(name)}\b", template) is not None
+    own = r"(?<![.'\"])" if name == "thinking" else ""  # messages have a member of this name, too
+    return re.search(rf"{own}\b{re.escape(name)}\b", template) is not None
 
 
 def looks_into(template: str, name: str) -> bool:
@@ -353,8 +380,10 @@ def looks_into(template: str, name: str) -> bool:
     return re.search(rf"""(\.|\[['"]|get\(['"]){re.escape(name)}\b""", template) is not None
 
 
-def _as_template_has_it(message: dict[str, Any]) -> dict[str, Any]:
+def _as_template_has_it(message: dict[str, Any], as_parts: bool) -> dict[str, Any]:
     """Return a message in the form that templates expect.
+
+    as_parts: keep a content that is a list of text parts.
 
     Raises `ApiError` for an unknown role, which templates would silently skip.
     """
@@ -366,6 +395,8 @@ def _as_template_has_it(message: dict[str, Any]) -> dict[str, Any]:
     content = _text_of(message.get("content"))
     if not content and isinstance(message.get("refusal"), str):
         content = message["refusal"]  # clients send OpenAI's refusals back
+    if as_parts and isinstance(message.get("content"), list) and content:
+        content = message["content"]  # its parts are text, as `_text_of` has checked
     return message | {"role": _ROLES[role], "content": content}
 
 

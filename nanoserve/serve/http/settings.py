@@ -50,13 +50,19 @@ class ServerSettings:
     reasoning_parser: str | None = None  # format of the reasoning before the answer
     # Default variables for chat templates; chat_template_kwargs of a request override them.
     default_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    # Whether templates get content as a string or as a list of parts; "auto": what they look into.
+    chat_template_content_format: str = "auto"
+    trust_request_chat_template: bool = False  # requests may bring templates, which are programs
 
     def __post_init__(self) -> None:
         for name, smallest in _SMALLEST.items():
             setattr(self, name, check_int(name, getattr(self, name), smallest))
         if self.max_queue is not None:
             self.max_queue = check_int("max_queue", self.max_queue, 1)
-        check_bool("enable_dev_endpoints", self.enable_dev_endpoints)
+        for name in ("enable_dev_endpoints", "trust_request_chat_template"):
+            check_bool(name, getattr(self, name))
+        formats = ("auto", "string", "openai")
+        check_choice("chat_template_content_format", self.chat_template_content_format, formats)
         for name in ("body_timeout", "heartbeat_interval"):
             check_number(name, getattr(self, name), 0, None, excludes_low=True)
         if self.tool_call_parser is not None:

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from typing import Any
 
 from nanoserve.features.structured.config import StructuredOutputsConfig
 from nanoserve.features.structured.params import StructuredOutputsParams
@@ -12,7 +13,7 @@ from nanoserve.features.structured.schemas import COMPACT, json_rule
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.response_format import refusal
 from nanoserve.serve.http.tools import harmony
-from nanoserve.serve.http.tools.reasoning import CLOSE, OPEN, Thought
+from nanoserve.serve.http.tools.reasoning import THINK, ReasoningFormat, Thought
 from nanoserve.serve.http.tools.tool_choice import Function, ToolUse
 
 _MOST_CALLS = 16
@@ -20,6 +21,7 @@ _ANY_ARGUMENTS = '{"type": "object"}'
 _MOST_THOUGHTS = 8  # messages before the last one
 _CALLS = "%llguidance {}\n// of harmony"  # begins the grammars of calls in harmony
 _FINAL = f"{harmony.CHANNEL}final{harmony.MESSAGE}"
+_TAG = re.compile(r"</?[|｜]?[^<>|｜\s]+[|｜]?>|\[/?[A-Z_]+\]")  # may be a special token
 
 # Returns the id of a special token by its text, or None.
 SpecialId = Callable[[str], int | None]
@@ -46,7 +48,8 @@ def constraint_of_tools(
     if use.must_call:
         rules.insert(0, "start: calls")
     elif form.trigger is None:  # an output is text or calls, as its first character decides
-        rules[:0] = ["start: calls | TEXT", r"TEXT: /[^{\s](.|\n)*/"]
+        first = re.escape((form.before or form.begin)[0])
+        rules[:0] = ["start: calls | TEXT", rf"TEXT: /[^{first}\s](.|\n)*/"]
     elif special_id(trigger) is not None:  # free text cannot contain a special token
         rules[:0] = ["start: TEXT | TEXT calls TEXT", r"TEXT: /(.|\n)*/"]
     else:  # free text, in which the trigger must be followed by a valid call
@@ -80,22 +83,26 @@ def behind_reasoning(
     special_id: SpecialId,
     config: StructuredOutputsConfig | None = None,
     field: str = "structured_outputs",
+    form: ReasoningFormat = THINK,
 ) -> StructuredOutputsParams:
     """Return a constraint that applies after the reasoning of the model, which is free text.
 
     thought: state of the reasoning at the end of the prompt. Open reasoning is closed first; after
     closed reasoning the constraint applies at once; otherwise the output may open some.
     field: request field that an `ApiError` names for a constraint that cannot follow reasoning.
+    form: the format of the reasoning.
     """
     if thought is Thought.CLOSED:
         return constraint
     config = config or StructuredOutputsConfig()
     writer, rules = _Writer(special_id, config), _rules_of(constraint, config, field)
-    close = special_id(CLOSE)
-    rule = f"thought[lazy]: /(.|\\n)*{_escaped(CLOSE)}/"
+    close = special_id(form.closes[0])
+    closes = "|".join(map(_escaped, form.closes))
+    rule = f"thought[lazy]: /(.|\\n)*({closes})/"
     if close is not None:
         rule = rf"thought: /(.|\n)*/ <[{close}]>"
-    opened = f"{writer.literal(OPEN)} thought SPACE content"
+    opens = " | ".join(map(writer.literal, form.opens))
+    opened = f"({opens}) thought SPACE content"
     other = "thought SPACE content" if thought is Thought.OPEN else "content"
     start = f"start: {opened} | {other}"
     lines = ["%llguidance {}", start, rule, r"SPACE: /[ \n]*/", *rules]
@@ -195,13 +202,26 @@ class _Writer:
         """
         functions = use.functions
         rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(functions)))]
+        rules += ["NUMBER: /[0-9]{1,4}/"] if use.format.is_numbered else []
         for number, function in enumerate(functions):
-            before, after = self.literal(begin(function.name)), self.literal(end)
+            text, after = begin(function.name), self.literal(end)
+            before = self.literal(text)
+            if use.format.is_numbered:
+                head, _, tail = text.rpartition("0")
+                before = f"{self.literal(head)} NUMBER {self.literal(tail)}"
             rules.append(f"call_{number}: {before} args_{number} {after}")
-            schema = _ANY_ARGUMENTS
+            schema = None
             if use.must_call or function.is_strict:
                 schema = self._schema_of(function)
-            rules.append(f"args_{number}: {json_rule(schema, COMPACT)}")
+            arguments, writer = f"args_{number}", use.format.arguments
+            if writer is None:
+                rules.append(f"{arguments}: {json_rule(schema or _ANY_ARGUMENTS, COMPACT)}")
+                continue
+            parsed = None if schema is None else json.loads(schema)
+            try:
+                rules += writer.rules(arguments, parsed, _compact_rule)
+            except ValueError as error:
+                raise refusal(error, function.field) from error
         return rules
 
     def _schema_of(self, function: Function) -> str:
@@ -213,13 +233,17 @@ class _Writer:
     def literal(self, text: str) -> str:
         """Return the terminals for a string, with special tokens as tokens, not as characters."""
         parts: list[str] = []
-        for tag in re.findall(r"<\|[^|]*\|>|\[[A-Z_]+\]", text):
+        for tag in _TAG.findall(text):
             token_id = self._special_id(tag)
             if token_id is not None:
                 before, _, text = text.partition(tag)
                 parts += [json.dumps(before)] if before else []
                 parts.append(f"<[{token_id}]>")
         return " ".join(parts + ([json.dumps(text)] if text else []))
+
+
+def _compact_rule(schema: dict[str, Any]) -> str:
+    return json_rule(spelled(json.dumps(schema)), COMPACT)
 
 
 def _escaped(text: str) -> str:

@@ -30,7 +30,7 @@ def parse(text: str, is_final: bool) -> tuple[str, list[ToolCall]]:
             break
         content.add(text[at:begin])
         first = skip_space(text, begin + len(TAG))
-        read = _read_objects if text[first : first + 1] in ("[", "{") else _read_named
+        read = read_objects if text[first : first + 1] in ("[", "{") else _read_named
         some, end = read(text, first, is_final)
         if some:
             content.end_piece()
@@ -49,7 +49,7 @@ def parse(text: str, is_final: bool) -> tuple[str, list[ToolCall]]:
 # Both return the calls that begin at `at`, and the position after them: None if they may continue.
 
 
-def _read_objects(text: str, at: int, is_final: bool) -> tuple[list[ToolCall], int | None]:
+def read_objects(text: str, at: int, is_final: bool) -> tuple[list[ToolCall], int | None]:
     calls: list[ToolCall] = []
     is_list = text[at] == "["
     at = skip_space(text, at + is_list)

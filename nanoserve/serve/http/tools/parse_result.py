@@ -6,11 +6,15 @@ from nanoserve.serve.http.tools.partial_json import ObjectSoFar, text_of
 
 
 class ToolCall(NamedTuple):
-    """A tool call. `arguments` is the JSON that the model has written so far."""
+    """A tool call. `arguments` is the JSON that the model has written so far.
+
+    id: the id that the model has given it, in formats that have one.
+    """
 
     name: str
     arguments: str
     is_complete: bool
+    id: str | None = None
 
 
 class Parsed(NamedTuple):

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from nanoserve.serve.http.tools.parse_result import Parsed
 from nanoserve.serve.http.tools.parsers import ToolFormat
-from nanoserve.serve.http.tools.reasoning import split
+from nanoserve.serve.http.tools.reasoning import THINK, ReasoningFormat, split
 
 NOTHING = Parsed("", "", [])
 
@@ -29,15 +29,20 @@ class Delta:
 
 
 def parse_answer(
-    text: str, is_final: bool, tools: ToolFormat | None, is_inside: bool | None
+    text: str,
+    is_final: bool,
+    tools: ToolFormat | None,
+    is_inside: bool | None,
+    thoughts: ReasoningFormat = THINK,
 ) -> Parsed:
     """Parse the text so far. Calls are searched for only after the reasoning.
 
     is_inside: True if the text begins inside the reasoning; None if reasoning is not parsed.
+    thoughts: the format of the reasoning.
     """
     reasoning = ""
     if is_inside is not None:
-        reasoning, text = split(text, is_final, is_inside)
+        reasoning, text = split(text, is_final, is_inside, thoughts)
     if tools is None:
         return Parsed(reasoning, text, [])
     content, calls = tools.parse(text, is_final)

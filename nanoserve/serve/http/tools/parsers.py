@@ -1,111 +1,39 @@
-"""Formats of tool calls, under the names of vLLM's tool call parsers."""
+"""Chooses the formats of calls and of reasoning, from options or from a chat template."""
 
-import json
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-
-from nanoserve.serve.http.tools import harmony, hermes, llama3_json, mistral
-from nanoserve.serve.http.tools.parse_result import ToolCall
+from nanoserve.serve.http.tools import granite, harmony, llama3_json, mistral, sections, tagged
+from nanoserve.serve.http.tools.formats import FORMATS as FORMATS
+from nanoserve.serve.http.tools.formats import MISTRAL_BY_NAME
+from nanoserve.serve.http.tools.formats import ToolFormat as ToolFormat
 from nanoserve.utils.checks import require
 
-
-@dataclass(frozen=True)
-class ToolFormat:
-    """A format of tool calls: before + call + separator + call ... + after.
-
-    A call is begin % name + its arguments as JSON + end.
-
-    trigger: text that begins a call within free text; None if an output is either text or calls.
-    special_tokens: special tokens of the format, which the output text must keep.
-    is_in_json: True if the name is written as a JSON string.
-    reasoning_parser: the parser of reasoning that the format implies: a whole output has this
-    format, not only its calls.
-    """
-
-    name: str
-    parse: Callable[[str, bool], tuple[str, list[ToolCall]]]
-    begin: str
-    end: str
-    separator: str
-    trigger: str | None
-    before: str = ""
-    after: str = ""
-    special_tokens: tuple[str, ...] = ()
-    is_in_json: bool = True
-    reasoning_parser: str | None = None
-
-    def call_begin(self, name: str) -> str:
-        """Return the text of a call up to its arguments."""
-        return self.begin % (json.dumps(name, ensure_ascii=False) if self.is_in_json else name)
-
-
-_FORMATS = [
-    ToolFormat(
-        "hermes",
-        hermes.parse,
-        begin='<tool_call>\n{"name": %s, "arguments": ',
-        end="}\n</tool_call>",
-        separator="\n",
-        trigger="<tool_call>",
-    ),
-    ToolFormat(
-        "llama3_json",
-        llama3_json.parse,
-        begin='{"name": %s, "parameters": ',
-        end="}",
-        separator="; ",
-        trigger=None,
-        special_tokens=(llama3_json.TAG,),
-    ),
-    ToolFormat(
-        "mistral",
-        mistral.parse,
-        before="[TOOL_CALLS][",
-        begin='{"name": %s, "arguments": ',
-        end="}",
-        separator=", ",
-        after="]",
-        trigger="[TOOL_CALLS]",
-        special_tokens=(mistral.TAG, mistral.ARGUMENTS),
-    ),
-    ToolFormat(
-        "openai",
-        harmony.content_and_calls,
-        begin="<|channel|>commentary to=functions.%s <|constrain|>json<|message|>",
-        end="<|call|>",
-        separator="<|start|>assistant",
-        trigger=harmony.CHANNEL,
-        special_tokens=harmony.SPECIAL_TOKENS,
-        is_in_json=False,
-        reasoning_parser=harmony.NAME,
-    ),
+# Texts in a template that all have to be there for a format, the more specific ones first. None is
+# a format for which there is no parser.
+_SIGNS: list[tuple[tuple[str, ...], str | None]] = [
+    ((harmony.CHANNEL,), "openai"),
+    ((sections.DEEPSEEK_V3.open, "```json"), "deepseek_v3"),
+    ((sections.DEEPSEEK_V31.open,), "deepseek_v31"),
+    ((sections.KIMI_K2.open,), "kimi_k2"),
+    ((tagged.MINIMAX_M2.open, tagged.MINIMAX_M2.name_open), "minimax_m2"),
+    ((tagged.SEED_OSS.open, tagged.SEED_OSS.key_open), "seed_oss"),
+    ((tagged.QWEN3_CODER.open, "<function=", tagged.QWEN3_CODER.key_open), "qwen3_coder"),
+    (("<function=",), None),
+    ((f"{tagged.GLM.key_close}{tagged.GLM.value_open}",), "glm47"),
+    ((tagged.GLM.key_open, tagged.GLM.value_open), "glm45"),
+    (("<arg_key>",), None),
+    ((granite.TAG,), "granite"),
+    (("<tool_call>",), "hermes"),
+    (("func_name1(",), "pythonic"),
 ]
-FORMATS = {one.name: one for one in _FORMATS}
-# Newer Mistral models name the function before its arguments. The same parser reads both.
-_MISTRAL_BY_NAME = replace(
-    FORMATS["mistral"],
-    before="",
-    begin="[TOOL_CALLS]%s[ARGS]",
-    end="",
-    separator="",
-    after="",
-    is_in_json=False,
-)
-# Signs in a template that its model uses a format for which there is no parser.
-_UNKNOWN = ("<function=", "<arg_key>")
 
 
 def detect(chat_template: str | None) -> ToolFormat | None:
     """Return the format of calls that a chat template shows to its model; None if unknown."""
     template = chat_template or ""
-    if harmony.CHANNEL in template:
-        return FORMATS["openai"]
-    if any(sign in template for sign in _UNKNOWN):
-        return None
-    if "<tool_call>" in template:
-        return FORMATS["hermes"]
+    for signs, name in _SIGNS:
+        if all(sign in template for sign in signs):
+            return None if name is None else FORMATS[name]
     if mistral.TAG in template:
-        return _MISTRAL_BY_NAME if mistral.ARGUMENTS in template else FORMATS["mistral"]
+        return MISTRAL_BY_NAME if mistral.ARGUMENTS in template else FORMATS["mistral"]
     is_llama = "<|start_header_id|>" in template and '"parameters"' in template
     return FORMATS["llama3_json"] if is_llama or llama3_json.TAG in template else None
 

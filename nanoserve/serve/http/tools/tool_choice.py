@@ -90,6 +90,7 @@ def tool_use_of(
     if wanted is not None:
         functions = [function for function in functions if function.name == wanted]
     several = allows_several is not False and wanted is None
+    format = format.for_functions({one.name: one.parameters for one in functions})
     return ToolUse(format, functions, must_call, wanted is not None, several)
 
 

@@ -13,7 +13,7 @@ from nanoserve.serve.http.chat_completions import ChatAnswer
 from nanoserve.serve.http.tools import harmony
 from nanoserve.serve.http.tools.parse_result import Parsed
 from nanoserve.serve.http.tools.parser_state import NOTHING, difference, parse_answer
-from nanoserve.serve.http.tools.reasoning import Thought, thought_at_end
+from nanoserve.serve.http.tools.reasoning import REASONING, THINK, Thought, thought_at_end
 from nanoserve.serve.http.tools.tool_choice import ToolUse
 
 
@@ -33,15 +33,15 @@ class ToolAnswer(ChatAnswer):
 
     def _parser(self, reasoning_parser: str | None) -> Callable[[str, bool], Parsed]:
         """Return the function (text so far, is it all?) -> its parts."""
-        prompt, is_inside = self.requests[0].prompt, None
+        prompt, is_inside, thoughts = self.requests[0].prompt, None, THINK
         if reasoning_parser == harmony.NAME:
             has_tools, begun = self._use is not None, harmony.begun_in(prompt)
             return partial(harmony.parse, has_tools=has_tools, begun=begun)
         if reasoning_parser is not None:
             thought = thought_at_end(prompt, reasoning_parser, self._body.continued)
-            is_inside = thought is Thought.OPEN
+            is_inside, thoughts = thought is Thought.OPEN, REASONING[reasoning_parser]
         form = None if self._use is None else self._use.format
-        return partial(parse_answer, tools=form, is_inside=is_inside)
+        return partial(parse_answer, tools=form, is_inside=is_inside, thoughts=thoughts)
 
     def _parse(self, index: int, completion: CompletionOutput) -> Parsed:
         text = self._texts[index] = self._texts.get(index, "") + completion.text
@@ -50,7 +50,9 @@ class ToolAnswer(ChatAnswer):
         if self._use is not None and not self._use.allows_several:
             parsed = parsed._replace(calls=parsed.calls[:1])
         ids = self._ids.setdefault(index, [])
-        ids += [self._new_id() for _ in parsed.calls[len(ids) :]]
+        for call in parsed.calls[len(ids) :]:
+            is_new = call.id is not None and call.id not in ids
+            ids.append(call.id if call.id is not None and is_new else self._new_id())
         return parsed
 
     def _news(self, index: int, completion: CompletionOutput) -> str:

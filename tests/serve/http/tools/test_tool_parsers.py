@@ -7,13 +7,21 @@ from collections.abc import Callable
 from itertools import combinations, pairwise
 
 import pytest
+from tool_texts import CASES_WITH_TAGS, SCHEMAS, SHOWN, TYPED, written_as
 
 from nanoserve.serve.http.tools import harmony
 from nanoserve.serve.http.tools.parse_result import Parsed, ToolCall
 from nanoserve.serve.http.tools.parser_state import NOTHING, difference, parse_answer
 from nanoserve.serve.http.tools.parsers import FORMATS, check_parsers, detect, formats_of
 from nanoserve.serve.http.tools.partial_json import read_object
-from nanoserve.serve.http.tools.reasoning import STARTS, Thought, thought_at_end
+from nanoserve.serve.http.tools.reasoning import (
+    REASONING,
+    STARTS,
+    Thought,
+    special_tokens_of,
+    thought_at_end,
+)
+from nanoserve.serve.http.tools.sections import DEEPSEEK_V31
 
 ARGUMENTS = [
     "{}",
@@ -29,6 +37,10 @@ WEATHER = '{"name": "get_weather", "arguments": {"city": "Paris"}}'
 
 def hermes(*objects: str) -> str:
     return "\n".join(f"<tool_call>\n{one}\n</tool_call>" for one in objects)
+
+
+LONG = ['<tool_call>{"a": [', '[TOOL_CALLS][{"a": [', '{"name": "', "[", "[f(a=", "[f(a=1), "]
+LONG += ["<tool_call><function=f><parameter=a>", "<tool_call>f<arg_key>", "<|tool_call_begin|>f:"]
 
 
 def call(name: str, arguments: str, is_complete: bool = True) -> ToolCall:
@@ -172,18 +184,21 @@ CASES: dict[str, list[tuple[str, str, list[ToolCall]]]] = {
         ),
     ],
 }
+CASES |= CASES_WITH_TAGS
+NAMES = [name for name, one in FORMATS.items() if one.name == name]  # others are aliases
 EVERY = [(name, *case) for name, cases in CASES.items() for case in cases]
 
 
 def parser(name: str, is_inside: bool | None = None) -> Callable[[str, bool], Parsed]:
     if name == "openai":
         return harmony.parse
-    return lambda text, is_final: parse_answer(text, is_final, FORMATS[name], is_inside)
+    form = FORMATS[name].for_functions(SCHEMAS)
+    return lambda text, is_final: parse_answer(text, is_final, form, is_inside)
 
 
 @pytest.mark.parametrize(("name", "text", "content", "calls"), EVERY)
 def test_an_answer_says(name: str, text: str, content: str, calls: list[ToolCall]) -> None:
-    assert FORMATS[name].parse(text, True) == (content, calls)
+    assert FORMATS[name].for_functions(SCHEMAS).parse(text, True) == (content, calls)
 
 
 def check_growth(parse: Callable[[str, bool], Parsed], text: str) -> None:
@@ -214,7 +229,8 @@ def streamed(parse: Callable[[str, bool], Parsed], pieces: list[str]) -> Parsed:
             calls[index][1] += arguments
         before = now
     whole = [
-        ToolCall(*call, one.is_complete) for call, one in zip(calls, before.calls, strict=True)
+        ToolCall(*call, one.is_complete, one.id)
+        for call, one in zip(calls, before.calls, strict=True)
     ]
     return told._replace(calls=whole)
 
@@ -228,8 +244,8 @@ def test_however_it_is_cut_it_says_the_same(
     expected = parse(text, True)
     cuts = [[], *([i] for i in range(len(text))), range(len(text))]
     pairs = list(combinations(range(len(text)), 2))
-    cuts += rng.sample(pairs, min(len(pairs), by_size(40, 300)))
-    for _ in range(by_size(15, 50)):
+    cuts += rng.sample(pairs, min(len(pairs), by_size(20, 300)))
+    for _ in range(by_size(8, 50)):
         cuts.append(sorted(rng.sample(range(len(text)), min(len(text), 7))))
     for cut in cuts:
         borders = [0, *cut, len(text)]
@@ -239,6 +255,16 @@ def test_however_it_is_cut_it_says_the_same(
 
 PIECES = ["<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]", "<|python_tag|>", "<think>"]
 PIECES += [*harmony.SPECIAL_TOKENS, "<|start|>assistant", "<|channel|>final", "to=functions.g"]
+PIECES += [
+    "<function=",
+    "</function>",
+    "<parameter=city>",
+    "</parameter>",
+    "<arg_key>",
+    "</arg_key>",
+]
+PIECES += ["<arg_value>", "</arg_value>", "[f(", "a=", "'", ")", DEEPSEEK_V31.open, "<|tool_call|>"]
+PIECES += [DEEPSEEK_V31.call_open, DEEPSEEK_V31.call_close, DEEPSEEK_V31.arguments_open, "```json"]
 PIECES += ["</think>", '{"name": "g", "arguments": ', "{", "}", '"', "\\", "]", "[", ",", " ", "\n"]
 
 
@@ -266,20 +292,28 @@ def test_garbage_is_no_danger(by_size: Callable[..., int]) -> None:
 
 
 NEWER_MISTRAL = "[TOOL_CALLS] [ARGS]"
+KIMI_SECTION = "<|tool_calls_section_begin|>"
 
 
-@pytest.mark.parametrize("name", [*FORMATS, NEWER_MISTRAL])
+@pytest.mark.parametrize("name", [*NAMES, NEWER_MISTRAL])
 def test_what_a_format_writes_is_what_it_reads(name: str) -> None:
     one, rng = FORMATS.get(name) or detect(name), random.Random(name)
+    schemas = dict.fromkeys(("f", "get_weather", "a-b_c"), TYPED)
+    known = ARGUMENTS
+    if one.arguments is not None:  # arguments are not written as they are
+        known = [json.dumps(json.loads(text), ensure_ascii=False) for text in ARGUMENTS]
     for _ in range(50):
         wanted = [
-            call(rng.choice(["f", "get_weather", "a-b_c"]), rng.choice(ARGUMENTS))
-            for _ in range(rng.randint(1, 4))
+            call(rng.choice(list(schemas)), rng.choice(known)) for _ in range(rng.randint(1, 4))
         ]
-        written = [one.call_begin(name) + arguments + one.end for name, arguments, _ in wanted]
+        written = [
+            one.call_begin(name) + written_as(one, arguments) + one.end
+            for name, arguments, *_ in wanted
+        ]
         text = one.before + one.separator.join(written) + one.after
-        assert one.parse(text, True) == ("", wanted)
-        assert all(json.loads(arguments) is not None for _, arguments, _ in wanted)
+        content, calls = one.for_functions(schemas).parse(text, True)
+        assert content == "" and [call._replace(id=None) for call in calls] == wanted, text
+        assert all(json.loads(arguments) is not None for _, arguments, *_ in wanted)
 
 
 @pytest.mark.parametrize(
@@ -293,11 +327,28 @@ def test_what_a_format_writes_is_what_it_reads(name: str) -> None:
         ("deepseek_r1", "Well.\n</think>\nYes.", "Well.", "Yes."),
         ("deepseek_r1", "<think>Well.</think>Yes.", "Well.", "Yes."),
         ("deepseek_r1", "never an end </thin", "never an end </thin", ""),
+        ("mistral", "[THINK]Well.[/THINK]Yes.", "Well.", "Yes."),
+        ("mistral", "[THIN] <think>Yes.</think>", "", "[THIN] <think>Yes.</think>"),
+        ("seed_oss", "<seed:think>a</think>b</seed:think>Yes.", "a</think>b", "Yes."),
+        (
+            "granite",
+            "Here is my thought process:\nHere, well.\nHere is my response: Yes.",
+            "Here, well.",
+            "Yes.",
+        ),
+        ("granite", "Here's my thought process: a Here's my response: b", "a", "b"),
+        ("granite", "Here is the answer.", "", "Here is the answer."),
+        ("granite", "Here is my thought process: on, Here is my re", "on, Here is my re", ""),
+        ("step3", "Well.</think>Yes.", "Well.", "Yes."),
+        ("kimi_k2", "<think>a</think><|tool_calls_section_begin|>", "a", KIMI_SECTION),
+        ("kimi_k2", "<think>a <|tool_calls_section_begin|>", "a", KIMI_SECTION),
+        ("kimi_k2", "<think>a <|tool_calls_</think>b", "a <|tool_calls_", "b"),
     ],
 )
 def test_reasoning_is_split_off(parser_name: str, text: str, reasoning: str, answer: str) -> None:
     def parse(text: str, is_final: bool) -> Parsed:
-        return parse_answer(text, is_final, None, STARTS[parser_name] is Thought.OPEN)
+        form, is_inside = REASONING[parser_name], STARTS[parser_name] is Thought.OPEN
+        return parse_answer(text, is_final, None, is_inside, form)
 
     assert parse(text, True) == Parsed(reasoning, answer, [])
     check_growth(parse, text)
@@ -317,11 +368,11 @@ def test_names_that_are_no_text_are_none() -> None:
     assert FORMATS["hermes"].parse(text, True)[1][0].arguments.isascii()
 
 
-@pytest.mark.parametrize("piece", ['<tool_call>{"a": [', '[TOOL_CALLS][{"a": [', '{"name": "', "["])
-@pytest.mark.parametrize("name", list(FORMATS))
+@pytest.mark.parametrize("piece", LONG)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_long_answer_is_read_in_time(name: str, piece: str) -> None:
     began = time.thread_time()  # however busy the machine is
-    FORMATS[name].parse(piece * (80_000 // len(piece)), True)
+    FORMATS[name].for_functions(SCHEMAS).parse(piece * (80_000 // len(piece)), True)
     assert time.thread_time() - began < 3  # quadratic, it would take ten times as long
 
 
@@ -334,17 +385,22 @@ def test_depth_and_length_are_no_danger() -> None:
 
 def test_the_end_of_a_prompt_tells_whether_a_thought_is_open() -> None:
     for name, usual in STARTS.items():
-        assert thought_at_end("...assistant\n<think>\n", name) is Thought.OPEN
-        closed = "...assistant\n<think>\n\n</think>\n\n"
+        opens, closes = REASONING[name].opens[-1], REASONING[name].closes[-1]
+        assert {opens, closes} <= {*special_tokens_of(name)}
+        assert thought_at_end(f"...assistant\n{opens}\n", name) is Thought.OPEN
+        closed = f"...assistant\n{opens}\n\n{closes}\n\n"
         assert thought_at_end(closed, name) is Thought.CLOSED
         assert thought_at_end("...assistant\n", name) is thought_at_end(None, name) is usual
-        for text, state in (("<think>a", Thought.OPEN), ("<think>a</think> {", Thought.CLOSED)):
+        begun = (f"{opens}a", Thought.OPEN), (f"{opens}a{closes} {{", Thought.CLOSED)
+        for text, state in begun:
             assert thought_at_end("...assistant\n" + text, name, text) is state
         assert thought_at_end("...assistant\nYes", name, "Yes") is usual
 
 
 def test_a_template_tells_the_format() -> None:
     assert detect("<tool_call> <function=f>") is detect("<tool_call> <arg_key>") is None
+    for name, written in SHOWN.items():
+        assert detect(f"... {written} ...") is FORMATS[name], name
     assert detect(NEWER_MISTRAL).call_begin("f") == "[TOOL_CALLS]f[ARGS]"
     assert detect("... <tool_call> ...").name == "hermes"
     assert detect("... [TOOL_CALLS] ...").name == "mistral"
