@@ -157,9 +157,10 @@ def test_a_grammar_holds_for_the_last_message() -> None:
     thought = "<|channel|>analysis<|message|>{ Hm.<|end|><|start|>assistant"
     preamble = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
     answer = behind_analysis(StructuredOutputsParams(regex=r"a/\d+"), special_id)
-    for before in ("", thought, thought + preamble + thought):
+    for before in ("", thought, thought + thought):
         assert accepts(answer, f"{before}<|channel|>final<|message|>a/12")
         assert not accepts(answer, f"{before}<|channel|>final<|message|>a12")
+    assert not accepts(answer, f"{preamble}<|channel|>final<|message|>a/12"), "it is content, too"
     assert not accepts(answer, "a/12") and not accepts(answer, thought)
     begun = behind_analysis(
         StructuredOutputsParams(regex=r"a/\d+"), special_id, begun="<|channel|>final<|message|>"
@@ -170,7 +171,7 @@ def test_a_grammar_holds_for_the_last_message() -> None:
     for must_call in (True, False):
         use = ToolUse(FORMATS["openai"], functions, must_call, False, True)
         calls = behind_analysis(constraint_of_tools(use, special_id), special_id)
-        assert accepts(calls, thought + header % "get_weather" + '{"city": "Rome"}')
+        assert accepts(calls, thought + preamble + header % "get_weather" + '{"city": "Rome"}')
         assert not accepts(calls, header % "get_weather" + '{"city": "Oslo"}')
         assert accepts(calls, header % "now" + "{}") and not accepts(calls, header % "then" + "{}")
         assert accepts(calls, f"{thought}<|channel|>final<|message|>No.") is not must_call

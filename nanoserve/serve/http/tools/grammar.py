@@ -6,49 +6,74 @@ from collections.abc import Callable
 
 from nanoserve.features.structured.config import StructuredOutputsConfig
 from nanoserve.features.structured.params import StructuredOutputsParams
-from nanoserve.features.structured.regex import portable
 from nanoserve.features.structured.schema_numbers import spelled
 from nanoserve.features.structured.schemas import COMPACT, json_rule
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.response_format import refusal
 from nanoserve.serve.http.tools import harmony
+from nanoserve.serve.http.tools.content_rules import escaped, not_beginning, not_within, rules_of
 from nanoserve.serve.http.tools.reasoning import CLOSE, OPEN, Thought
 from nanoserve.serve.http.tools.tool_choice import Function, ToolUse
 
 _MOST_CALLS = 16
 _ANY_ARGUMENTS = '{"type": "object"}'
 _MOST_THOUGHTS = 8  # messages before the last one
-_CALLS = "%llguidance {}\n// of harmony"  # begins the grammars of calls in harmony
+_HEAD = "%llguidance {}"
+# These begin the grammars of calls in harmony. In the second, an answer has a format of its own.
+_CALLS = f"{_HEAD}\n// of harmony"
+_EITHER = f"{_CALLS}: calls, or an answer with a format"
 _FINAL = f"{harmony.CHANNEL}final{harmony.MESSAGE}"
+# Terminals of `content_rules` and of the rules below that may match any text.
+_TERMINAL = re.compile(r"^(TEXT|TRIGGER|CONTENT|ANSWER): .*")
+# Texts that may be special tokens.
+_TAG = re.compile(r"<\|[^|]*\|>|\[[A-Z_]+\]|</?[a-z_]+>")
+_ANY = r"/(.|\n)*/"
 
 # Returns the id of a special token by its text, or None.
 SpecialId = Callable[[str], int | None]
 
 
 def constraint_of_tools(
-    use: ToolUse, special_id: SpecialId, config: StructuredOutputsConfig | None = None
+    use: ToolUse,
+    special_id: SpecialId,
+    config: StructuredOutputsConfig | None = None,
+    content: StructuredOutputsParams | None = None,
+    content_field: str = "response_format",
 ) -> StructuredOutputsParams | None:
     """Return the structured output constraint for an output with tools; None if it is free.
 
-    config: the engine's options, which determine how schemas are compiled. Raises `ApiError` that
-    names the function whose schema is not supported.
+    config: the engine's options, which determine how schemas are compiled. content: the constraint
+    on an output without calls, from the request field `content_field`, if `use.is_either`. Raises
+    `ApiError` that names the function whose schema is not supported.
     """
-    is_strict = any(function.is_strict for function in use.functions)
-    if not use.must_call and not is_strict:
+    config = config or StructuredOutputsConfig()
+    field = _field_that_needs_grammar(use, content_field)
+    if field is None:
         return None
-    form, writer = use.format, _Writer(special_id, config or StructuredOutputsConfig())
+    if field == "parallel_tool_calls" and not _has_guidance(config):
+        return None  # further calls are not enforced to be absent, but left out of the answer
+    check_backend(config, field)
+    form, writer = use.format, _Writer(special_id, config)
+    answer: list[str] = []
+    if use.is_either and content is not None:
+        answer = rules_of(content, config, content_field, "answer", use)
     if form.reasoning_parser == harmony.NAME:
-        return StructuredOutputsParams(grammar=_messages_that_call(use, writer))
+        return _checked(_messages_that_call(use, writer, answer))
     trigger = form.trigger or ""
     before, separator, after = map(writer.literal, (form.before, form.separator, form.after))
     more = f"({separator} call){{0,{_MOST_CALLS - 1}}}" if use.allows_several else ""
     rules, begin = [f"calls: {before} call {more} {after}"], form.call_begin
     if use.must_call:
         rules.insert(0, "start: calls")
+    elif answer:
+        rules[:0] = ["start: calls | answer", *answer]
+        if form.keys_of_calls and "%json" in answer[0]:
+            return _checked([_HEAD, *rules, *writer.calls_as_json(use)])
     elif form.trigger is None:  # an output is text or calls, as its first character decides
-        rules[:0] = ["start: calls | TEXT", r"TEXT: /[^{\s](.|\n)*/"]
+        tags = not_beginning(form.special_tokens)
+        rules[:0] = ["start: calls | TEXT", rf"TEXT: /[^{{\s](.|\n)*/{tags}"]
     elif special_id(trigger) is not None:  # free text cannot contain a special token
-        rules[:0] = ["start: TEXT | TEXT calls TEXT", r"TEXT: /(.|\n)*/"]
+        rules[:0] = ["start: TEXT | TEXT calls TEXT", f"TEXT: {_ANY}{not_within([trigger])}"]
     else:  # free text, in which the trigger must be followed by a valid call
         several = _MOST_CALLS if use.allows_several and not form.before else 1
         if form.before:
@@ -62,11 +87,25 @@ def constraint_of_tools(
 
         rules += [
             f"start: tagged{{0,{several}}} TEXT",
-            f"trigger[lazy]: /(.|\\n)*{_escaped(trigger)}/",
-            r"TEXT: /(.|\n)*/",
+            "trigger[lazy]: TRIGGER",
+            f"TRIGGER: /(.|\\n)*{escaped(trigger)}/",
+            f"TEXT: {_ANY}{not_within([trigger])}",
         ]
     rules += writer.calls(use, begin, form.end)
-    return StructuredOutputsParams(grammar="\n".join(["%llguidance {}", *rules]))
+    return _checked([_HEAD, *rules])
+
+
+def check_backend(config: StructuredOutputsConfig, field: str) -> None:
+    """Raise `ApiError` that names `field` unless the grammar backend combines text and JSON."""
+    if _has_guidance(config):
+        return
+    try:
+        name = config.backend_name
+    except ValueError as error:
+        raise ApiError(400, f"{field}: {error}", field, "unsupported") from error
+    message = f"{field}: the grammar backend {name!r} of this server cannot enforce a grammar for "
+    message += "tool calls or after reasoning; start it with the backend 'guidance', the default"
+    raise ApiError(400, message, field, "unsupported")
 
 
 def schemas_of_tools(use: ToolUse) -> list[tuple[str, StructuredOutputsParams]]:
@@ -91,15 +130,19 @@ def behind_reasoning(
         return constraint
     config = config or StructuredOutputsConfig()
     writer, rules = _Writer(special_id, config), _rules_of(constraint, config, field)
+    if thought is Thought.NONE:  # what begins like reasoning is reasoning, not free text
+        rules = [_TERMINAL.sub(rf"\g<0>{not_beginning([OPEN])}", rule) for rule in rules]
     close = special_id(CLOSE)
-    rule = f"thought[lazy]: /(.|\\n)*{_escaped(CLOSE)}/"
+    thought_rules = [f"thought[lazy]: /(.|\\n)*{escaped(CLOSE)}/"]
     if close is not None:
-        rule = rf"thought: /(.|\n)*/ <[{close}]>"
+        thought_rules = [
+            f"thought: THOUGHT <[{close}]>",
+            f"THOUGHT: {_ANY}{not_within([CLOSE])}",
+        ]
     opened = f"{writer.literal(OPEN)} thought SPACE content"
     other = "thought SPACE content" if thought is Thought.OPEN else "content"
     start = f"start: {opened} | {other}"
-    lines = ["%llguidance {}", start, rule, r"SPACE: /[ \n]*/", *rules]
-    return StructuredOutputsParams(grammar="\n".join(lines))
+    return _checked([_HEAD, start, *thought_rules, r"SPACE: /[ \n]*/", *rules])
 
 
 def behind_analysis(
@@ -112,66 +155,89 @@ def behind_analysis(
 ) -> StructuredOutputsParams:
     """Return a constraint on the last message of harmony, after up to `_MOST_THOUGHTS` free ones.
 
-    Free are messages of the channel "analysis", and of "commentary" without a recipient. begun: see
+    Free are messages of the channel "analysis". Unless the content of the answer is constrained,
+    messages of "commentary" without a recipient are free, too: they are content. begun: see
     `harmony.begun_in`; inside of a message of the prompt, the constraint applies at once.
     """
     if harmony.MESSAGE in begun:
         return constraint
     config = config or StructuredOutputsConfig()
     writer, rules = _Writer(special_id, config), _rules_of(constraint, config, field)
-    if not (constraint.grammar or "").startswith(_CALLS):  # the content of the answer
+    grammar, channels = constraint.grammar or "", ["analysis"]
+    if not grammar.startswith(_CALLS):  # the content of the answer
         rules = [re.sub("^content:", "answer:", rule) for rule in rules]
         rules.insert(0, f"content: {writer.literal(_FINAL)} answer")
+    elif not grammar.startswith(_EITHER):
+        channels.append("commentary")
     between = writer.literal(f"{harmony.END}{harmony.START}{harmony.ROLE}")
-    headers = (f"{harmony.CHANNEL}{name}{harmony.MESSAGE}" for name in ("analysis", "commentary"))
+    headers = (f"{harmony.CHANNEL}{name}{harmony.MESSAGE}" for name in channels)
     thought = " | ".join(f"{writer.literal(header)} THOUGHT {between}" for header in headers)
-    lines = [
-        "%llguidance {}",
-        f"start: thought{{0,{_MOST_THOUGHTS}}} content",
-        f"thought: {thought}",
-        r"THOUGHT: /(.|\n)*/",
-        *rules,
-    ]
-    return StructuredOutputsParams(grammar="\n".join(lines))
+    return _checked(
+        [
+            _HEAD,
+            f"start: thought{{0,{_MOST_THOUGHTS}}} content",
+            f"thought: {thought}",
+            f"THOUGHT: {_ANY}{not_within(harmony.SPECIAL_TOKENS)}",
+            *rules,
+        ]
+    )
 
 
-def _messages_that_call(use: ToolUse, writer: "_Writer") -> str:
-    """Return the grammar of the last message: a call, or if none is required, an answer."""
-    rules = [_CALLS, "start: call"]
+def _field_that_needs_grammar(use: ToolUse, content_field: str) -> str | None:
+    """Return a request field that no output would satisfy without a grammar; None if none is so."""
+    if use.must_call:
+        return "tool_choice"
+    if use.is_either:
+        return content_field
+    if use.is_limited:
+        return "tool_choice"
+    strict = (one.number for one in use.functions if one.is_strict)
+    number = next(strict, None)
+    if number is not None:
+        return f"tools[{number}].function.strict"
+    return None if use.allows_several else "parallel_tool_calls"
+
+
+def _has_guidance(config: StructuredOutputsConfig) -> bool:
+    """Return True if the grammar backend is llguidance, and is installed."""
+    try:
+        return config.backend_name == "guidance"
+    except ValueError:
+        return False
+
+
+def _messages_that_call(use: ToolUse, writer: "_Writer", answer: list[str]) -> list[str]:
+    """Return the grammar of the last message: a call, or if none is required, an answer.
+
+    answer: the rule `answer` and those that it needs, if the answer has a format.
+    """
+    rules = [_EITHER if answer else _CALLS, "start: call"]
     if not use.must_call:
-        rules[1:] = ["start: call | answer", f"answer: {writer.literal(_FINAL)} TEXT"]
-        rules += [r"TEXT: /(.|\n)*/"]
+        text = [f"answer: TEXT\nTEXT: {_ANY}{not_within(harmony.SPECIAL_TOKENS)}"]
+        final = f"final: {writer.literal(_FINAL)} answer"
+        rules[1:] = ["start: call | final", final, *(answer or text)]
     # The end of a call ends the output, and is no part of the grammar.
-    return "\n".join([*rules, *writer.calls(use, use.format.call_begin, "")])
+    return [*rules, *writer.calls(use, use.format.call_begin, "")]
 
 
 def _rules_of(
     constraint: StructuredOutputsParams, config: StructuredOutputsConfig, field: str
 ) -> list[str]:
     """Return the rule `content` for a constraint, and the rules that it needs."""
-    if constraint.grammar is not None and constraint.grammar.startswith(
-        "%llguidance"
-    ):  # made for tools
-        lines = constraint.grammar.split("\n")[1:]
-        return [re.sub("^start:", "content:", line) for line in lines]
-    source = constraint.source(config)
-    if source.kind == "regex":
-        regex = portable(source.text).replace("/", r"\/").replace("\n", r"\n")
-        return [f"content: /{regex}/"]
-    if source.kind == "choice":
-        return [
-            "content: CHOICE",
-            "CHOICE: " + " | ".join(map(json.dumps, constraint.choice or ())),
-        ]
-    if source.kind == "json" and not source.whitespace:
-        return [f"content: {json_rule(spelled(source.text), COMPACT)}"]
-    raise ApiError(
-        400,
-        f"{field}: with --reasoning-parser, only JSON without free whitespace, regular expressions "
-        f"and choices are supported",
-        field,
-        "unsupported",
-    )
+    check_backend(config, field)
+    grammar = constraint.grammar or ""
+    if not grammar.startswith("%llguidance"):
+        return rules_of(constraint, config, field)
+    return [re.sub("^start:", "content:", line) for line in grammar.split("\n")[1:]]
+
+
+def _checked(lines: list[str]) -> StructuredOutputsParams:
+    """Return the constraint for a grammar made here. Raises `ApiError` if it is too large."""
+    try:
+        return StructuredOutputsParams(grammar="\n".join(lines))
+    except ValueError as error:
+        size = str(error).removeprefix(_HEAD.split()[0]).strip()
+        raise ApiError(400, f"tools: the grammar of their schemas {size}", "tools") from error
 
 
 def _arguments(function: Function) -> StructuredOutputsParams:
@@ -201,26 +267,40 @@ class _Writer:
             schema = _ANY_ARGUMENTS
             if use.must_call or function.is_strict:
                 schema = self._schema_of(function)
-            rules.append(f"args_{number}: {json_rule(schema, COMPACT)}")
+            rules.append(f"args_{number}: {json_rule(spelled(schema), COMPACT)}")
+        return rules
+
+    def calls_as_json(self, use: ToolUse) -> list[str]:
+        """Return the rule `call` for calls that are JSON objects, if content is JSON as well.
+
+        Their terminals must be those of JSON: llguidance's lexer takes the longest one, so after
+        the first characters of a terminal such as `{"name": "f", ` it no longer ends at the brace.
+        """
+        rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(use.functions)))]
+        keys = use.format.keys_of_calls
+        for number, function in enumerate(use.functions):
+            schema = json.loads(self._schema_of(function) if function.is_strict else _ANY_ARGUMENTS)
+            root = {key: schema.pop(key) for key in ("$schema", "$defs") if key in schema}
+            values = ({"const": function.name}, schema)
+            properties = dict(zip(keys, values, strict=True))
+            closed = {"required": keys, "additionalProperties": False}
+            whole = json.dumps(root | {"type": "object", "properties": properties} | closed)
+            rules.append(f"call_{number}: {json_rule(spelled(whole), COMPACT)}")
         return rules
 
     def _schema_of(self, function: Function) -> str:
         try:
-            return spelled(_arguments(function).source(self._config).text)
+            return _arguments(function).source(self._config).text
         except ValueError as error:
             raise refusal(error, function.field) from error
 
     def literal(self, text: str) -> str:
         """Return the terminals for a string, with special tokens as tokens, not as characters."""
         parts: list[str] = []
-        for tag in re.findall(r"<\|[^|]*\|>|\[[A-Z_]+\]", text):
+        for tag in _TAG.findall(text):
             token_id = self._special_id(tag)
             if token_id is not None:
                 before, _, text = text.partition(tag)
                 parts += [json.dumps(before)] if before else []
                 parts.append(f"<[{token_id}]>")
         return " ".join(parts + ([json.dumps(text)] if text else []))
-
-
-def _escaped(text: str) -> str:
-    return re.escape(text).replace("/", r"\/")

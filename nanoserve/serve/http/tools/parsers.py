@@ -1,6 +1,7 @@
 """Formats of tool calls, under the names of vLLM's tool call parsers."""
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -37,6 +38,12 @@ class ToolFormat:
     def call_begin(self, name: str) -> str:
         """Return the text of a call up to its arguments."""
         return self.begin % (json.dumps(name, ensure_ascii=False) if self.is_in_json else name)
+
+    @property
+    def keys_of_calls(self) -> list[str]:
+        """The properties of a call that is a JSON object without a tag; empty for other calls."""
+        is_object = self.trigger is None and self.begin.startswith("{")
+        return re.findall(r'"(\w+)":', self.begin) if is_object else []
 
 
 _FORMATS = [

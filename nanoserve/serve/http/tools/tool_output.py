@@ -36,12 +36,19 @@ class ToolAnswer(ChatAnswer):
         prompt, is_inside = self.requests[0].prompt, None
         if reasoning_parser == harmony.NAME:
             has_tools, begun = self._use is not None, harmony.begun_in(prompt)
-            return partial(harmony.parse, has_tools=has_tools, begun=begun)
+            has_format = (
+                self._body.constraint is not None if self._use is None else (self._use.is_either)
+            )
+            return partial(
+                harmony.parse, has_tools=has_tools, begun=begun, is_final_last=has_format
+            )
         if reasoning_parser is not None:
             thought = thought_at_end(prompt, reasoning_parser, self._body.continued)
             is_inside = thought is Thought.OPEN
-        form = None if self._use is None else self._use.format
-        return partial(parse_answer, tools=form, is_inside=is_inside)
+        use = self._use
+        form = None if use is None else use.format
+        starts = use.call_starts if use is not None and use.is_either else ()
+        return partial(parse_answer, tools=form, is_inside=is_inside, call_starts=starts)
 
     def _parse(self, index: int, completion: CompletionOutput) -> Parsed:
         text = self._texts[index] = self._texts.get(index, "") + completion.text
