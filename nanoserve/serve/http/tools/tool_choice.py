@@ -54,7 +54,12 @@ class ToolUse:
 
     @property
     def call_starts(self) -> tuple[str, ...]:
-        """The texts that begin the first call, of which an output has one if it has calls."""
+        """The texts of which an output begins with one if it has calls and `is_either`.
+
+        There are none if a header before the content tells it from a call.
+        """
+        if self.format.reasoning_parser is not None:
+            return ()
         if self.format.trigger is not None:
             return (self.format.trigger,)
         begins = (self.format.call_begin(function.name) for function in self.functions)

@@ -30,10 +30,11 @@ def constrain(
     if content is not None and use.must_call and not field.startswith("response_format"):
         message = f"{field} cannot be combined with a required tool call; omit it, or use "
         raise ApiError(400, f"{message}tool_choice='auto'", field, "unsupported")
-    parts = schemas_of_tools(use)
-    if content is not None and not use.must_call:
-        use, settings = replace(use, is_either=True), config or StructuredOutputsConfig()
-        parts.append((field, unlike_calls(content, use, settings, field)))
+    config = config or StructuredOutputsConfig()
+    use = replace(use, is_either=content is not None and not use.must_call)
     constraint = constraint_of_tools(use, special_id, config, content, field)
+    parts = schemas_of_tools(use)
+    if content is not None and use.is_either:
+        parts.append((field, unlike_calls(content, use, config, field)))
     body.constraint, body.constraint_parts = constraint, parts if constraint is not None else []
     return use
