@@ -192,7 +192,7 @@ def test_a_thought_comes_before_both(llm) -> None:
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "at least one tool"),
         ({"tool_choice": {"type": "custom"}}, "tool_choice", "allowed_tools"),
         ({"guided_choice": ["a"], "tool_choice": "required"}, "guided_choice", "required tool"),
-        ({"structured_outputs": {"grammar": 'start: "a"'}}, "structured_outputs.grammar", "only"),
+        ({"guided_grammar": 'start: "a"'}, "guided_grammar", "whole output"),
         (
             {"response_format": {"type": "json_object", "schema": {"type": "no such"}}},
             "response_format.schema",

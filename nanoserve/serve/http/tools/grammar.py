@@ -47,7 +47,7 @@ def constraint_of_tools(
     `ApiError` that names the function whose schema is not supported.
     """
     config = config or StructuredOutputsConfig()
-    field = _field_that_needs_grammar(use, content_field)
+    field = field_that_needs_grammar(use, content_field)
     if field is None:
         return None
     if field == "parallel_tool_calls" and not _has_guidance(config):
@@ -157,10 +157,12 @@ def behind_analysis(
 
     Free are messages of the channel "analysis". Unless the content of the answer is constrained,
     messages of "commentary" without a recipient are free, too: they are content. begun: see
-    `harmony.begun_in`; inside of a message of the prompt, the constraint applies at once.
+    `harmony.begun_in`; in a message of the prompt that is content, the constraint on content
+    applies at once.
     """
-    if harmony.MESSAGE in begun:
-        return constraint
+    is_thinking = f"{harmony.CHANNEL}analysis" in begun
+    if harmony.MESSAGE in begun and not is_thinking:
+        return _content_of(constraint)
     config = config or StructuredOutputsConfig()
     writer, rules = _Writer(special_id, config), _rules_of(constraint, config, field)
     grammar, channels = constraint.grammar or "", ["analysis"]
@@ -172,10 +174,11 @@ def behind_analysis(
     between = writer.literal(f"{harmony.END}{harmony.START}{harmony.ROLE}")
     headers = (f"{harmony.CHANNEL}{name}{harmony.MESSAGE}" for name in channels)
     thought = " | ".join(f"{writer.literal(header)} THOUGHT {between}" for header in headers)
+    first = f"THOUGHT {between} " if is_thinking and harmony.MESSAGE in begun else ""
     return _checked(
         [
             _HEAD,
-            f"start: thought{{0,{_MOST_THOUGHTS}}} content",
+            f"start: {first}thought{{0,{_MOST_THOUGHTS}}} content",
             f"thought: {thought}",
             f"THOUGHT: {_ANY}{not_within(harmony.SPECIAL_TOKENS)}",
             *rules,
@@ -183,7 +186,15 @@ def behind_analysis(
     )
 
 
-def _field_that_needs_grammar(use: ToolUse, content_field: str) -> str | None:
+def _content_of(constraint: StructuredOutputsParams) -> StructuredOutputsParams:
+    """Return the constraint on content, if the constraint is one on calls or content."""
+    grammar = constraint.grammar or ""
+    if not grammar.startswith(_EITHER):
+        return constraint
+    return _checked([re.sub("^start: .*", "start: answer", line) for line in grammar.split("\n")])
+
+
+def field_that_needs_grammar(use: ToolUse, content_field: str) -> str | None:
     """Return a request field that no output would satisfy without a grammar; None if none is so."""
     if use.must_call:
         return "tool_choice"

@@ -54,6 +54,7 @@ _FORMATS = [
         end="}\n</tool_call>",
         separator="\n",
         trigger="<tool_call>",
+        special_tokens=(hermes.OPEN, hermes.CLOSE),
     ),
     ToolFormat(
         "llama3_json",

@@ -342,6 +342,20 @@ def test_what_another_backend_cannot_enforce_is_refused_by_name() -> None:
         behind_reasoning(params, Thought.NONE, lambda text: None, config, "guided_json")
 
 
+def test_a_grammar_of_the_whole_output_stays_as_it_is() -> None:
+    for fields in (
+        {"guided_grammar": 'start: "a"'},
+        {"structured_outputs": {"structural_tag": {"structures": [TAG], "triggers": ["<a"]}}},
+    ):
+        use, guide = made(FORMS["hermes"], tools=[tool("city", CITY)], **fields)
+        assert not use.is_either and guide.grammar in ('start: "a"', None)
+        with pytest.raises(ApiError, match=r"tools\[0\].function.strict cannot be enforced"):
+            made(FORMS["hermes"], **fields)
+
+
+TAG = {"begin": "<a>", "schema": CITY, "end": "</a>"}
+
+
 def test_messages_name_what_was_sent() -> None:
     for form in FORMS.values():
         for fields, field in (
