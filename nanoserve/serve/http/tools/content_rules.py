@@ -19,6 +19,8 @@ from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.response_format import refusal
 from nanoserve.serve.http.tools.tool_choice import ToolUse
 
+# What is written in another way between the slashes of a terminal; other escapes stay.
+_UNWRITTEN = re.compile(r"\\?\n|\\.|/")
 _PARTS = ("allOf", "anyOf", "oneOf")
 
 
@@ -40,7 +42,7 @@ def rules_of(
         raise refusal(error, field) from error
     starts = () if use is None else use.call_starts
     if source.kind == "regex":
-        regex = portable(source.text).replace("/", r"\/").replace("\n", r"\n")
+        regex = _UNWRITTEN.sub(_written, portable(source.text))
         return [f"{name}: {name.upper()}", f"{name.upper()}: /{regex}/{not_beginning(starts)}"]
     if source.kind == "choice":
         choices = [json.dumps(one, ensure_ascii=False) for one in constraint.choice or ()]
@@ -52,6 +54,12 @@ def rules_of(
         return [f"{name}: {json_rule(spelled(schema), options)}"]
     message = "with tools or --reasoning-parser, only JSON, regular expressions and choices are "
     raise ApiError(400, f"{field}: {message}supported", field, "unsupported")
+
+
+def _written(found: re.Match[str]) -> str:
+    if found[0].endswith("\n"):
+        return r"\n"
+    return r"\/" if found[0] == "/" else found[0]
 
 
 def not_beginning(starts: Sequence[str]) -> str:

@@ -252,6 +252,24 @@ def test_content_of_other_formats(
             assert accepts(guide, spaced) is not config.disable_any_whitespace
 
 
+@pytest.mark.parametrize(
+    ("regex", "text"),
+    [
+        (r"a\/b/c", "a/b/c"),
+        ("a\nb", "a\nb"),
+        ("a\\\nb", "a\nb"),
+        ("^ab$", "ab"),
+        (r"[/]\d+\\/", "/1\\/"),
+        ('\u00fc+"', '\u00fc"'),
+    ],
+)
+def test_a_regex_is_the_same_within_a_grammar(regex: str, text: str) -> None:
+    assert accepts(StructuredOutputsParams(regex=regex), text)
+    _, guide = made(FORMS["hermes"], Thought.NONE, guided_regex=regex)
+    assert accepts(guide, text) and accepts(guide, f"<think></think>{text}")
+    assert not accepts(guide, text + "x")
+
+
 def test_content_that_could_be_a_call_is_none() -> None:
     """Where calls are JSON without a tag; a format of any text does not begin like a call."""
     form = FORMS["llama3_json"]
