@@ -82,11 +82,7 @@ def asked(text: str, **fields: Any) -> dict[str, Any]:
 
 
 def told(client: openai.OpenAI, text: str, **fields: Any) -> tuple[Any, ...]:
-    """Content, calls, reasoning and the finish reason; streamed it is the same."""
-    (choice,) = client.chat.completions.create(**asked(text, **fields)).choices
-    message = choice.message
-    calls = [(one.function.name, one.function.arguments) for one in message.tool_calls or []]
-    reasoning = getattr(message, "reasoning", None) or ""
+    """Content, calls, reasoning and the finish reason, put together from a stream."""
     content, thought, reason = "", "", None
     pieces: list[list[str]] = []
     for chunk in client.chat.completions.create(**asked(text, **fields), stream=True):
@@ -98,54 +94,71 @@ def told(client: openai.OpenAI, text: str, **fields: Any) -> tuple[Any, ...]:
                 pieces.append([piece.function.name, ""])
             pieces[piece.index][1] += piece.function.arguments
         reason = chunk.choices[0].finish_reason or reason
-    streamed = (content, [tuple(one) for one in pieces], thought, reason)
-    whole = (message.content or "", calls, reasoning, choice.finish_reason)
-    assert streamed == whole
-    return whole
+    return content, [tuple(one) for one in pieces], thought, reason
+
+
+def told_whole(client: openai.OpenAI, text: str, **fields: Any) -> tuple[Any, ...]:
+    """The same without a stream."""
+    (choice,) = client.chat.completions.create(**asked(text, **fields)).choices
+    message = choice.message
+    calls = [(one.function.name, one.function.arguments) for one in message.tool_calls or []]
+    reasoning = getattr(message, "reasoning", None) or ""
+    return message.content or "", calls, reasoning, choice.finish_reason
 
 
 def test_a_model_calls_or_answers_as_it_likes(client) -> None:
     fields = {"tools": TOOLS, "response_format": FORMAT}
-    assert told(client, "Ask for it.", **fields) == ("", [PARIS], "", "tool_calls")
-    assert told(client, "Say it.", **fields) == (REPORT, [], "", "stop")
+    for tell in (told, told_whole):
+        assert tell(client, "Ask for it.", **fields) == ("", [PARIS], "", "tool_calls")
+        assert tell(client, "Say it.", **fields) == (REPORT, [], "", "stop")
     two = ("", [PARIS, ("Other", '{"city": "Rome"}')], "", "tool_calls")
     assert told(client, "Twice.", **fields) == two
     assert told(client, "Twice.", **fields, parallel_tool_calls=False)[1] == [PARIS]
-    content, calls, _, reason = told(client, "Chat.", **fields, max_tokens=30)
-    assert bool(content) is not bool(calls) or reason == "length"  # but no text
+
+
+@pytest.mark.size("full")
+def test_what_is_neither_cannot_be_written(client) -> None:
+    fields = {"tools": TOOLS, "response_format": FORMAT}
+    content, calls, _, reason = told(client, "Chat.", **fields, max_tokens=60)
+    assert bool(content) is not bool(calls) or reason == "length"
     assert not content.startswith("Well")
-    # A forced call comes before the format, and no tools are as if there were none.
-    for choice in ("required", {"type": "function", "function": {"name": "Weather"}}):
-        forced = {"tools": [WEATHER], "response_format": FORMAT, "tool_choice": choice}
-        forced |= {"max_tokens": 60}
-        content, calls, _, _ = told(client, "Say it.", **forced, parallel_tool_calls=False)
-        assert not content and [name for name, _ in calls] == ["Weather"]
-    assert told(client, "Say it.", **fields, tool_choice="none") == (REPORT, [], "", "stop")
     assert not told(client, "Ask for it.", **fields, tool_choice="none", max_tokens=30)[1]
 
 
-def test_only_allowed_tools_are_called(client, by_size: Any) -> None:
-    def choice(mode: str, name: str) -> dict[str, Any]:
+@pytest.mark.small(choice=["required"])
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "Weather"}}]
+)
+def test_a_forced_call_comes_before_the_format(client, choice: Any) -> None:
+    forced = {"tools": [WEATHER], "response_format": FORMAT, "parallel_tool_calls": False}
+    asked_for = told(client, "Ask for it.", **forced, tool_choice=choice)
+    assert asked_for[:3] == ("", [PARIS], "")
+    content, calls, _, _ = told(client, "Say it.", **forced, tool_choice=choice, max_tokens=60)
+    assert not content and [name for name, _ in calls] == ["Weather"]
+    assert told(client, "Say it.", **forced, tool_choice="none")[:2] == (REPORT, [])
+
+
+@pytest.mark.small(mode=["auto"], more=[{"response_format": FORMAT}])
+@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize("more", [{}, {"response_format": FORMAT}], ids=["free", "format"])
+def test_only_allowed_tools_are_called(client, mode: str, more: Any) -> None:
+    def choice(name: str) -> dict[str, Any]:
         tools = [{"type": "function", "function": {"name": name}}]
         return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
-    cases: list[dict[str, Any]] = [{"response_format": FORMAT}, {}]
-    for more in cases[: by_size(1, 2)]:
-        fields = {"tools": TOOLS, "parallel_tool_calls": False, **more}
-        for mode in ("auto", "required"):
-            one = told(client, "Ask for it.", **fields, tool_choice=choice(mode, "Weather"))
-            assert one == ("", [PARIS], "", "tool_calls")
-        plain = {**fields, "tools": [WEATHER, openai.pydantic_function_tool(Report)]}
-        for mode in ("auto", "required"):
-            _, calls, _, _ = told(
-                client, "Ask for it.", **plain, tool_choice=choice(mode, "Report")
-            )
-            assert all(name == "Report" for name, _ in calls)
-    allowed = choice("auto", "Weather")
-    said = told(client, "Say it.", tools=TOOLS, tool_choice=allowed, max_tokens=40)
-    # A text in which a tag is followed by anything but a call is none without a format.
-    assert said[0].startswith('{"text": "It is') and REPORT not in said[0]
-    assert told(client, "Say it.", tools=[OTHER])[0] == REPORT  # nothing is enforced
+    fields = {"tools": TOOLS, "parallel_tool_calls": False, **more}
+    one = told(client, "Ask for it.", **fields, tool_choice=choice("Weather"))
+    assert one == ("", [PARIS], "", "tool_calls")
+    fields["tools"] = [WEATHER, openai.pydantic_function_tool(Report)]
+    only = choice("Report")
+    _, calls, _, _ = told(client, "Ask for it.", **fields, tool_choice=only, max_tokens=30)
+    assert all(name == "Report" for name, _ in calls)
+    if mode == "auto" and not more:
+        # Free text in which the tag of a call is followed by anything else is none...
+        content = told(client, "Say it.", **fields, tool_choice=only, max_tokens=40)[0]
+        assert content.startswith('{"text": "It is') and REPORT not in content
+        # ... unless nothing is enforced.
+        assert told(client, "Say it.", tools=[OTHER])[0] == REPORT
 
 
 @pytest.mark.parametrize("streams", [False, True])
@@ -180,15 +193,14 @@ def test_a_thought_comes_before_both(llm) -> None:
     ):
         thought = "I could <tool_call> it."
         assert told(client, "Think.", **fields) == ("", [PARIS], thought, "tool_calls")
+        assert told_whole(client, "Think.", **fields) == ("", [PARIS], thought, "tool_calls")
         assert told(client, "Think and say.", **fields) == (REPORT, [], "Well.", "stop")
         assert told(client, "Ask for it.", **fields) == ("", [PARIS], "", "tool_calls")
-        closed: dict[str, Any] = {
-            "extra_body": {"chat_template_kwargs": {"enable_thinking": False}}
-        }
-        for text in ("Think.", "Think and say."):  # it tries, and may not
-            content, calls, reasoning, _ = told(client, text, **fields, **closed, max_tokens=30)
-            assert not reasoning and (calls or content[:1] in ("{", ""))
-        assert told(client, "Say it.", **fields, **closed)[0] == REPORT
+        kwargs = {"chat_template_kwargs": {"enable_thinking": False}}
+        closed: dict[str, Any] = {"extra_body": kwargs, **fields}
+        content, _, reasoning, _ = told(client, "Think.", **closed, max_tokens=30)
+        assert not reasoning and not content.startswith("<think>")  # it tries, and may not
+        assert told(client, "Say it.", **closed)[0] == REPORT
 
 
 @pytest.mark.parametrize(
