@@ -56,7 +56,7 @@ class ToolUse:
     def call_starts(self) -> tuple[str, ...]:
         """The texts of which an output begins with one if it has calls and `is_either`.
 
-        There are none if a header before the content tells it from a call.
+        There are none if a header before the content distinguishes it from a call.
         """
         if self.format.reasoning_parser is not None:
             return ()
