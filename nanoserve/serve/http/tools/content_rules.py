@@ -64,14 +64,12 @@ def _written(found: re.Match[str]) -> str:
 
 def not_beginning(starts: Sequence[str]) -> str:
     """Return the part of a terminal that excludes texts which begin with one of `starts`."""
-    return "".join(f" & ~/{escaped(start)}(.|\\n)*/" for start in starts)
+    return f" & ~/({'|'.join(map(escaped, starts))})(.|\\n)*/" if starts else ""
 
 
 def not_within(texts: Sequence[str]) -> str:
     """Return the part of a terminal that excludes texts which contain one of `texts`."""
-    if not texts:
-        return ""
-    return f" & ~/(.|\\n)*({'|'.join(map(escaped, texts))})(.|\\n)*/"
+    return f" & ~/(.|\\n)*({'|'.join(map(escaped, texts))})(.|\\n)*/" if texts else ""
 
 
 def escaped(text: str) -> str:

@@ -40,7 +40,9 @@ ANSWER = {
     "required": ["text", "level"],
 }
 CLOSED = ANSWER | {"additionalProperties": False}
-FORMS = {**FORMATS, "mistral by name": detect("[TOOL_CALLS] [ARGS]")}
+# Formats whose arguments are JSON.
+FORMS = {name: FORMATS[name] for name in ("hermes", "llama3_json", "mistral", "openai")}
+FORMS |= {"mistral by name": detect("[TOOL_CALLS] [ARGS]")}
 Call = tuple[str, str]
 PARIS, OSLO = ("city", '{"city": "Paris"}'), ("city", '{"city": "Oslo"}')
 ANY = ("free", '{"x": [1]}')
