@@ -96,16 +96,18 @@ def constraint_of_tools(
 
 
 def check_backend(config: StructuredOutputsConfig, field: str) -> None:
-    """Raise `ApiError` that names `field` unless the grammar backend combines text and JSON."""
-    if _has_guidance(config):
-        return
+    """Raise `ApiError` that names `field` if the grammar backend does not combine text and JSON.
+
+    Custom backends are asked by the check of the whole grammar.
+    """
     try:
         name = config.backend_name
     except ValueError as error:
         raise ApiError(400, f"{field}: {error}", field, "unsupported") from error
-    message = f"{field}: the grammar backend {name!r} of this server cannot enforce a grammar for "
-    message += "tool calls or after reasoning; start it with the backend 'guidance', the default"
-    raise ApiError(400, message, field, "unsupported")
+    if name == "xgrammar":
+        message = f"{field}: the grammar backend {name!r} of this server cannot enforce a grammar "
+        message += "for tool calls or after reasoning; start it with the backend 'guidance'"
+        raise ApiError(400, message, field, "unsupported")
 
 
 def schemas_of_tools(use: ToolUse) -> list[tuple[str, StructuredOutputsParams]]:
@@ -142,7 +144,7 @@ def behind_reasoning(
     opened = f"{writer.literal(OPEN)} thought SPACE content"
     other = "thought SPACE content" if thought is Thought.OPEN else "content"
     start = f"start: {opened} | {other}"
-    return _checked([_HEAD, start, *thought_rules, r"SPACE: /[ \n]*/", *rules])
+    return _checked([_HEAD, start, *thought_rules, r"SPACE: /[ \n]*/", *rules], field)
 
 
 def behind_analysis(
@@ -182,7 +184,8 @@ def behind_analysis(
             f"thought: {thought}",
             f"THOUGHT: {_ANY}{not_within(harmony.SPECIAL_TOKENS)}",
             *rules,
-        ]
+        ],
+        field,
     )
 
 
@@ -195,7 +198,7 @@ def _content_of(constraint: StructuredOutputsParams) -> StructuredOutputsParams:
 
 
 def field_that_needs_grammar(use: ToolUse, content_field: str) -> str | None:
-    """Return a request field that no output would satisfy without a grammar; None if none is so."""
+    """Return a request field that only a grammar can enforce; None if there is none."""
     if use.must_call:
         return "tool_choice"
     if use.is_either:
@@ -224,7 +227,7 @@ def _messages_that_call(use: ToolUse, writer: "_Writer", answer: list[str]) -> l
     """
     rules = [_EITHER if answer else _CALLS, "start: call"]
     if not use.must_call:
-        text = [f"answer: TEXT\nTEXT: {_ANY}{not_within(harmony.SPECIAL_TOKENS)}"]
+        text = ["answer: TEXT", f"TEXT: {_ANY}{not_within(harmony.SPECIAL_TOKENS)}"]
         final = f"final: {writer.literal(_FINAL)} answer"
         rules[1:] = ["start: call | final", final, *(answer or text)]
     # The end of a call ends the output, and is no part of the grammar.
@@ -242,13 +245,13 @@ def _rules_of(
     return [re.sub("^start:", "content:", line) for line in grammar.split("\n")[1:]]
 
 
-def _checked(lines: list[str]) -> StructuredOutputsParams:
+def _checked(lines: list[str], field: str = "tools") -> StructuredOutputsParams:
     """Return the constraint for a grammar made here. Raises `ApiError` if it is too large."""
     try:
         return StructuredOutputsParams(grammar="\n".join(lines))
     except ValueError as error:
         size = str(error).removeprefix(_HEAD.split()[0]).strip()
-        raise ApiError(400, f"tools: the grammar of their schemas {size}", "tools") from error
+        raise ApiError(400, f"{field}: the grammar made of it {size}", field) from error
 
 
 def _arguments(function: Function) -> StructuredOutputsParams:

@@ -33,19 +33,15 @@ class ToolAnswer(ChatAnswer):
 
     def _parser(self, reasoning_parser: str | None) -> Callable[[str, bool], Parsed]:
         """Return the function (text so far, is it all?) -> its parts."""
-        prompt, is_inside = self.requests[0].prompt, None
+        prompt, is_inside, use = self.requests[0].prompt, None, self._use
         if reasoning_parser == harmony.NAME:
-            has_tools, begun = self._use is not None, harmony.begun_in(prompt)
-            has_format = (
-                self._body.constraint is not None if self._use is None else (self._use.is_either)
-            )
-            return partial(
-                harmony.parse, has_tools=has_tools, begun=begun, is_final_last=has_format
-            )
+            has_format = self._body.constraint is not None if use is None else use.is_either
+            begun = harmony.begun_in(prompt)
+            read = partial(harmony.parse, has_tools=use is not None, begun=begun)
+            return partial(read, is_final_last=has_format)
         if reasoning_parser is not None:
             thought = thought_at_end(prompt, reasoning_parser, self._body.continued)
             is_inside = thought is Thought.OPEN
-        use = self._use
         form = None if use is None else use.format
         starts = use.call_starts if use is not None and use.is_either else ()
         return partial(parse_answer, tools=form, is_inside=is_inside, call_starts=starts)

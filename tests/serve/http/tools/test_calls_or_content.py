@@ -388,7 +388,7 @@ def test_messages_name_what_was_sent() -> None:
                 made(form, **fields)
             assert str(caught.value).startswith(field) and caught.value.param.startswith(field)
     large = {"type": "object", "properties": {f"property{i:030}": {} for i in range(9000)}}
-    with pytest.raises(ApiError, match=r"^tools: the grammar of their schemas has \d+ char"):
+    with pytest.raises(ApiError, match=r"^tools: the grammar made of it has \d+ char"):
         made(FORMS["hermes"], tools=[tool("a", large, strict=True), tool("b", large, strict=True)])
 
 
