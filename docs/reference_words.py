@@ -58,7 +58,7 @@ FIELDS = {
     "`logprobs`.",
     "logit_bias": "Added to logits, by token id (a string, because JSON keys are strings).",
     "response_format": '`{"type": "text"}`, "json_object" (with or without a `schema`), '
-    '"json_schema" or "structural_tag".',
+    '"json_schema" or "structural_tag". With tools, for outputs without calls.',
     "structured_outputs": "A grammar: an object with the fields of "
     "[`StructuredOutputsParams`](../api.md#structured-output).",
     "guided_json": 'vLLM\'s older name of `structured_outputs={"json": ...}`.',
@@ -84,7 +84,8 @@ FIELDS = {
     "`--trust-request-chat-template`.",
     "chat_template_kwargs": 'Variables of the template, such as `{"enable_thinking": false}`.',
     "tools": "Functions that the model may call.",
-    "tool_choice": '"none", "auto", "required", or an object that names a function.',
+    "tool_choice": '"none", "auto", "required", or an object that names a function, or some as '
+    "`allowed_tools`.",
     "parallel_tool_calls": "False: at most one call in an output.",
     "documents": "Passed to the template.",
     "reasoning_effort": 'Passed to templates that use it. "none" sets `enable_thinking=false` '

@@ -354,8 +354,9 @@ PLACES: dict[str, tuple[frozenset[str], dict[str, Foreign]]] = {
                  "parametersJsonSchema", ({},)),
     ),
     "tool_choice": (
-        _names("type function"),
+        _names("type function allowed_tools"),
         {"disable_parallel_tool_use": Foreign("use parallel_tool_calls=false", (False,)),
          "mode": Foreign('tool_choice is "none", "auto", "required" or names a function')},
     ),
+    "tool_choice.allowed_tools": (_names("mode tools"), {}),
 }  # fmt: skip

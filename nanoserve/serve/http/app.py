@@ -42,9 +42,9 @@ from nanoserve.serve.http.response_format import refusal
 from nanoserve.serve.http.response_writer import EventStream, whole_response
 from nanoserve.serve.http.settings import ServerSettings
 from nanoserve.serve.http.templates import Templates
-from nanoserve.serve.http.tools.grammar import constraint_of_tools, schemas_of_tools
 from nanoserve.serve.http.tools.reasoning import special_tokens_of
 from nanoserve.serve.http.tools.tool_choice import tool_use_of
+from nanoserve.serve.http.tools.tool_constraints import constrain
 from nanoserve.serve.http.tools.tool_output import ToolAnswer
 from nanoserve.serve.http.unknown_fields import UnknownNames, check_fields
 from nanoserve.serve.http.unsupported_endpoints import missing_endpoint
@@ -170,12 +170,7 @@ class ApiServer:
         if use is not None:
             specials += use.format.special_tokens
             config = self.llm.engine.config.structured_outputs_config
-            constraint = await self._prepare(lambda: constraint_of_tools(use, special_id, config))
-            if constraint is not None and body.constraint is not None:
-                message = "response_format cannot be combined with forced or strict tools"
-                raise ApiError(400, message, "response_format", "unsupported")
-            if constraint is not None:
-                body.constraint, body.constraint_parts = constraint, schemas_of_tools(use)
+            use = await self._prepare(partial(constrain, body, use, special_id, config))
         make = partial(chat_requests, kept_specials=specials, reasoning_parser=reasoning_parser)
         return await self._generate(request, body, make, partial(ToolAnswer, use, reasoning_parser))
 

@@ -155,6 +155,8 @@ def _check_chat(body: ChatBody, unknown: UnknownNames, template: str) -> None:
         function = tool.get("function")
         _check_place(function, "tools.function", unknown, template, f"tools[{number}].function")
     _check_place(body.tool_choice, "tool_choice", unknown)
+    if isinstance(body.tool_choice, Mapping):
+        _check_place(body.tool_choice.get("allowed_tools"), "tool_choice.allowed_tools", unknown)
     variables = {"enable_thinking", "thinking", "reasoning_effort", "documents"}
     for name in list(body.chat_template_kwargs or ())[:_MOST_LOOKED_AT]:
         if not looks_at(template, name):

@@ -1,7 +1,7 @@
 """Harmony in a server, with a tokenizer that has its special tokens, asked with OpenAI's client."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,13 @@ from nanoserve.features.structured.grammar import count_legal
 from nanoserve.features.structured.guidance import Guidance
 from nanoserve.features.structured.params import StructuredOutputsParams
 from nanoserve.serve.async_llm import AsyncLLM
+from nanoserve.serve.http.protocol import ChatBody
 from nanoserve.serve.http.tools import harmony
 from nanoserve.serve.http.tools.grammar import behind_analysis, constraint_of_tools
+from nanoserve.serve.http.tools.parse_result import Parsed
 from nanoserve.serve.http.tools.parsers import FORMATS
-from nanoserve.serve.http.tools.tool_choice import Function, ToolUse
+from nanoserve.serve.http.tools.tool_choice import Function, ToolUse, tool_use_of
+from nanoserve.serve.http.tools.tool_constraints import constrain
 
 TEMPLATE = (
     "{%- for message in messages %}{{- '<|start|>' + message.role + '<|message|>' + "
@@ -143,9 +146,9 @@ def test_the_end_of_a_call_ends_the_output(client: openai.OpenAI) -> None:
     assert whole(client, **asked)[3] == "length"
 
 
-def test_a_grammar_holds_for_the_last_message() -> None:
+@pytest.fixture(scope="module")
+def accepts() -> Callable[[StructuredOutputsParams, str], bool]:
     tokenizer = byte_tokenizer()
-    special_id = tokenizer.token_to_id
     compiler, config = Guidance(tokenizer, 300), StructuredOutputsConfig()
 
     def accepts(guide: StructuredOutputsParams, text: str) -> bool:
@@ -156,12 +159,18 @@ def test_a_grammar_holds_for_the_last_message() -> None:
         grammar.accept(ids)
         return grammar.may_end
 
+    return accepts
+
+
+def test_a_grammar_holds_for_the_last_message(accepts: Any) -> None:
+    special_id = byte_tokenizer().token_to_id
     thought = "<|channel|>analysis<|message|>{ Hm.<|end|><|start|>assistant"
     preamble = "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant"
     answer = behind_analysis(StructuredOutputsParams(regex=r"a/\d+"), special_id)
-    for before in ("", thought, thought + preamble + thought):
+    for before in ("", thought, thought + thought):
         assert accepts(answer, f"{before}<|channel|>final<|message|>a/12")
         assert not accepts(answer, f"{before}<|channel|>final<|message|>a12")
+    assert not accepts(answer, f"{preamble}<|channel|>final<|message|>a/12"), "it is content, too"
     assert not accepts(answer, "a/12") and not accepts(answer, thought)
     begun = behind_analysis(
         StructuredOutputsParams(regex=r"a/\d+"), special_id, begun="<|channel|>final<|message|>"
@@ -172,7 +181,38 @@ def test_a_grammar_holds_for_the_last_message() -> None:
     for must_call in (True, False):
         use = ToolUse(FORMATS["openai"], functions, must_call, False, True)
         calls = behind_analysis(constraint_of_tools(use, special_id), special_id)
-        assert accepts(calls, thought + header % "get_weather" + '{"city": "Rome"}')
+        assert accepts(calls, thought + preamble + header % "get_weather" + '{"city": "Rome"}')
         assert not accepts(calls, header % "get_weather" + '{"city": "Oslo"}')
         assert accepts(calls, header % "now" + "{}") and not accepts(calls, header % "then" + "{}")
         assert accepts(calls, f"{thought}<|channel|>final<|message|>No.") is not must_call
+
+
+HEADER = "<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
+
+
+def test_behind_thoughts_come_a_call_or_content_in_a_format(accepts: Any) -> None:
+    special_id, close = byte_tokenizer().token_to_id, "<|end|><|start|>assistant"
+    final, begun = "<|channel|>final<|message|>", "<|channel|>analysis<|message|>"
+    content, call = '{"city": "Rome"}', HEADER + '{"city": "Paris"}'
+    strict = [{"type": "function", "function": TOOLS[0]["function"] | {"strict": True}}]
+    for fields in ({"guided_json": CITY}, {}):
+        body = ChatBody(messages=[], tools=strict, **fields)
+        use = tool_use_of(strict, None, None, FORMATS["openai"], True)
+        assert use is not None
+        use = constrain(body, use, special_id)
+        guide, has_format = body.constraint, bool(fields)
+        assert guide is not None and use.is_either is has_format
+        last = behind_analysis(guide, special_id)
+        thinking = behind_analysis(guide, special_id, begun=begun)
+        for before in ("", f"{begun}Hm.{close}"):
+            assert accepts(last, before + call) and accepts(last, f"{before}{final}{content}")
+            assert accepts(last, f"{before}{final}Oslo") is not has_format
+            said = f"{before}<|channel|>commentary<|message|>I look.{close}"
+            assert accepts(last, said + call) is not has_format, "it would be content"
+        # A message that the prompt has begun is ended first.
+        for after in (call, final + content):
+            assert accepts(thinking, f"Hm.{close}{after}") and not accepts(thinking, after)
+        told = harmony.parse(f"Hm.{close}{final}{content}", True, True, begun, has_format)
+        assert told == Parsed("Hm.", content, [])
+        saying = behind_analysis(guide, special_id, begun=final)
+        assert accepts(saying, content) is has_format

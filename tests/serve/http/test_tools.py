@@ -168,8 +168,8 @@ def test_what_is_no_tool_is_refused_by_name(client) -> None:
     assert "129" in refused(client, tools=many, **required)
     unknown = function(name="f", parameters={"type": "object", "not": {"type": "null"}})
     assert "not" in refused(client, tools=unknown, **required)
-    told = refused(client, tools=TOOLS, response_format={"type": "json_object"}, **required)
-    assert "response_format" in told
+    told = refused(client, tools=TOOLS, extra_body={"guided_choice": ["a"]}, **required)
+    assert told.startswith("guided_choice: ")
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "no JSON"}}
     messages = [*QUESTION, {"role": "assistant", "tool_calls": [call]}]
     assert "must be a JSON object" in refused(client, messages=messages)

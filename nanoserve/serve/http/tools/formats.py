@@ -1,6 +1,7 @@
 """Formats of tool calls, under the names of vLLM's tool call parsers."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -68,6 +69,12 @@ class ToolFormat:
         """Return the text of a call up to its arguments."""
         return self.begin % (json.dumps(name, ensure_ascii=False) if self.is_in_json else name)
 
+    @property
+    def keys_of_calls(self) -> list[str]:
+        """The properties of a call that is a JSON object without a tag; empty for other calls."""
+        is_object = self.trigger is None and self.begin.startswith("{")
+        return re.findall(r'"(\w+)":', self.begin) if is_object else []
+
 
 def _tagged(
     name: str,
@@ -121,6 +128,7 @@ _FORMATS = [
         end="}\n</tool_call>",
         separator="\n",
         trigger="<tool_call>",
+        special_tokens=(hermes.OPEN, hermes.CLOSE),
     ),
     ToolFormat(
         "llama3_json",

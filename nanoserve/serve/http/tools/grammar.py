@@ -7,51 +7,75 @@ from typing import Any
 
 from nanoserve.features.structured.config import StructuredOutputsConfig
 from nanoserve.features.structured.params import StructuredOutputsParams
-from nanoserve.features.structured.regex import portable
 from nanoserve.features.structured.schema_numbers import spelled
 from nanoserve.features.structured.schemas import COMPACT, json_rule
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.response_format import refusal
 from nanoserve.serve.http.tools import harmony
+from nanoserve.serve.http.tools.content_rules import escaped, not_beginning, not_within, rules_of
 from nanoserve.serve.http.tools.reasoning import THINK, ReasoningFormat, Thought
 from nanoserve.serve.http.tools.tool_choice import Function, ToolUse
 
 _MOST_CALLS = 16
 _ANY_ARGUMENTS = '{"type": "object"}'
 _MOST_THOUGHTS = 8  # messages before the last one
-_CALLS = "%llguidance {}\n// of harmony"  # begins the grammars of calls in harmony
+_HEAD = "%llguidance {}"
+# These begin the grammars of calls in harmony. In the second, an answer has a format of its own.
+_CALLS = f"{_HEAD}\n// of harmony"
+_EITHER = f"{_CALLS}: calls, or an answer with a format"
 _FINAL = f"{harmony.CHANNEL}final{harmony.MESSAGE}"
-_TAG = re.compile(r"</?[|｜]?[^<>|｜\s]+[|｜]?>|\[/?[A-Z_]+\]")  # may be a special token
+# Terminals of `content_rules` and of the rules below that may match any text.
+_TERMINAL = re.compile(r"^(TEXT|TRIGGER|CONTENT|ANSWER): .*")
+# Texts that may be special tokens.
+_TAG = re.compile(r"</?[|｜]?[^<>|｜\s]+[|｜]?>|\[/?[A-Z_]+\]")
+_ANY = r"/(.|\n)*/"
 
 # Returns the id of a special token by its text, or None.
 SpecialId = Callable[[str], int | None]
 
 
 def constraint_of_tools(
-    use: ToolUse, special_id: SpecialId, config: StructuredOutputsConfig | None = None
+    use: ToolUse,
+    special_id: SpecialId,
+    config: StructuredOutputsConfig | None = None,
+    content: StructuredOutputsParams | None = None,
+    content_field: str = "response_format",
 ) -> StructuredOutputsParams | None:
     """Return the structured output constraint for an output with tools; None if it is free.
 
-    config: the engine's options, which determine how schemas are compiled. Raises `ApiError` that
-    names the function whose schema is not supported.
+    config: the engine's options, which determine how schemas are compiled. content: the constraint
+    on an output without calls, from the request field `content_field`, if `use.is_either`. Raises
+    `ApiError` that names the function whose schema is not supported.
     """
-    is_strict = any(function.is_strict for function in use.functions)
-    if not use.must_call and not is_strict:
+    config = config or StructuredOutputsConfig()
+    field = field_that_needs_grammar(use, content_field)
+    if field is None:
         return None
-    form, writer = use.format, _Writer(special_id, config or StructuredOutputsConfig())
+    if field == "parallel_tool_calls" and not _has_guidance(config):
+        return None  # further calls are not enforced to be absent, but left out of the answer
+    check_backend(config, field)
+    form, writer = use.format, _Writer(special_id, config)
+    answer: list[str] = []
+    if use.is_either and content is not None:
+        answer = rules_of(content, config, content_field, "answer", use)
     if form.reasoning_parser == harmony.NAME:
-        return StructuredOutputsParams(grammar=_messages_that_call(use, writer))
+        return _checked(_messages_that_call(use, writer, answer))
     trigger = form.trigger or ""
     before, separator, after = map(writer.literal, (form.before, form.separator, form.after))
     more = f"({separator} call){{0,{_MOST_CALLS - 1}}}" if use.allows_several else ""
     rules, begin = [f"calls: {before} call {more} {after}"], form.call_begin
     if use.must_call:
         rules.insert(0, "start: calls")
+    elif answer:
+        rules[:0] = ["start: calls | answer", *answer]
+        if form.keys_of_calls and "%json" in answer[0]:
+            return _checked([_HEAD, *rules, *writer.calls_as_json(use)])
     elif form.trigger is None:  # an output is text or calls, as its first character decides
         first = re.escape((form.before or form.begin)[0])
-        rules[:0] = ["start: calls | TEXT", rf"TEXT: /[^{first}\s](.|\n)*/"]
+        tags = not_beginning(form.special_tokens)
+        rules[:0] = ["start: calls | TEXT", rf"TEXT: /[^{first}\s](.|\n)*/{tags}"]
     elif special_id(trigger) is not None:  # free text cannot contain a special token
-        rules[:0] = ["start: TEXT | TEXT calls TEXT", r"TEXT: /(.|\n)*/"]
+        rules[:0] = ["start: TEXT | TEXT calls TEXT", f"TEXT: {_ANY}{not_within([trigger])}"]
     else:  # free text, in which the trigger must be followed by a valid call
         several = _MOST_CALLS if use.allows_several and not form.before else 1
         if form.before:
@@ -65,11 +89,27 @@ def constraint_of_tools(
 
         rules += [
             f"start: tagged{{0,{several}}} TEXT",
-            f"trigger[lazy]: /(.|\\n)*{_escaped(trigger)}/",
-            r"TEXT: /(.|\n)*/",
+            "trigger[lazy]: TRIGGER",
+            f"TRIGGER: /(.|\\n)*{escaped(trigger)}/",
+            f"TEXT: {_ANY}{not_within([trigger])}",
         ]
     rules += writer.calls(use, begin, form.end)
-    return StructuredOutputsParams(grammar="\n".join(["%llguidance {}", *rules]))
+    return _checked([_HEAD, *rules])
+
+
+def check_backend(config: StructuredOutputsConfig, field: str) -> None:
+    """Raise `ApiError` that names `field` if the grammar backend does not combine text and JSON.
+
+    Custom backends are asked by the check of the whole grammar.
+    """
+    try:
+        name = config.backend_name
+    except ValueError as error:
+        raise ApiError(400, f"{field}: {error}", field, "unsupported") from error
+    if name == "xgrammar":
+        message = f"{field}: the grammar backend {name!r} of this server cannot enforce a grammar "
+        message += "for tool calls or after reasoning; start it with the backend 'guidance'"
+        raise ApiError(400, message, field, "unsupported")
 
 
 def schemas_of_tools(use: ToolUse) -> list[tuple[str, StructuredOutputsParams]]:
@@ -96,17 +136,19 @@ def behind_reasoning(
         return constraint
     config = config or StructuredOutputsConfig()
     writer, rules = _Writer(special_id, config), _rules_of(constraint, config, field)
+    if thought is Thought.NONE:  # what begins like reasoning is reasoning, not free text
+        rules = [_TERMINAL.sub(rf"\g<0>{not_beginning(form.opens)}", rule) for rule in rules]
     close = special_id(form.closes[0])
-    closes = "|".join(map(_escaped, form.closes))
-    rule = f"thought[lazy]: /(.|\\n)*({closes})/"
+    thought_rules = [f"thought[lazy]: /(.|\\n)*({'|'.join(map(escaped, form.closes))})/"]
     if close is not None:
-        rule = rf"thought: /(.|\n)*/ <[{close}]>"
-    opens = " | ".join(map(writer.literal, form.opens))
-    opened = f"({opens}) thought SPACE content"
+        thought_rules = [
+            f"thought: THOUGHT <[{close}]>",
+            f"THOUGHT: {_ANY}{not_within(form.closes)}",
+        ]
+    opened = f"({' | '.join(map(writer.literal, form.opens))}) thought SPACE content"
     other = "thought SPACE content" if thought is Thought.OPEN else "content"
     start = f"start: {opened} | {other}"
-    lines = ["%llguidance {}", start, rule, r"SPACE: /[ \n]*/", *rules]
-    return StructuredOutputsParams(grammar="\n".join(lines))
+    return _checked([_HEAD, start, *thought_rules, r"SPACE: /[ \n]*/", *rules], field)
 
 
 def behind_analysis(
@@ -119,66 +161,101 @@ def behind_analysis(
 ) -> StructuredOutputsParams:
     """Return a constraint on the last message of harmony, after up to `_MOST_THOUGHTS` free ones.
 
-    Free are messages of the channel "analysis", and of "commentary" without a recipient. begun: see
-    `harmony.begun_in`; inside of a message of the prompt, the constraint applies at once.
+    Free are messages of the channel "analysis". Unless the content of the answer is constrained,
+    messages of "commentary" without a recipient are free, too: they are content. begun: see
+    `harmony.begun_in`; in a message of the prompt that is content, the constraint on content
+    applies at once.
     """
-    if harmony.MESSAGE in begun:
-        return constraint
+    is_thinking = f"{harmony.CHANNEL}analysis" in begun
+    if harmony.MESSAGE in begun and not is_thinking:
+        return _content_of(constraint)
     config = config or StructuredOutputsConfig()
     writer, rules = _Writer(special_id, config), _rules_of(constraint, config, field)
-    if not (constraint.grammar or "").startswith(_CALLS):  # the content of the answer
+    grammar, channels = constraint.grammar or "", ["analysis"]
+    if not grammar.startswith(_CALLS):  # the content of the answer
         rules = [re.sub("^content:", "answer:", rule) for rule in rules]
         rules.insert(0, f"content: {writer.literal(_FINAL)} answer")
+    elif not grammar.startswith(_EITHER):
+        channels.append("commentary")
     between = writer.literal(f"{harmony.END}{harmony.START}{harmony.ROLE}")
-    headers = (f"{harmony.CHANNEL}{name}{harmony.MESSAGE}" for name in ("analysis", "commentary"))
+    headers = (f"{harmony.CHANNEL}{name}{harmony.MESSAGE}" for name in channels)
     thought = " | ".join(f"{writer.literal(header)} THOUGHT {between}" for header in headers)
-    lines = [
-        "%llguidance {}",
-        f"start: thought{{0,{_MOST_THOUGHTS}}} content",
-        f"thought: {thought}",
-        r"THOUGHT: /(.|\n)*/",
-        *rules,
-    ]
-    return StructuredOutputsParams(grammar="\n".join(lines))
+    first = f"THOUGHT {between} " if is_thinking and harmony.MESSAGE in begun else ""
+    return _checked(
+        [
+            _HEAD,
+            f"start: {first}thought{{0,{_MOST_THOUGHTS}}} content",
+            f"thought: {thought}",
+            f"THOUGHT: {_ANY}{not_within(harmony.SPECIAL_TOKENS)}",
+            *rules,
+        ],
+        field,
+    )
 
 
-def _messages_that_call(use: ToolUse, writer: "_Writer") -> str:
-    """Return the grammar of the last message: a call, or if none is required, an answer."""
-    rules = [_CALLS, "start: call"]
+def _content_of(constraint: StructuredOutputsParams) -> StructuredOutputsParams:
+    """Return the constraint on content, if the constraint is one on calls or content."""
+    grammar = constraint.grammar or ""
+    if not grammar.startswith(_EITHER):
+        return constraint
+    return _checked([re.sub("^start: .*", "start: answer", line) for line in grammar.split("\n")])
+
+
+def field_that_needs_grammar(use: ToolUse, content_field: str) -> str | None:
+    """Return a request field that only a grammar can enforce; None if there is none."""
+    if use.must_call:
+        return "tool_choice"
+    if use.is_either:
+        return content_field
+    if use.is_limited:
+        return "tool_choice"
+    strict = (one.number for one in use.functions if one.is_strict)
+    number = next(strict, None)
+    if number is not None:
+        return f"tools[{number}].function.strict"
+    return None if use.allows_several else "parallel_tool_calls"
+
+
+def _has_guidance(config: StructuredOutputsConfig) -> bool:
+    """Return True if the grammar backend is llguidance, and is installed."""
+    try:
+        return config.backend_name == "guidance"
+    except ValueError:
+        return False
+
+
+def _messages_that_call(use: ToolUse, writer: "_Writer", answer: list[str]) -> list[str]:
+    """Return the grammar of the last message: a call, or if none is required, an answer.
+
+    answer: the rule `answer` and those that it needs, if the answer has a format.
+    """
+    rules = [_EITHER if answer else _CALLS, "start: call"]
     if not use.must_call:
-        rules[1:] = ["start: call | answer", f"answer: {writer.literal(_FINAL)} TEXT"]
-        rules += [r"TEXT: /(.|\n)*/"]
+        text = ["answer: TEXT", f"TEXT: {_ANY}{not_within(harmony.SPECIAL_TOKENS)}"]
+        final = f"final: {writer.literal(_FINAL)} answer"
+        rules[1:] = ["start: call | final", final, *(answer or text)]
     # The end of a call ends the output, and is no part of the grammar.
-    return "\n".join([*rules, *writer.calls(use, use.format.call_begin, "")])
+    return [*rules, *writer.calls(use, use.format.call_begin, "")]
 
 
 def _rules_of(
     constraint: StructuredOutputsParams, config: StructuredOutputsConfig, field: str
 ) -> list[str]:
     """Return the rule `content` for a constraint, and the rules that it needs."""
-    if constraint.grammar is not None and constraint.grammar.startswith(
-        "%llguidance"
-    ):  # made for tools
-        lines = constraint.grammar.split("\n")[1:]
-        return [re.sub("^start:", "content:", line) for line in lines]
-    source = constraint.source(config)
-    if source.kind == "regex":
-        regex = portable(source.text).replace("/", r"\/").replace("\n", r"\n")
-        return [f"content: /{regex}/"]
-    if source.kind == "choice":
-        return [
-            "content: CHOICE",
-            "CHOICE: " + " | ".join(map(json.dumps, constraint.choice or ())),
-        ]
-    if source.kind == "json" and not source.whitespace:
-        return [f"content: {json_rule(spelled(source.text), COMPACT)}"]
-    raise ApiError(
-        400,
-        f"{field}: with --reasoning-parser, only JSON without free whitespace, regular expressions "
-        f"and choices are supported",
-        field,
-        "unsupported",
-    )
+    check_backend(config, field)
+    grammar = constraint.grammar or ""
+    if not grammar.startswith("%llguidance"):
+        return rules_of(constraint, config, field)
+    return [re.sub("^start:", "content:", line) for line in grammar.split("\n")[1:]]
+
+
+def _checked(lines: list[str], field: str = "tools") -> StructuredOutputsParams:
+    """Return the constraint for a grammar made here. Raises `ApiError` if it is too large."""
+    try:
+        return StructuredOutputsParams(grammar="\n".join(lines))
+    except ValueError as error:
+        size = str(error).removeprefix(_HEAD.split()[0]).strip()
+        raise ApiError(400, f"{field}: the grammar made of it {size}", field) from error
 
 
 def _arguments(function: Function) -> StructuredOutputsParams:
@@ -215,7 +292,9 @@ class _Writer:
                 schema = self._schema_of(function)
             arguments, writer = f"args_{number}", use.format.arguments
             if writer is None:
-                rules.append(f"{arguments}: {json_rule(schema or _ANY_ARGUMENTS, COMPACT)}")
+                rules.append(
+                    f"{arguments}: {json_rule(spelled(schema or _ANY_ARGUMENTS), COMPACT)}"
+                )
                 continue
             parsed = None if schema is None else json.loads(schema)
             try:
@@ -224,9 +303,27 @@ class _Writer:
                 raise refusal(error, function.field) from error
         return rules
 
+    def calls_as_json(self, use: ToolUse) -> list[str]:
+        """Return the rule `call` for calls that are JSON objects, if content is JSON as well.
+
+        Their terminals must be those of JSON: llguidance's lexer takes the longest one, so after
+        the first characters of a terminal such as `{"name": "f", ` it no longer ends at the brace.
+        """
+        rules = ["call: " + " | ".join(f"call_{number}" for number in range(len(use.functions)))]
+        keys = use.format.keys_of_calls
+        for number, function in enumerate(use.functions):
+            schema = json.loads(self._schema_of(function) if function.is_strict else _ANY_ARGUMENTS)
+            root = {key: schema.pop(key) for key in ("$schema", "$defs") if key in schema}
+            values = ({"const": function.name}, schema)
+            properties = dict(zip(keys, values, strict=True))
+            closed = {"required": keys, "additionalProperties": False}
+            whole = json.dumps(root | {"type": "object", "properties": properties} | closed)
+            rules.append(f"call_{number}: {json_rule(spelled(whole), COMPACT)}")
+        return rules
+
     def _schema_of(self, function: Function) -> str:
         try:
-            return spelled(_arguments(function).source(self._config).text)
+            return _arguments(function).source(self._config).text
         except ValueError as error:
             raise refusal(error, function.field) from error
 
@@ -244,7 +341,3 @@ class _Writer:
 
 def _compact_rule(schema: dict[str, Any]) -> str:
     return json_rule(spelled(json.dumps(schema)), COMPACT)
-
-
-def _escaped(text: str) -> str:
-    return re.escape(text).replace("/", r"\/")

@@ -26,6 +26,7 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _FUNCTIONS = "functions."
 # A body ends with these. Models leave out the first: what begins a message ends the one before.
 _ENDS = re.compile("|".join(map(re.escape, (END, CALL, RETURN, START, CHANNEL))))
+_END_OF_OUTPUT = re.compile(f"({re.escape(RETURN)}|{re.escape(END)})$")
 _SPECIAL = re.compile("|".join(map(re.escape, SPECIAL_TOKENS)))
 
 
@@ -35,16 +36,23 @@ class _Message(NamedTuple):
     is_complete: bool
 
 
-def parse(text: str, is_final: bool, has_tools: bool = True, begun: str = "") -> Parsed:
+def parse(
+    text: str,
+    is_final: bool,
+    has_tools: bool = True,
+    begun: str = "",
+    is_final_last: bool = False,
+) -> Parsed:
     """Return the reasoning, the content and the calls of an output that follows the prompt.
 
-    has_tools: without, the body of a call is content. begun: see `begun_in`. The bodies of several
-    messages are joined by line feeds.
+    has_tools: without, the body of a call is content. begun: see `begun_in`. is_final_last: True if
+    no message follows one in the channel "final", whose body may then contain any tag. The bodies
+    of several messages are joined by line feeds.
     """
     reasoning: list[str] = []
     content: list[str] = []
     calls: list[ToolCall] = []
-    for message in _messages(begun + text, is_final):
+    for message in _messages(begun + text, is_final, is_final_last):
         channel, recipient = _CHANNEL.search(message.header), _RECIPIENT.search(message.header)
         to = "" if recipient is None else recipient[1]
         name = to.removeprefix(_FUNCTIONS) if to.startswith(_FUNCTIONS) else ""
@@ -77,7 +85,7 @@ def begun_in(prompt: str | None) -> str:
     return header.removeprefix(ROLE) + message if start else ""
 
 
-def _messages(text: str, is_final: bool) -> list[_Message]:
+def _messages(text: str, is_final: bool, is_final_last: bool) -> list[_Message]:
     """Split an output into its messages; the header of the first has no role.
 
     The last one may be incomplete; it is left out while its header is. Text where a header should
@@ -97,6 +105,9 @@ def _messages(text: str, is_final: bool) -> list[_Message]:
             if end >= 0:
                 header, at = text[at:end].removeprefix(START).lstrip(), end + len(MESSAGE)
         found = _ENDS.search(text, at)
+        channel = _CHANNEL.search(header)
+        if is_final_last and channel is not None and channel[1] == "final":
+            found = _END_OF_OUTPUT.search(text, at)
         body = text[at:] if found is None else text[at : found.start()]
         if at > 0 and not header:
             body = body.lstrip()

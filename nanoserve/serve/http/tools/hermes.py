@@ -3,7 +3,7 @@
 from nanoserve.serve.http.tools.parse_result import Text, ToolCall, call_of, without_beginning_of
 from nanoserve.serve.http.tools.partial_json import read_object
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 def parse(text: str, is_final: bool) -> tuple[str, list[ToolCall]]:
@@ -15,18 +15,18 @@ def parse(text: str, is_final: bool) -> tuple[str, list[ToolCall]]:
     """
     content, calls, at = Text(), [], 0
     while True:
-        begin = text.find(_OPEN, at)
+        begin = text.find(OPEN, at)
         if begin < 0:
             rest = text[at:]
-            content.add(rest if is_final else without_beginning_of(rest, (_OPEN,)))
+            content.add(rest if is_final else without_beginning_of(rest, (OPEN,)))
             break
         content.add(text[at:begin])
-        found = read_object(text, begin + len(_OPEN))
+        found = read_object(text, begin + len(OPEN))
         call = call_of(text, found)
         ended_at = found.stop if found.end is None else found.end
         if call is None and ended_at is not None:  # the text after the tag may contain a call
-            content.add(_OPEN)
-            at = begin + len(_OPEN)
+            content.add(OPEN)
+            at = begin + len(OPEN)
             continue
         if call is None:
             content.add(text[begin:] if is_final else "")
@@ -51,6 +51,6 @@ def _behind_close(text: str, at: int) -> int | None:
     behind = at
     while behind < len(text) and text[behind] in "}] \t\n\r":
         behind += 1
-    if text.startswith(_CLOSE, behind):
-        return behind + len(_CLOSE)
-    return None if _CLOSE.startswith(text[behind:]) else at
+    if text.startswith(CLOSE, behind):
+        return behind + len(CLOSE)
+    return None if CLOSE.startswith(text[behind:]) else at

@@ -34,17 +34,22 @@ def parse_answer(
     tools: ToolFormat | None,
     is_inside: bool | None,
     thoughts: ReasoningFormat = THINK,
+    call_starts: tuple[str, ...] = (),
 ) -> Parsed:
     """Parse the text so far. Calls are searched for only after the reasoning.
 
     is_inside: True if the text begins inside the reasoning; None if reasoning is not parsed.
     thoughts: the format of the reasoning.
+    call_starts: if any, the answer has calls only if it begins with one of these.
     """
     reasoning = ""
     if is_inside is not None:
         reasoning, text = split(text, is_final, is_inside, thoughts)
     if tools is None:
         return Parsed(reasoning, text, [])
+    if call_starts and not text.startswith(call_starts):
+        may_start = not is_final and any(start.startswith(text) for start in call_starts)
+        return Parsed(reasoning, "" if may_start else text, [])
     content, calls = tools.parse(text, is_final)
     return Parsed(reasoning, content, calls)
 

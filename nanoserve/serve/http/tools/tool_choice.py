@@ -39,7 +39,9 @@ class ToolUse:
     """The functions that a response may call, and the format of calls.
 
     must_call: True if a call is required. is_named: True if the client has named the function.
-    allows_several: True if a response may contain several calls.
+    allows_several: True if a response may contain several calls. is_limited: True if the template
+    shows other functions, which may not be called. is_either: True if a response is calls or
+    content with a format of its own, never both.
     """
 
     format: ToolFormat
@@ -47,6 +49,21 @@ class ToolUse:
     must_call: bool
     is_named: bool
     allows_several: bool
+    is_limited: bool = False
+    is_either: bool = False
+
+    @property
+    def call_starts(self) -> tuple[str, ...]:
+        """The texts of which an output begins with one if it has calls and `is_either`.
+
+        There are none if a header before the content distinguishes it from a call.
+        """
+        if self.format.reasoning_parser is not None:
+            return ()
+        if self.format.trigger is not None:
+            return (self.format.trigger,)
+        begins = (self.format.call_begin(function.name) for function in self.functions)
+        return tuple(self.format.before + begin for begin in begins)
 
 
 def tool_use_of(
@@ -69,29 +86,26 @@ def tool_use_of(
     for name in names:
         if names.count(name) > 1:
             raise ApiError(400, f"tools has two functions named {name!r}", "tools")
-    wanted = _name_in(choice)
-    if wanted is None and choice is not None and choice not in _CHOICES:
-        message = f"tool_choice={choice!r:.100} must be one of {_CHOICES}, or name a function"
-        raise ApiError(400, message, "tool_choice")
-    if wanted is not None and wanted not in names:
-        message = f"tool_choice names {wanted!r:.64}, which is not one of the tools: {names}"
-        raise ApiError(400, message, "tool_choice")
-    if not functions or choice == "none":
-        if choice == "required":
+    wanted, mode = _wanted(choice)
+    for name in wanted or ():
+        if name not in names:
+            message = f"tool_choice names {name!r:.64}, which is not one of the tools: {names}"
+            raise ApiError(400, message, "tool_choice")
+    if not functions or mode == "none":
+        if mode == "required":
             raise ApiError(400, "tool_choice='required' needs tools to choose from", "tool_choice")
         return None
-    must_call = wanted is not None or choice == "required"
+    must_call, is_named = mode in ("required", "named"), mode == "named"
     if not must_call and not is_shown:
         message = (
             "tools: the chat template of this model does not support tools, or its format of calls "
             "is unknown (--tool-call-parser of the server). tool_choice='required' forces a call"
         )
         raise ApiError(400, message, "tools", "unsupported")
-    if wanted is not None:
-        functions = [function for function in functions if function.name == wanted]
-    several = allows_several is not False and wanted is None
-    format = format.for_functions({one.name: one.parameters for one in functions})
-    return ToolUse(format, functions, must_call, wanted is not None, several)
+    allowed = [one for one in functions if wanted is None or one.name in wanted]
+    several, is_limited = allows_several is not False and not is_named, len(allowed) < len(names)
+    format = format.for_functions({one.name: one.parameters for one in allowed})
+    return ToolUse(format, allowed, must_call, is_named, several, is_limited)
 
 
 def check_arguments(messages: list[dict[str, Any]]) -> None:
@@ -161,13 +175,43 @@ def _function_of(tool: dict[str, Any], number: int) -> Function:
     return Function(name, parameters or _NO_ARGUMENTS, is_strict, number)
 
 
-def _name_in(choice: str | dict[str, Any] | None) -> str | None:
-    """Return the name in {"type": "function", "function": {"name": ...}}; None for a string."""
-    if not isinstance(choice, dict):
-        return None
-    function = choice.get("function")
-    name = function.get("name") if isinstance(function, dict) else None
-    if choice.get("type") != "function" or not isinstance(name, str):
-        message = "tool_choice must be {'type': 'function', 'function': {'name': '...'}}"
+def _wanted(choice: str | dict[str, Any] | None) -> tuple[list[str] | None, str]:
+    """Return (names of the functions that may be called, mode) of a `tool_choice`.
+
+    The names are None if all may be called. The mode is one of `_CHOICES`, or "named".
+    """
+    if choice is None or isinstance(choice, str):
+        if choice is not None and choice not in _CHOICES:
+            message = f"tool_choice={choice!r:.100} must be one of {_CHOICES}, or name a function"
+            raise ApiError(400, message, "tool_choice")
+        return None, choice or "auto"
+    if choice.get("type") == "allowed_tools":
+        return _allowed(choice.get("allowed_tools"))
+    name = _name_in(choice)
+    if name is None:
+        message = "tool_choice must be {'type': 'function', 'function': {'name': '...'}}, or "
+        raise ApiError(400, f"{message}have the type 'allowed_tools'", "tool_choice")
+    return [name], "named"
+
+
+def _allowed(given: Any) -> tuple[list[str], str]:
+    """Return the names and the mode of OpenAI's `allowed_tools`."""
+    given = given if isinstance(given, dict) else {}
+    mode, tools = given.get("mode"), given.get("tools")
+    names = [_name_in(tool) for tool in tools] if isinstance(tools, list) else []
+    known = [name for name in names if name is not None]
+    if mode not in _CHOICES[1:] or not known or len(known) < len(names):
+        message = (
+            "tool_choice.allowed_tools must be {'mode': 'auto' or 'required', 'tools': [{'type': "
+            "'function', 'function': {'name': '...'}}, ...]}, with at least one tool"
+        )
         raise ApiError(400, message, "tool_choice")
-    return name
+    return known, mode
+
+
+def _name_in(tool: Any) -> str | None:
+    """Return the name in {"type": "function", "function": {"name": ...}}; None if it is not so."""
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    is_function = isinstance(name, str) and tool.get("type") == "function"
+    return name if is_function else None

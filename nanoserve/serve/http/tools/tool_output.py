@@ -33,15 +33,19 @@ class ToolAnswer(ChatAnswer):
 
     def _parser(self, reasoning_parser: str | None) -> Callable[[str, bool], Parsed]:
         """Return the function (text so far, is it all?) -> its parts."""
-        prompt, is_inside, thoughts = self.requests[0].prompt, None, THINK
+        prompt, is_inside, use, thoughts = self.requests[0].prompt, None, self._use, THINK
         if reasoning_parser == harmony.NAME:
-            has_tools, begun = self._use is not None, harmony.begun_in(prompt)
-            return partial(harmony.parse, has_tools=has_tools, begun=begun)
+            has_format = self._body.constraint is not None if use is None else use.is_either
+            begun = harmony.begun_in(prompt)
+            read = partial(harmony.parse, has_tools=use is not None, begun=begun)
+            return partial(read, is_final_last=has_format)
         if reasoning_parser is not None:
             thought = thought_at_end(prompt, reasoning_parser, self._body.continued)
             is_inside, thoughts = thought is Thought.OPEN, REASONING[reasoning_parser]
-        form = None if self._use is None else self._use.format
-        return partial(parse_answer, tools=form, is_inside=is_inside, thoughts=thoughts)
+        form = None if use is None else use.format
+        starts = use.call_starts if use is not None and use.is_either else ()
+        parse = partial(parse_answer, tools=form, is_inside=is_inside, thoughts=thoughts)
+        return partial(parse, call_starts=starts)
 
     def _parse(self, index: int, completion: CompletionOutput) -> Parsed:
         text = self._texts[index] = self._texts.get(index, "") + completion.text
