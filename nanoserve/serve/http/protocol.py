@@ -168,6 +168,11 @@ class GenerationBody(Body):
     return_token_ids: bool | None = None  # vLLM's
     request_id: str | None = None  # vLLM's: the `id` of the response ends with it
 
+    @cached_property  # translations of other APIs' requests replace it
+    def may_reach_end(self) -> bool:
+        """Return True if `max_tokens` may exceed the context, whose end then ends the output."""
+        return False
+
     @cached_property  # in chat, tools may replace it
     def constraint(self) -> StructuredOutputsParams | None:
         """The structured output constraint of the request; None if there is none."""

@@ -1,20 +1,21 @@
 """Responses with tool calls or reasoning."""
 
 import json
-import random
-import string
-from collections.abc import Callable
-from functools import partial
 from typing import Any
-from uuid import uuid4
 
 from nanoserve.outputs import CompletionOutput
 from nanoserve.serve.http.chat_completions import ChatAnswer
-from nanoserve.serve.http.tools import harmony
+from nanoserve.serve.http.tools.output_parser import OutputParser
 from nanoserve.serve.http.tools.parse_result import Parsed
-from nanoserve.serve.http.tools.parser_state import NOTHING, difference, parse_answer
-from nanoserve.serve.http.tools.reasoning import Thought, thought_at_end
+from nanoserve.serve.http.tools.parser_state import NOTHING, difference
 from nanoserve.serve.http.tools.tool_choice import ToolUse
+
+
+def chat_answer(use: ToolUse | None, reasoning_parser: str | None, *args: Any) -> ChatAnswer:
+    """Return the response of /v1/chat/completions; it is parsed only if there is reason to."""
+    if use is None and reasoning_parser is None:
+        return ChatAnswer(*args)
+    return ToolAnswer(use, reasoning_parser, *args)
 
 
 class ToolAnswer(ChatAnswer):
@@ -26,31 +27,17 @@ class ToolAnswer(ChatAnswer):
     def __init__(self, use: ToolUse | None, reasoning_parser: str | None, *args: Any) -> None:
         super().__init__(*args)
         self._use, self._has_reasoning = use, reasoning_parser is not None
-        self._read = self._parser(reasoning_parser)
+        prompt, continued = self.requests[0].prompt, self._body.continued
+        self._parser = OutputParser(use, reasoning_parser, prompt, continued)
         self._texts: dict[int, str] = {}  # by choice, like the two below
         self._parsed: dict[int, Parsed] = {}
         self._ids: dict[int, list[str]] = {}
 
-    def _parser(self, reasoning_parser: str | None) -> Callable[[str, bool], Parsed]:
-        """Return the function (text so far, is it all?) -> its parts."""
-        prompt, is_inside = self.requests[0].prompt, None
-        if reasoning_parser == harmony.NAME:
-            has_tools, begun = self._use is not None, harmony.begun_in(prompt)
-            return partial(harmony.parse, has_tools=has_tools, begun=begun)
-        if reasoning_parser is not None:
-            thought = thought_at_end(prompt, reasoning_parser, self._body.continued)
-            is_inside = thought is Thought.OPEN
-        form = None if self._use is None else self._use.format
-        return partial(parse_answer, tools=form, is_inside=is_inside)
-
     def _parse(self, index: int, completion: CompletionOutput) -> Parsed:
         text = self._texts[index] = self._texts.get(index, "") + completion.text
-        is_final = completion.finish_reason is not None
-        parsed = self._read(text, is_final)
-        if self._use is not None and not self._use.allows_several:
-            parsed = parsed._replace(calls=parsed.calls[:1])
+        parsed = self._parser(text, completion.finish_reason is not None)
         ids = self._ids.setdefault(index, [])
-        ids += [self._new_id() for _ in parsed.calls[len(ids) :]]
+        ids += [self._parser.new_call_id() for _ in parsed.calls[len(ids) :]]
         return parsed
 
     def _news(self, index: int, completion: CompletionOutput) -> str:
@@ -95,9 +82,3 @@ class ToolAnswer(ChatAnswer):
     def _call(self, index: int, number: int, name: str, arguments: str) -> dict[str, Any]:
         function = {"name": name, "arguments": arguments}
         return {"id": self._ids[index][number], "type": "function", "function": function}
-
-    def _new_id(self) -> str:
-        if self._use is not None and self._use.format.name == "mistral":
-            # Templates of these models accept no other ids when the client sends the call back.
-            return "".join(random.choices(string.ascii_letters + string.digits, k=9))
-        return f"call_{uuid4().hex[:24]}"
