@@ -94,7 +94,8 @@ class ApiServer:
             redirect_slashes=False,
         )
         self._add_routes()
-        add_responses(self.app, self, ResponseStore(*settings.response_limits))
+        self.responses = ResponseStore(*settings.response_limits)
+        add_responses(self.app, self, self.responses)
         add_messages(self.app, self)
         if settings.enable_dev_endpoints:
             add_dev_endpoints(self.app, llm, settings)

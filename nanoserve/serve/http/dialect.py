@@ -111,6 +111,6 @@ def _renamed(error: ApiError, names: Mapping[str, str]) -> ApiError:
         if number:
             break
     if param is not None:
-        found = (re.subn(rf"^{pattern}$", name, param) for pattern, name in names.items())
+        found = (re.subn(rf"^{pattern}(?!\w)", name, param) for pattern, name in names.items())
         param = next((new for new, number in found if number), param)
     return ApiError(error.status, message, param, error.code, error.headers)

@@ -28,16 +28,16 @@ class MessagesEndpoints:
 
     async def create(self, request: Request) -> Response:
         """Answer a request. An answer may go on to the end of the context, whatever max_tokens."""
+        body = await self._api.read(request, MessagesBody, check_messages_fields)
         with renamed_fields(FIELD_NAMES):
-            body = await self._api.read(request, MessagesBody, check_messages_fields)
             chat = await self._translated(body)
             chat.may_reach_end = True
             return await self._api.answer_chat(request, chat, partial(MessagesAnswer, body))
 
     async def count(self, request: Request) -> dict[str, Any]:
         """Return the number of tokens of the prompt of such a request."""
+        body = await self._api.read(request, CountBody, check_messages_fields)
         with renamed_fields(FIELD_NAMES):
-            body = await self._api.read(request, CountBody, check_messages_fields)
             return {"input_tokens": await self._api.count_tokens(await self._translated(body))}
 
     async def _translated(self, body: MessagesBody) -> ChatBody:

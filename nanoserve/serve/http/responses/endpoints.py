@@ -46,15 +46,15 @@ class ResponsesEndpoints:
 
     async def create(self, request: Request) -> Response:
         """Answer a request; the response can be continued by its id unless store is false."""
+        body = await self._api.read(request, ResponsesBody, check_responses_fields)
         with renamed_fields(FIELD_NAMES):
-            body = await self._api.read(request, ResponsesBody, check_responses_fields)
             turn, chat = await self._translated(body)
             return await self._api.answer_chat(request, chat, partial(ResponsesAnswer, turn))
 
     async def count(self, request: Request) -> dict[str, Any]:
         """Return the number of tokens of the input of such a request."""
+        body = await self._api.read(request, ResponsesBody, check_responses_fields)
         with renamed_fields(FIELD_NAMES):
-            body = await self._api.read(request, ResponsesBody, check_responses_fields)
             _, chat = await self._translated(body)
             number = await self._api.count_tokens(chat)
         return {"object": "response.input_tokens", "input_tokens": number}
