@@ -359,10 +359,10 @@ class ApiServer:
         """
         if body.model is not None:
             self._check_model(body.model)
-        body.is_large = is_large
+        body.note_size(is_large)
         defaults = self.settings.default_chat_template_kwargs
         if defaults and isinstance(body, ChatBody):
-            body.chat_template_kwargs = {**defaults, **(body.chat_template_kwargs or {})}
+            body.add_template_defaults(defaults)
         check(body, self._unknown_names, self.chat_template)
         return body
 

@@ -56,9 +56,6 @@ class ChatServer(Protocol):
     @property
     def chat_template(self) -> str: ...
 
-    @property
-    def names(self) -> list[str]: ...
-
 
 class DialectBody(Body):
     """The base of the request bodies of other APIs."""

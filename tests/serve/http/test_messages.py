@@ -11,7 +11,12 @@ from serving import JSON, Served, ask, served
 
 pytest.importorskip("fastapi", reason="a server needs pip install 'nanoserve[serve]'")
 
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 TOOLS = [{"name": name, "input_schema": CITY} for name in ("weather", "time")]
 CALL = '<tool_call>\n{{"name": "{}", "arguments": {{"city": "{}"}}}}\n</tool_call>'
 TEXTS = {
@@ -92,6 +97,7 @@ def rebuilt(events: list[dict[str, Any]]) -> dict[str, Any]:
     return message
 
 
+@pytest.mark.small(script=["calls"])
 @pytest.mark.parametrize("script", list(KINDS))
 def test_a_stream_is_the_message(tiny: Served, script: str, by_size: Any) -> None:
     """At every length at which the output may be cut off, too."""
@@ -188,6 +194,44 @@ def test_forced_tools_and_formats(tiny: Served) -> None:
     form = {"format": {"type": "json_schema", "schema": schema}}
     answer = create(tiny, "", tools=[], output_config=form, **off)
     assert json.loads(answer["content"][0]["text"])["level"] in ("easy", "hard")
+
+
+def test_the_events_are_those_of_the_sdk(tiny: Served) -> None:
+    types = pytest.importorskip("anthropic.types", reason="pip install anthropic")
+    from pydantic import TypeAdapter
+
+    event_type = TypeAdapter(types.RawMessageStreamEvent)
+    for script in ("thought", "calls"):
+        for event in streamed(tiny, "/v1/messages", body(script)):
+            event_type.validate_python(event)
+        types.Message.model_validate(create(tiny, script))
+
+
+def test_requests_as_claude_code_sends_them(scripted: tuple[Served, Scripts]) -> None:
+    server, scripts = scripted
+    cached = {"cache_control": {"type": "ephemeral"}}
+    headers = JSON | {"anthropic-version": "2023-06-01", "anthropic-beta": "claude-code-20250219"}
+    system = [{"type": "text", "text": "You are a coding agent."}, {"type": "text", "text": "Now."}]
+    asked = {
+        "model": "tiny",
+        "max_tokens": 32000,
+        "system": [system[0], system[1] | cached],
+        "tools": [TOOLS[0] | {"description": "x"} | cached],
+        "thinking": {"type": "enabled", "budget_tokens": 31999},
+        "metadata": {"user_id": "user_1"},
+        "temperature": 1,
+        "context_management": {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]},
+    }
+    messages = [said([{"type": "text", "text": "script: call"} | cached])]
+    path = "/v1/messages?beta=true"
+    first = rebuilt(streamed(server, path, asked | {"messages": messages}, headers))
+    use = first["content"][-1]
+    told = {"type": "tool_result", "tool_use_id": use["id"], "content": "script: text"}
+    messages += [said(first["content"], "assistant"), said([told | cached])]
+    second = rebuilt(streamed(server, path, asked | {"messages": messages}, headers))
+    assert second["content"] == [{"type": "text", "text": TEXTS["text"]}]
+    assert second["usage"]["cache_read_input_tokens"] > 0
+    assert "You are a coding agent.\nNow." in scripts.prompts[-1]
 
 
 IMAGE = {"type": "image", "source": {"type": "url", "url": "http://x"}}

@@ -11,7 +11,12 @@ from serving import JSON, Served, ask, served, wait_until
 
 pytest.importorskip("fastapi", reason="a server needs pip install 'nanoserve[serve]'")
 
-CITY = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+CITY = {
+    "type": "object",
+    "properties": {"city": {"type": "string", "maxLength": 8}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
 TOOLS = [{"type": "function", "name": name, "parameters": CITY} for name in ("weather", "time")]
 CALL = '<tool_call>\n{{"name": "{}", "arguments": {{"city": "{}"}}}}\n</tool_call>'
 TEXTS = {
@@ -96,6 +101,7 @@ def rebuilt(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return items
 
 
+@pytest.mark.small(script=["call"])
 @pytest.mark.parametrize("script", list(KINDS))
 def test_a_stream_is_the_response(tiny: Served, script: str, by_size: Any) -> None:
     """At every length at which the output may be cut off, too."""
@@ -301,6 +307,49 @@ def test_log_probabilities_of_a_plain_answer(server: Served) -> None:
     tokens = [entry["token"] for event in deltas for entry in event["logprobs"]]
     assert tokens == [entry["token"] for entry in part["logprobs"]]
     assert ask(server, "/v1/responses", asked | {"include": []})[0] == 400
+
+
+def test_the_events_are_those_of_the_sdk(tiny: Served) -> None:
+    types = pytest.importorskip("openai.types.responses", reason="pip install openai")
+    from pydantic import TypeAdapter
+
+    event_type = TypeAdapter(types.ResponseStreamEvent)
+    for script in ("thought", "calls"):
+        for event in streamed(tiny, "/v1/responses", body(script)):
+            event_type.validate_python(event)
+        types.Response.model_validate(create(tiny, script))
+
+
+def test_requests_as_codex_sends_them(scripted: tuple[Served, Scripts]) -> None:
+    """Stateless: each request has all items, and only the sealed reasoning."""
+    server, scripts = scripted
+    shell = {"type": "function", "name": "weather", "description": "x", "strict": False}
+    asked = {
+        "model": "tiny",
+        "instructions": "You are a coding agent.",
+        "tools": [shell | {"parameters": CITY}],
+        "tool_choice": "auto",
+        "parallel_tool_calls": False,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "store": False,
+        "include": ["reasoning.encrypted_content"],
+        "prompt_cache_key": "a-b-c",
+        "text": {"verbosity": "medium"},
+    }
+    part = {"type": "input_text", "text": "script: call"}
+    items: list[dict[str, Any]] = [{"type": "message", "role": "user", "content": [part]}]
+    events = streamed(server, "/v1/responses", asked | {"input": items})
+    for item in events[-1]["response"]["output"]:
+        kept = {name: item[name] for name in item if name not in ("id", "status")}
+        if item["type"] == "reasoning":
+            del kept["content"]
+        items.append(kept)
+    call_id = items[-1]["call_id"]
+    told = {"type": "function_call_output", "call_id": call_id, "output": "script: text"}
+    events = streamed(server, "/v1/responses", asked | {"input": [*items, told]})
+    assert events[-1]["response"]["output"][-1]["content"][0]["text"] == TEXTS["text"]
+    assert "<think>\nAsk.\n</think>" in scripts.prompts[-1]
+    assert events[-1]["response"]["usage"]["input_tokens_details"]["cached_tokens"] > 0
 
 
 # A change of a request, a part of the message and the field that the error names.

@@ -23,14 +23,14 @@ class MessagesAnswer(BlockAnswer):
 
     def __init__(
         self,
-        asked: MessagesBody,
+        given: MessagesBody,
         use: ToolUse | None,
         reasoning_parser: str | None,
         body: ChatBody,
         *args: Any,
     ) -> None:
         super().__init__(use, reasoning_parser, body, *args)
-        self._asked = asked
+        self._given = given
         self._id = f"msg_{uuid4().hex}"
         self._has_failed = False
 
@@ -56,7 +56,7 @@ class MessagesAnswer(BlockAnswer):
     def _stop(self) -> tuple[str, str | None]:
         """The reason for which the answer has ended, and the stop sequence that has ended it."""
         if self.finish_reason == "length":
-            is_full = self.num_output_tokens < self._asked.max_tokens
+            is_full = self.num_output_tokens < self._given.max_tokens
             return ("model_context_window_exceeded" if is_full else "max_tokens"), None
         if isinstance(self.stop_reason, str):
             return "stop_sequence", self.stop_reason
@@ -77,7 +77,7 @@ class MessagesAnswer(BlockAnswer):
         if block.kind == "text":
             return {"type": "text", "text": block.text}
         if block.kind == "reasoning":
-            thinking = "" if self._asked.hides_thinking else block.text
+            thinking = "" if self._given.hides_thinking else block.text
             return {"type": "thinking", "thinking": thinking, "signature": _SIGNATURE}
         call = {"type": "tool_use", "id": block.call_id, "name": block.name}
         return call | {"input": arguments_so_far(block.text)}
@@ -108,7 +108,7 @@ class MessagesAnswer(BlockAnswer):
             return {"type": "text_delta", "text": step.text}
         if step.block.kind == "call":
             return {"type": "input_json_delta", "partial_json": step.text}
-        if self._asked.hides_thinking:
+        if self._given.hides_thinking:
             return None
         return {"type": "thinking_delta", "thinking": step.text}
 

@@ -18,7 +18,14 @@ _KNOWN = {
     "assistant": ("text", "thinking", "redacted_thinking", "tool_use"),
     "system": ("text",),
 }
-_FIELDS = {"text": "text", "thinking": "thinking"}
+# Fields that are strings, by the type of a block.
+_NEEDED = {
+    "text": ("text",),
+    "thinking": ("thinking",),
+    "redacted_thinking": (),
+    "tool_use": ("id", "name"),
+    "tool_result": ("tool_use_id",),
+}
 
 
 def system_text(system: str | list[dict[str, Any]] | None) -> str:
@@ -32,15 +39,15 @@ def system_text(system: str | list[dict[str, Any]] | None) -> str:
 def messages_of(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages of a request as those of a chat.
 
-    Results of tools become messages of their own. Adjacent messages of a user are one, as in the
-    original API, because many chat templates want roles to alternate. Raises `ApiError` for a block
-    that is not supported, and for a result of a call that is not there.
+    Results of tools become messages of their own. Adjacent messages of a user are one message, as
+    in the original API, because many chat templates want roles to alternate. Raises `ApiError`
+    for a block that is not supported, and for a result of a call that is not there.
     """
     messages: list[dict[str, Any]] = []
     call_ids: set[str] = set()
     for number, message in enumerate(given):
         place, role = f"messages.{number}", message.get("role")
-        if role not in _KNOWN:
+        if not isinstance(role, str) or role not in _KNOWN:
             text = f"{place}: role={role!r:.50} must be one of {tuple(_KNOWN)}"
             raise ApiError(400, text, "messages")
         blocks = _blocks(message.get("content"), role, f"{place}.content")
@@ -59,7 +66,7 @@ def messages_of(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _add_text(messages: list[dict[str, Any]], role: str, text: str) -> None:
-    if role == "user" and messages and messages[-1]["role"] == role:
+    if messages and messages[-1]["role"] == role:
         messages[-1]["content"] += f"\n{text}"
     else:
         messages.append({"role": role, "content": text})
@@ -115,8 +122,7 @@ def _checked(block: Any, role: str, place: str) -> dict[str, Any]:
         instead = instead or f"it must be one of {_KNOWN[role]}"
         message = f"{place}: a block of type {kind!r:.80} is not supported: {instead}"
         raise ApiError(400, message, param, "unsupported")
-    names = {"tool_use": ("id", "name"), "tool_result": ("tool_use_id",)}.get(kind)
-    for name in names or [_FIELDS[kind]] if kind != "redacted_thinking" else ():
+    for name in _NEEDED[kind]:
         if not isinstance(block.get(name), str):
             message = f"{place}: {name} must be a string, as a block of type {kind!r} has it"
             raise ApiError(400, message, param)

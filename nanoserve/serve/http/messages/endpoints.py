@@ -31,7 +31,7 @@ class MessagesEndpoints:
         body = await self._api.read(request, MessagesBody, check_messages_fields)
         with renamed_fields(FIELD_NAMES):
             chat = await self._translated(body)
-            chat.may_reach_end = True
+            chat.reach_end()
             return await self._api.answer_chat(request, chat, partial(MessagesAnswer, body))
 
     async def count(self, request: Request) -> dict[str, Any]:

@@ -12,32 +12,31 @@ _NO_SERVER_TOOLS = "the server runs no tools: give the model a tool with an inpu
 _WHOLE = "an answer continues the last message if that is the assistant's"
 _KEEP_THOUGHTS = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 
-FOREIGN = foreign_names(
-    {
-        "container": Foreign(_NO_SERVER_TOOLS),
-        "mcp_servers": Foreign(_NO_SERVER_TOOLS, ([],)),
-        "context_management": Foreign(
-            "the context is not edited: shorten messages", ({}, {"edits": []}, _KEEP_THOUGHTS)
-        ),
-        "stop": Foreign("use stop_sequences", ([],)),
-        "max_completion_tokens": Foreign("use max_tokens"),
-        "response_format": Foreign('use output_config={"format": {"type": "json_schema", ...}}'),
-        "output_format": Foreign('use output_config={"format": {"type": "json_schema", ...}}'),
-        "reasoning_effort": Foreign('use output_config={"effort": ...}'),
-        "parallel_tool_calls": Foreign(
-            'use tool_choice={"type": "auto", "disable_parallel_tool_use": true}', (True,)
-        ),
-        "continue_final_message": Foreign(_WHOLE, (False,)),
-        "add_generation_prompt": Foreign(_WHOLE, (True,)),
-        "logprobs": Foreign("use /v1/chat/completions", (False,)),
-        "top_logprobs": Foreign("use /v1/chat/completions", (0,)),
-        "echo": Foreign("an answer has no prompt", (False,)),
-        "return_token_ids": Foreign("use /v1/chat/completions", (False,)),
-        "return_tokens_as_token_ids": Foreign("use /v1/chat/completions", (False,)),
-        "prompt": Foreign("use messages"),
-    },
-    "max_tokens",
-)
+# Refused by this API, in addition to what chat completions refuse.
+OWN = {
+    "container": Foreign(_NO_SERVER_TOOLS),
+    "mcp_servers": Foreign(_NO_SERVER_TOOLS, ([],)),
+    "context_management": Foreign(
+        "the context is not edited: shorten messages", ({}, {"edits": []}, _KEEP_THOUGHTS)
+    ),
+    "stop": Foreign("use stop_sequences", ([],)),
+    "max_completion_tokens": Foreign("use max_tokens"),
+    "response_format": Foreign('use output_config={"format": {"type": "json_schema", ...}}'),
+    "output_format": Foreign('use output_config={"format": {"type": "json_schema", ...}}'),
+    "reasoning_effort": Foreign('use output_config={"effort": ...}'),
+    "parallel_tool_calls": Foreign(
+        'use tool_choice={"type": "auto", "disable_parallel_tool_use": true}', (True,)
+    ),
+    "continue_final_message": Foreign(_WHOLE, (False,)),
+    "add_generation_prompt": Foreign(_WHOLE, (True,)),
+    "logprobs": Foreign("use /v1/chat/completions", (False,)),
+    "top_logprobs": Foreign("use /v1/chat/completions", (0,)),
+    "echo": Foreign("an answer has no prompt", (False,)),
+    "return_token_ids": Foreign("use /v1/chat/completions", (False,)),
+    "return_tokens_as_token_ids": Foreign("use /v1/chat/completions", (False,)),
+    "prompt": Foreign("use messages"),
+}
+FOREIGN = foreign_names(OWN, "max_tokens")
 # Anthropic's fields without an influence on the answer, in addition to those of chat completions.
 HARMLESS = frozenset({"diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id"})
 _CACHED = frozenset({"type", "cache_control"})

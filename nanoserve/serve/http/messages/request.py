@@ -88,7 +88,7 @@ class MessagesBody(DialectBody):
         if self.thinking is None:
             return {}
         kind = self.thinking.get("type")
-        if kind not in _IS_ON:
+        if not isinstance(kind, str) or kind not in _IS_ON:
             message = f"thinking: type={kind!r:.50} must be one of {tuple(_IS_ON)}"
             raise ApiError(400, message, "thinking", "unsupported")
         names = [name for name in _SWITCHES if looks_at(template, name)] or [_SWITCHES[0]]
@@ -142,7 +142,7 @@ def _tool_choice(choice: dict[str, Any] | None) -> tuple[Any, bool]:
     is_single = choice.get("disable_parallel_tool_use") is True
     if kind == "tool" and isinstance(choice.get("name"), str):
         return {"type": "function", "function": {"name": choice["name"]}}, is_single
-    if kind not in _CHOICES:
+    if not isinstance(kind, str) or kind not in _CHOICES:
         known = "'auto', 'any', 'none', or 'tool' with a name"
         message = f"tool_choice={choice!r:.100} must have the type {known}"
         raise ApiError(400, message, "tool_choice")

@@ -51,8 +51,8 @@ class ResponsesAnswer(BlockAnswer):
         *args: Any,
     ) -> None:
         super().__init__(use, reasoning_parser, body, *args)
-        self._turn, self._asked = turn, turn.body
-        if self._asked.has_logprobs and (use is not None or reasoning_parser is not None):
+        self._turn, self._given = turn, turn.body
+        if self._given.has_logprobs and (use is not None or reasoning_parser is not None):
             raise ApiError(400, _NO_LOGPROBS, "include", "unsupported")
         self._names = logprobs.TokenNames(self._tokenizer.token_bytes, False)
         skips = self.request.params.skip_special_tokens
@@ -78,7 +78,7 @@ class ResponsesAnswer(BlockAnswer):
         """Return the response object as it is now."""
         status, details = self._status
         is_over = status != "in_progress"
-        request, params = self._asked, self.request.params
+        request, params = self._given, self.request.params
         text, reasoning = request.text or {}, request.reasoning or {}
         error = None
         if self._error is not None:
@@ -152,7 +152,7 @@ class ResponsesAnswer(BlockAnswer):
         if block.kind == "call":
             call = {"call_id": block.call_id, "name": block.name, "arguments": block.text}
             return item | call
-        seal = sealed(block.text) if self._asked.encrypts_reasoning else None
+        seal = sealed(block.text) if self._given.encrypts_reasoning else None
         return item | {"summary": [], "content": [self._part(block)], "encrypted_content": seal}
 
     def _part(self, block: Block) -> dict[str, Any]:
@@ -164,8 +164,8 @@ class ResponsesAnswer(BlockAnswer):
     # ---------------------------------------------------------------- outputs
 
     def note(self, completion: CompletionOutput) -> None:
-        if completion.logprobs is not None and self._asked.has_logprobs:
-            num_top, ids = self._asked.top_logprobs or 0, completion.token_ids
+        if completion.logprobs is not None and self._given.has_logprobs:
+            num_top, ids = self._given.top_logprobs or 0, completion.token_ids
             entries = completion.logprobs, num_top, self._names, self._positions
             self._logprobs += logprobs.of_chat(ids, *entries)["content"]
 

@@ -12,27 +12,28 @@ _NO_PROMPTS = "prompts are not stored: send instructions and input"
 _NO_COMPACTION = "the context is not compacted: shorten input"
 _TEXT_FORMAT = 'use text={"format": {"type": "json_schema", "name": ..., "schema": ...}}'
 
-FOREIGN = foreign_names(
-    {
-        "conversation": Foreign(_SEND_ITEMS),
-        "prompt": Foreign(_NO_PROMPTS),
-        "messages": Foreign("use input"),
-        "system": Foreign("use instructions", ("",)),
-        "context_management": Foreign(_NO_COMPACTION, ([],)),
-        "max_tokens": Foreign("use max_output_tokens"),
-        "max_completion_tokens": Foreign("use max_output_tokens"),
-        "response_format": Foreign(_TEXT_FORMAT, ({"type": "text"},)),
-        "verbosity": Foreign('use text={"verbosity": ...}', ("medium",)),
-        "reasoning_effort": Foreign('use reasoning={"effort": ...}'),
-        "logprobs": Foreign('use include=["message.output_text.logprobs"]', (False,)),
-        "continue_final_message": Foreign("an answer begins a new message", (False,)),
-        "add_generation_prompt": Foreign("an answer begins a new message", (True,)),
-        "echo": Foreign("an answer has no prompt", (False,)),
-        "return_token_ids": Foreign("use /v1/chat/completions", (False,)),
-        "return_tokens_as_token_ids": Foreign("use /v1/chat/completions", (False,)),
-    },
-    "max_output_tokens",
-)
+# Refused by this API, in addition to what chat completions refuse.
+OWN = {
+    "conversation": Foreign(_SEND_ITEMS),
+    "context": Foreign(_SEND_ITEMS),
+    "session_params": Foreign(_SEND_ITEMS),
+    "prompt": Foreign(_NO_PROMPTS),
+    "messages": Foreign("use input"),
+    "system": Foreign("use instructions", ("",)),
+    "context_management": Foreign(_NO_COMPACTION, ([],)),
+    "max_tokens": Foreign("use max_output_tokens"),
+    "max_completion_tokens": Foreign("use max_output_tokens"),
+    "response_format": Foreign(_TEXT_FORMAT, ({"type": "text"},)),
+    "verbosity": Foreign('use text={"verbosity": ...}', ("medium",)),
+    "reasoning_effort": Foreign('use reasoning={"effort": ...}'),
+    "logprobs": Foreign('use include=["message.output_text.logprobs"]', (False,)),
+    "continue_final_message": Foreign("an answer begins a new message", (False,)),
+    "add_generation_prompt": Foreign("an answer begins a new message", (True,)),
+    "echo": Foreign("an answer has no prompt", (False,)),
+    "return_token_ids": Foreign("use /v1/chat/completions", (False,)),
+    "return_tokens_as_token_ids": Foreign("use /v1/chat/completions", (False,)),
+}
+FOREIGN = foreign_names(OWN, "max_output_tokens")
 # OpenAI's fields without an influence on the answer, in addition to those of chat completions.
 HARMLESS = frozenset(
     {"access_programs", "background_options", "image", "client_metadata", "stream_id"}

@@ -54,10 +54,12 @@ def _normalized(item: dict[str, Any], place: str, find: FindItem) -> dict[str, A
         found = find(_text(item, "id", place))
         if found is None:
             message = f"{place}: no stored response has an item with the id {item['id']!r:.100}"
-            raise ApiError(404, message, "input", "item_not_found")
+            raise ApiError(400, message, "input", "item_not_found")
         return found
     own_id = item.get("id")
-    complete = {"id": own_id if isinstance(own_id, str) and own_id else new_id(kind)}
+    complete: dict[str, Any] = {
+        "id": own_id if isinstance(own_id, str) and own_id else new_id(kind)
+    }
     complete |= {"type": kind} | _PARTS[kind](item, place)
     if kind != "reasoning":
         status = item.get("status")

@@ -20,6 +20,16 @@ class _Entry:
         self.parent, self.content, self.item_ids = parent, content, item_ids
         self.num_users = 1
 
+    def add_user(self) -> bool:
+        """Count a user; return True if there was none, so that this entry was released."""
+        self.num_users += 1
+        return self.num_users == 1
+
+    def remove_user(self) -> bool:
+        """Remove a user; return True if there is none left."""
+        self.num_users -= 1
+        return self.num_users == 0
+
     @property
     def value(self) -> dict[str, Any]:
         return json.loads(self.content)
@@ -56,10 +66,10 @@ class ResponseStore:
         item_ids = [item["id"] for item in response["output"]]
         with self._lock:
             entry = _Entry(parent, content, item_ids)
-            if parent is not None:
-                parent.num_users += 1
-                if parent.num_users == 1:  # it was released while this one was generated
-                    self._count_again(parent)
+            for earlier in _chain(parent):
+                if not earlier.add_user():
+                    break
+                self.num_bytes += len(earlier.content)  # released while this one was generated
             self.num_bytes += len(content)
             self._entries[response["id"]] = entry
             self._by_item |= dict.fromkeys(item_ids, entry)
@@ -125,19 +135,9 @@ class ResponseStore:
             if self._by_item.get(item_id) is removed:
                 del self._by_item[item_id]
         for entry in _chain(removed):
-            entry.num_users -= 1
-            if entry.num_users:
+            if not entry.remove_user():
                 break
             self.num_bytes -= len(entry.content)
-
-    def _count_again(self, released: "_Entry") -> None:
-        for entry in _chain(released):
-            self.num_bytes += len(entry.content)
-            if entry.parent is None:
-                break
-            entry.parent.num_users += 1
-            if entry.parent.num_users > 1:
-                break
 
 
 def _chain(entry: "_Entry | None") -> Iterator["_Entry"]:

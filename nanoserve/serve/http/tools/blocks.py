@@ -44,6 +44,16 @@ class Block:
     text: str = ""
     is_complete: bool = False
 
+    def grow(self, text: str) -> "Step":
+        """Add text to the block."""
+        self.text += text
+        return Step(Change.GROW, self, text)
+
+    def end(self, is_complete: bool) -> "Step":
+        """End the block."""
+        self.is_complete = is_complete
+        return Step(Change.END, self)
+
 
 class Step(NamedTuple):
     """A change of a block; `text` is what it grows by."""
@@ -111,19 +121,15 @@ class BlockStream:
                 self._calls.append(block)
                 yield from self._begin(block)
             if arguments:
-                block = self._calls[number]
-                block.text += arguments
-                yield Step(Change.GROW, block, arguments)
+                yield self._calls[number].grow(arguments)
 
     def _grow_last(self, kind: Literal["reasoning", "text"], text: str) -> Iterator[Step]:
         if self._open is None or self._open.kind != kind:
             if any(block.kind == kind for block in self.blocks):
                 text = text.removeprefix("\n")  # by which the parsers join the parts of one kind
             yield from self._begin(Block(kind, len(self.blocks)))
-        block = self.blocks[-1]
-        block.text += text
         if text:
-            yield Step(Change.GROW, block, text)
+            yield self.blocks[-1].grow(text)
 
     def _begin(self, block: Block) -> Iterator[Step]:
         yield from self._close()
@@ -134,8 +140,7 @@ class BlockStream:
     def _close(self, is_complete: bool = True) -> Iterator[Step]:
         if self._open is not None:
             block, self._open = self._open, None
-            block.is_complete = is_complete
-            yield Step(Change.END, block)
+            yield block.end(is_complete)
 
     def _end(self, is_cut: bool) -> Iterator[Step]:
         """End the last block, which a limit or the end of the output may have cut.
