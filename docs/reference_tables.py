@@ -239,7 +239,9 @@ def routes() -> dict[str, list[str]]:
     from nanoserve.serve.http.app import ApiServer
     from nanoserve.serve.http.dashboard import add_live
     from nanoserve.serve.http.dev_endpoints import add_dev_endpoints
+    from nanoserve.serve.http.messages.endpoints import add_messages
     from nanoserve.serve.http.page import add_page
+    from nanoserve.serve.http.responses.endpoints import add_responses
     from nanoserve.serve.http.settings import ServerSettings
 
     server: Any = object.__new__(ApiServer)
@@ -248,7 +250,11 @@ def routes() -> dict[str, list[str]]:
     add_page(server.app)
     add_live(server.app, lambda function: None)
     add_dev_endpoints(server.app, server, ServerSettings())
-    found = {route.path: sorted(route.methods) for route in server.app.routes}
+    add_responses(server.app, server, None)
+    add_messages(server.app, server)
+    found: dict[str, list[str]] = {}
+    for route in server.app.routes:
+        found[route.path] = sorted({*found.get(route.path, ()), *route.methods})
     same_names("endpoints", words.ENDPOINTS, found)
     return {path: found[path] for path in words.ENDPOINTS}
 
@@ -311,6 +317,31 @@ def _fields_of_bodies() -> tuple[dict[str, str], dict[str, list[str]]]:
                 kinds[name] = known if kind in known else f"{known} (chat: {kind})"
                 readers.setdefault(name, []).append(reader)
     return kinds, readers
+
+
+def fields_of_api(name: str) -> str:
+    """Return a table of the fields of "responses" or "messages"."""
+    from nanoserve.serve.http.messages.request import MessagesBody
+    from nanoserve.serve.http.responses.request import ResponsesBody
+
+    body, texts = {
+        "responses": (ResponsesBody, words.RESPONSES),
+        "messages": (MessagesBody, words.MESSAGES),
+    }[name]
+    same_names(f"fields of {name}", texts, body.model_fields)
+    rows = [
+        (f"`{field}`", _json_type(body.model_fields[field].annotation), _safe(text))
+        for field, text in texts.items()
+    ]
+    return table(("field", "type", "what it does"), rows)
+
+
+def refused_by_api(name: str) -> str:
+    """Return a table of fields that "responses" or "messages" rejects."""
+    from nanoserve.serve.http.messages import fields as messages
+    from nanoserve.serve.http.responses import fields as responses
+
+    return _table_of_refused({"responses": responses, "messages": messages}[name].OWN)
 
 
 def ignored_fields() -> str:

@@ -16,6 +16,18 @@ ENDPOINTS = {
     "/v1/chat/completions": "An answer to a conversation; with `stream` as server-sent events.",
     "/v1/completions": "The continuation of a string, of several strings, or of token ids; with "
     "`stream` as server-sent events.",
+    "/v1/responses": "OpenAI's Responses API: an answer to items, with typed events as a stream; "
+    "see [Other APIs](#other-apis).",
+    "/v1/responses/input_tokens": "The number of tokens of the input of such a request.",
+    "/v1/responses/{response_id}": "GET: a stored response, or one that is being generated. "
+    "DELETE: forgets it.",
+    "/v1/responses/{response_id}/cancel": "Ends a response that is being generated; its `status` "
+    'is "cancelled".',
+    "/v1/responses/{response_id}/input_items": "The items from which a response was generated, by "
+    "pages: `?limit=20&order=desc&after=ID`.",
+    "/v1/messages": "Anthropic's Messages API: an answer of content blocks, with typed events as a "
+    "stream; see [Other APIs](#other-apis).",
+    "/v1/messages/count_tokens": "The number of tokens of the prompt of such a request.",
     "/v1/models": "The served names, each with its `max_model_len`.",
     "/v1/models/{name:path}": "One of these models; 404 for a name that is not served.",
     "/tokenize": "The token ids of a prompt or of a conversation, their `count` and "
@@ -95,6 +107,72 @@ FIELDS = {
     "verbosity": "Passed to templates that use it.",
     "allow_special_tokens": "Special tokens in the text of messages are control tokens. Only "
     "nanoserve has this field.",
+}
+
+# Fields of /v1/responses; sampling parameters and vLLM's fields have no entries.
+RESPONSES = {
+    "model": "One of the served names; 404 for any other.",
+    "input": "A string, or a list of items: messages with text, `function_call`, "
+    "`function_call_output`, `reasoning`, and `item_reference` to an output item of a stored "
+    "response.",
+    "instructions": "A system message before all others. Not kept for the responses that continue "
+    "this one.",
+    "previous_response_id": "A stored response, whose items come before `input`.",
+    "max_output_tokens": "Maximum number of tokens; the response is then incomplete.",
+    "max_tool_calls": "No effect: it counts calls of tools that a server runs.",
+    "temperature": "See [sampling parameters](sampling-parameters.md).",
+    "top_p": "The same.",
+    "top_logprobs": 'Number of candidates per token; needs `include=["message.output_text.'
+    'logprobs"]`.',
+    "tools": 'Functions: `{"type": "function", "name", "description", "parameters", "strict"}`. '
+    "Only `strict: true` enforces a schema in calls that the model may choose. Other types are "
+    "rejected by name.",
+    "tool_choice": '"none", "auto", "required", or an object that names a function or has the type '
+    '"allowed_tools".',
+    "parallel_tool_calls": "False: at most one call in an output.",
+    "text": '`format` of the type "text", "json_object" or "json_schema", and `verbosity` for '
+    "templates that use it.",
+    "reasoning": "`effort` is passed to the template as `reasoning_effort`. `summary` has no "
+    "effect: the reasoning itself is in the item's `content`.",
+    "include": '"reasoning.encrypted_content": reasoning items have their text in base64, which '
+    'is accepted again. "message.output_text.logprobs": log-probabilities of an answer without '
+    "tools and reasoning. The other values of the API belong to items that do not occur.",
+    "truncation": '"disabled" or "auto". An input that is too long is rejected in either case.',
+    "store": "False: the response is not kept.",
+    "stream": "Stream the response as typed server-sent events.",
+    "stream_options": "No effect: events are never padded.",
+    "background": "False only.",
+    "metadata": "At most 16 strings, which the response repeats.",
+    "user": "Repeated in the response.",
+    "safety_identifier": "Repeated in the response.",
+    "prompt_cache_key": "Repeated in the response.",
+    "service_tier": "No effect.",
+}
+# Fields of /v1/messages; sampling parameters and vLLM's fields have no entries.
+MESSAGES = {
+    "model": "One of the served names; 404 for any other.",
+    "messages": "The conversation. Content is a string or blocks: `text`, `tool_use`, "
+    "`tool_result`, `thinking` (passed to the template), `redacted_thinking` (ignored). A last "
+    "message of the assistant is continued.",
+    "max_tokens": "Required. It may exceed the context, whose end then ends the answer "
+    '(`stop_reason` "model_context_window_exceeded").',
+    "system": "A string or text blocks, as a system message.",
+    "temperature": "See [sampling parameters](sampling-parameters.md).",
+    "top_p": "The same.",
+    "top_k": "The same.",
+    "stop_sequences": "Strings that end the answer; `stop_sequence` is the one that did.",
+    "tools": '`{"name", "description", "input_schema", "strict"}`. Tools with another `type` than '
+    '"custom" are rejected by name.',
+    "tool_choice": 'The type "auto", "any", "none", or "tool" with a `name`; '
+    "`disable_parallel_tool_use` allows one call only.",
+    "thinking": 'The type "enabled" or "adaptive" sets `enable_thinking` (or `thinking`) in '
+    'templates that use it, "disabled" unsets it; without the field the template decides. '
+    '`display: "omitted"` leaves out the text. `budget_tokens` is enforced if the server limits '
+    "reasoning.",
+    "output_config": "`effort` is passed to the template as `reasoning_effort`; `format` is a JSON "
+    "schema.",
+    "stream": "Stream the answer as typed server-sent events, with pings while it waits.",
+    "metadata": "No effect.",
 }
 
 # Models by the architecture in their `config.json`.

@@ -131,6 +131,8 @@ def _parser() -> ArgumentParser:
         ("max_prompts", "Maximum number of prompts in one request to /v1/completions."),
         ("max_body_bytes", "Maximum size of a request's body in bytes."),
         ("max_connections", "Maximum number of connections; further connections get status 503."),
+        ("max_stored_responses", "Number of responses of /v1/responses kept for later requests."),
+        ("max_stored_response_bytes", "Maximum size of these responses together in bytes."),
         ("body_timeout", "Seconds for a request's body to arrive."),
         ("heartbeat_interval", "Seconds of silence in a stream after which a comment is sent."),
         ("metrics_prefix", "Prefix of the names at /metrics."),

@@ -65,7 +65,7 @@ _GRAMMAR = (
 _JSON = 'use response_format={"type": "json_schema", "json_schema": {"name": ..., "schema": ...}}'
 _REGEX = 'use structured_outputs={"regex": ...} (or guided_regex)'
 _CUT = "truncate the prompt before it is sent; POST /tokenize counts its tokens"
-_CONVERSATION = "send the whole conversation in messages each time"
+_CONVERSATION = "send the whole conversation in messages each time, or use /v1/responses"
 
 FOREIGN: dict[str, Foreign] = {
     # Lengths.

@@ -186,6 +186,7 @@ BRINGS = {
     "pip install 'nanoserve[cpu]'": ("numba",),
     "pip install of what they compare with": (
         *("compressed_tensors", "bitsandbytes", "accelerate", "jsonschema", "openai"),
+        *("anthropic", "agents"),
         *("mypy", "basedpyright", "playwright", "setuptools"),
     ),
 }

@@ -18,7 +18,7 @@ from nanoserve.engine.text_limit import ContextLengthError
 from nanoserve.features.metrics import exposition, start_metrics
 from nanoserve.serve.async_llm import AsyncLLM
 from nanoserve.serve.engine_thread import EngineAsleepError, EngineDeadError
-from nanoserve.serve.http.chat_completions import ChatAnswer, chat_prompt, chat_requests
+from nanoserve.serve.http.chat_completions import chat_prompt, chat_requests
 from nanoserve.serve.http.completions import (
     CompletionAnswer,
     check_completion,
@@ -26,30 +26,40 @@ from nanoserve.serve.http.completions import (
 )
 from nanoserve.serve.http.dashboard import LiveView, add_live
 from nanoserve.serve.http.dev_endpoints import add_dev_endpoints
+from nanoserve.serve.http.dialect import AnswerKind, BodyType, Check
 from nanoserve.serve.http.errors import ApiError
-from nanoserve.serve.http.middleware import Guard, RequestId, SharedAnswer, named, read_body
+from nanoserve.serve.http.messages.endpoints import add_messages
+from nanoserve.serve.http.messages.errors import error_response
+from nanoserve.serve.http.middleware import (
+    Guard,
+    RequestId,
+    SharedAnswer,
+    id_of,
+    named,
+    read_body,
+)
 from nanoserve.serve.http.page import add_page
 from nanoserve.serve.http.protocol import (
-    Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
     GenerationBody,
     TokenizeBody,
 )
-from nanoserve.serve.http.response_builder import Answer
 from nanoserve.serve.http.response_format import refusal
 from nanoserve.serve.http.response_writer import EventStream, whole_response
+from nanoserve.serve.http.responses.endpoints import add_responses
+from nanoserve.serve.http.responses.store import ResponseStore
 from nanoserve.serve.http.settings import ServerSettings
 from nanoserve.serve.http.templates import Templates
 from nanoserve.serve.http.tools.reasoning import special_tokens_of
 from nanoserve.serve.http.tools.tool_choice import tool_use_of
 from nanoserve.serve.http.tools.tool_constraints import constrain
-from nanoserve.serve.http.tools.tool_output import ToolAnswer
+from nanoserve.serve.http.tools.tool_output import chat_answer
 from nanoserve.serve.http.unknown_fields import UnknownNames, check_fields
 from nanoserve.serve.http.unsupported_endpoints import missing_endpoint
 
-BodyType = TypeVar("BodyType", bound=Body)
+T = TypeVar("T")
 
 _OTHER_ITEMS = 2**16  # in addition to a prompt and a bias for each token; see `BodyCost`
 _METRICS_SECONDS = 0.25  # least time between two reads of the engine's metrics
@@ -81,6 +91,9 @@ class ApiServer:
             redirect_slashes=False,
         )
         self._add_routes()
+        self.responses = ResponseStore(*settings.response_limits)
+        add_responses(self.app, self, self.responses)
+        add_messages(self.app, self)
         if settings.enable_dev_endpoints:
             add_dev_endpoints(self.app, llm, settings)
         add_page(self.app)
@@ -154,17 +167,24 @@ class ApiServer:
         return self._about(name)
 
     async def completions(self, request: Request) -> Response:
-        body = await self._read(request, CompletionBody)
+        body = await self.read(request, CompletionBody)
         check_completion(body, self.settings.max_prompts, self.settings.max_n)
         return await self._generate(request, body, completion_requests, CompletionAnswer)
 
     async def chat_completions(self, request: Request) -> Response:
-        body = await self._read(request, ChatBody)
+        return await self.answer_chat(request, await self.read(request, ChatBody), chat_answer)
+
+    async def answer_chat(
+        self, request: Request, body: ChatBody, answer_kind: AnswerKind
+    ) -> Response:
+        """Answer a conversation, whatever API the request has used.
+
+        answer_kind: called with the tools that may be called, the name of the reasoning parser, the
+        body, the model's name, the engine's requests and the tokenizer.
+        """
         own = body.tools, body.tool_choice, body.parallel_tool_calls
         use = tool_use_of(*own, *self.templates.tool_format(body))
         reasoning_parser = self.reasoning_parser
-        if use is None and reasoning_parser is None:
-            return await self._generate(request, body, chat_requests, ChatAnswer)
         specials = () if reasoning_parser is None else special_tokens_of(reasoning_parser)
         special_id = self._tokenizer.special_tokens.id_of
         if use is not None:
@@ -172,7 +192,8 @@ class ApiServer:
             config = self.llm.engine.config.structured_outputs_config
             use = await self._prepare(partial(constrain, body, use, special_id, config))
         make = partial(chat_requests, kept_specials=specials, reasoning_parser=reasoning_parser)
-        return await self._generate(request, body, make, partial(ToolAnswer, use, reasoning_parser))
+        answer = partial(answer_kind, use, reasoning_parser)
+        return await self._generate(request, body, make, answer)
 
     def drain(self) -> None:
         """Reject new requests from now on; running ones may finish."""
@@ -180,7 +201,7 @@ class ApiServer:
 
     async def tokenize(self, request: Request) -> dict[str, Any]:
         """Return the token ids of a string or of a conversation, as vLLM does."""
-        body = await self._read(request, TokenizeBody)
+        body = await self.read(request, TokenizeBody)
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "pass either prompt or messages", "prompt")
         engine = self.llm.engine
@@ -204,7 +225,7 @@ class ApiServer:
         vLLM has no limit. Millions of ids would occupy the tokenizer for seconds, and no prompt or
         output of the model has more tokens than its context.
         """
-        body = await self._read(request, DetokenizeBody)
+        body = await self.read(request, DetokenizeBody)
         vocab_size = self.llm.engine.model_config.vocab_size
         most = self.llm.engine.input_processor.max_model_len
         if len(body.tokens) > most:
@@ -221,7 +242,7 @@ class ApiServer:
         request: Request,
         body: GenerationBody,
         make: Callable[..., Iterable[Any]],
-        answer_kind: Callable[..., Answer],
+        answer_kind: AnswerKind,
     ) -> Response:
         """Tokenize and queue a request; return its complete output or a stream of it."""
         arrived = self.llm.engine.clock()
@@ -233,7 +254,8 @@ class ApiServer:
         )
         for one in requests:
             one.sequences[0].metrics.arrival_time = arrived  # tokenizing counts as latency
-            self._check_length(body, len(one.prompt_token_ids), one.params.max_tokens)
+            if not body.may_reach_end:
+                self._check_length(body, len(one.prompt_token_ids), one.params.max_tokens)
         answer = answer_kind(body, body.model or self.names[0], requests, engine.tokenizer)
         reader = self.llm.open(requests)
         if body.stream:
@@ -289,30 +311,57 @@ class ApiServer:
         about = {"id": name, "object": "model", "created": self._started, "owned_by": "nanoserve"}
         return about | {"root": name, "parent": None, "max_model_len": length}
 
-    async def _read(self, request: Request, kind: type[BodyType]) -> BodyType:
-        """Return the body of a request, validated as far as possible without the engine."""
+    async def read(
+        self, request: Request, kind: type[BodyType], check: Check = check_fields
+    ) -> BodyType:
+        """Return the body of a request, validated as far as possible without the engine.
+
+        check: see `checked`.
+        """
         engine = self.llm.engine
         longest = engine.input_processor.max_model_len + engine.model_config.vocab_size
         received = await read_body(request, self.settings, longest + _OTHER_ITEMS)
 
         def read() -> BodyType:
             body = kind.model_validate_json(received.content)
-            if body.model is not None:
-                self._check_model(body.model)
-            body.is_large = received.is_large
-            template = self.templates.source
-            if isinstance(body, ChatBody):
-                template = self.templates.apply(body)
-            check_fields(body, self._unknown_names, template)
-            return body
+            return self.checked(body, received.is_large, check)
 
+        return await self.read_in_turn(read, received.is_large)
+
+    async def read_in_turn(self, read: Callable[[], T], is_large: bool) -> T:
+        """Call `read()`, off the event loop for a large body; a `ValueError` returns 400."""
         try:
-            if not received.is_large:
+            if not is_large:
                 return read()
             # One thread, so one large body at a time. The event loop runs between two of them.
             return await asyncio.get_running_loop().run_in_executor(self._reading, read)
         except ValueError as error:
             raise ApiError.of(error) from None
+
+    def checked(self, body: BodyType, is_large: bool, check: Check = check_fields) -> BodyType:
+        """Return a body with the server's defaults.
+
+        check: raises `ApiError` for fields that are not supported. Another one is raised for a
+        model that is not served.
+        """
+        if body.model is not None:
+            self._check_model(body.model)
+        body.note_size(is_large)
+        template = self.templates.source
+        if isinstance(body, ChatBody):
+            template = self.templates.apply(body)
+        check(body, self._unknown_names, template)
+        return body
+
+    async def count_tokens(self, body: ChatBody) -> int:
+        """Return the number of tokens of a conversation."""
+        make = partial(chat_prompt, body, self.llm.engine)
+        prompt = await self._prepare(make, body.is_large, body.prompt_field)
+        return len(prompt["prompt_token_ids"])
+
+    def abort(self, request_id: str) -> None:
+        """End a request of the engine."""
+        self.llm.abort(request_id)
 
     async def _prepare_each(
         self, make: Callable[[], Iterable[Any]], is_large: bool, prompt_field: str
@@ -372,7 +421,7 @@ async def _error_response(request: Request, error: Exception) -> JSONResponse:
     answer = ApiError.of(error)
     if answer.status == 500:
         answer.headers = named(answer.headers, request.scope)
-    return answer.response()
+    return error_response(answer, request.url.path, id_of(request.scope))
 
 
 def _of_routing(request: Request, error: HTTPException) -> ApiError:

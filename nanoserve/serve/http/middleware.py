@@ -14,6 +14,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nanoserve.serve.http.body_cost import PIECE, BodyCost
 from nanoserve.serve.http.errors import ApiError
+from nanoserve.serve.http.messages.errors import error_response, is_messages
 from nanoserve.serve.http.settings import ServerSettings
 
 # Paths that need no key: the status and the page itself reveal nothing about requests.
@@ -31,13 +32,13 @@ class Guard:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and self._digests and not _is_open(scope):
-            scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-            digest = _digest(key.strip().encode("latin-1"))
-            known = [hmac.compare_digest(digest, own) for own in self._digests]
-            if scheme.lower() != "bearer" or not any(known):
-                message = "a valid API key is required: Authorization: Bearer KEY"
+            given = map(_digest, _keys_in(Headers(scope=scope)))
+            known = [hmac.compare_digest(key, own) for key in given for own in self._digests]
+            if not any(known):
+                message = "a valid API key is required: Authorization: Bearer KEY, or x-api-key"
                 refusal = ApiError(401, message, code="invalid_api_key", headers=_CHALLENGE)
-                await refusal.response()(scope, receive, send)
+                response = error_response(refusal, scope["path"], id_of(scope))
+                await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -123,6 +124,14 @@ def _is_open(scope: Scope) -> bool:
     return path in _OPEN or path.startswith(_OPEN_FOLDERS) or is_preflight
 
 
+def _keys_in(headers: Headers) -> list[bytes]:
+    """Return the API keys of a request: those of OpenAI's clients and of Anthropic's."""
+    scheme, _, key = headers.get("authorization", "").partition(" ")
+    keys = [key.strip()] if scheme.lower() == "bearer" else []
+    keys += [headers["x-api-key"].strip()] if "x-api-key" in headers else []
+    return [key.encode("latin-1") for key in keys]
+
+
 def _digest(key: bytes) -> bytes:
     return hashlib.sha256(key).digest()
 
@@ -152,10 +161,17 @@ class RequestId:
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", ()), (_HEADER, request_id)]
+                names = (_HEADER, b"request-id") if is_messages(scope["path"]) else (_HEADER,)
+                own = [(name, request_id) for name in names]
+                message["headers"] = [*message.get("headers", ()), *own]
             await send(message)
 
         await self._app(scope, receive, send_named)
+
+
+def id_of(scope: Scope) -> str | None:
+    """Return the id of a request; None outside of `RequestId`."""
+    return scope.get(_KEY)
 
 
 def named(headers: dict[str, str] | None, scope: Scope) -> dict[str, str]:

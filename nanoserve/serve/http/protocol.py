@@ -107,11 +107,12 @@ class Body(BaseModel):
 
     @cached_property
     def is_large(self) -> bool:
-        """Return True if validating this body could block the event loop for too long.
-
-        The code that receives the body sets this flag.
-        """
+        """Return True if validating this body could block the event loop for too long."""
         return False
+
+    def note_size(self, is_large: bool) -> None:
+        """Set `is_large`, which the receiver of the body knows."""
+        self.is_large = is_large
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -180,6 +181,15 @@ class GenerationBody(Body):
     cache_salt: str | None = None
     return_token_ids: bool | None = None  # vLLM's
     request_id: str | None = None  # vLLM's: the `id` of the response ends with it
+
+    @cached_property
+    def may_reach_end(self) -> bool:
+        """Return True if `max_tokens` may exceed the context, whose end then ends the output."""
+        return False
+
+    def reach_end(self) -> None:
+        """Set `may_reach_end`."""
+        self.may_reach_end = True
 
     @cached_property  # in chat, tools may replace it
     def constraint(self) -> StructuredOutputsParams | None:

@@ -25,6 +25,7 @@ class Answer:
     in any order, so a choice is identified by its index.
     """
 
+    heartbeat = b": heartbeat\n\n"  # a comment
     id_prefix: str
     whole_object: str
     chunk_object: str
@@ -57,9 +58,16 @@ class Answer:
             for completion in output.outputs:
                 index = first_index + completion.index
                 events += self._choice_events(index, completion, output)
-            if output.error is not None or _is_aborted(output):
-                events.append(_error_of(output).event().decode())
+            if output.error is not None or is_aborted(output):
+                events.append(error_of(output).event().decode())
         return "".join(events).encode()
+
+    def first_events(self) -> bytes:
+        """Return no events, since those of a choice begin with its first output."""
+        return b""
+
+    def error_event(self, error: ApiError) -> bytes:
+        return error.event()
 
     def last_events(self) -> bytes:
         """Return the events after all choices: usage, if requested, and [DONE].
@@ -76,8 +84,8 @@ class Answer:
         choices = []
         for request in self.requests:
             output = outputs[request.request_id]
-            if output.error is not None or _is_aborted(output):
-                raise _error_of(output)
+            if output.error is not None or is_aborted(output):
+                raise error_of(output)
             self._count(output)
             first_index = self._first_index[output.request_id]
             for completion in output.outputs:
@@ -145,11 +153,12 @@ def _routed_experts(completion: CompletionOutput) -> dict[str, Any]:
     return {"routed_experts": base64.b64encode(file.getvalue()).decode()}
 
 
-def _is_aborted(output: RequestOutput) -> bool:
+def is_aborted(output: RequestOutput) -> bool:
+    """Return True if a completion of the request was aborted."""
     return any(completion.finish_reason == "abort" for completion in output.outputs)
 
 
-def _error_of(output: RequestOutput) -> ApiError:
+def error_of(output: RequestOutput) -> ApiError:
     """Return the error response for a failed request, a fault of the client or the server."""
     if isinstance(output.error, (ValueError, EngineDeadError)):
         return ApiError.of(output.error)

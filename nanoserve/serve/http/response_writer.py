@@ -5,19 +5,18 @@ import json
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import Response
 from fastapi.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
+from nanoserve.engine.request import Request
 from nanoserve.outputs import RequestOutput
 from nanoserve.serve.engine_thread import EngineDeadError
 from nanoserve.serve.http.errors import ApiError
-from nanoserve.serve.http.response_builder import Answer
 from nanoserve.serve.response_stream import OutputReader
 
-_HEARTBEAT = b": heartbeat\n\n"  # a comment, which clients of event streams skip
 _MOST_ENTRIES = 128  # tokens with log-probabilities that are encoded on the event loop itself
 _EVENTS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -26,7 +25,32 @@ _EVENTS = {
 }
 
 
-async def whole_response(answer: Answer, reader: OutputReader, receive: Receive) -> Response:
+class AnswerWriter(Protocol):
+    """Writes the outputs of requests in the format of an API, complete or as events.
+
+    heartbeat: bytes that clients skip, sent while there is nothing to send.
+    """
+
+    requests: list[Request]
+    heartbeat: bytes
+
+    def first_events(self) -> bytes:
+        """Return the events before any output."""
+
+    def events(self, outputs: list[RequestOutput]) -> bytes:
+        """Return new outputs as server-sent events."""
+
+    def last_events(self) -> bytes:
+        """Return the events after the last output."""
+
+    def error_event(self, error: ApiError) -> bytes:
+        """Return the event that ends a stream whose engine has failed."""
+
+    def whole(self, outputs: dict[str, RequestOutput]) -> dict[str, Any]:
+        """Return the complete response. Raises `ApiError` if a part has failed."""
+
+
+async def whole_response(answer: AnswerWriter, reader: OutputReader, receive: Receive) -> Response:
     """Wait for the complete output and return it; abort if the client disconnects first."""
     outputs = {}
     async with _watched(reader, receive):
@@ -44,13 +68,15 @@ async def whole_response(answer: Answer, reader: OutputReader, receive: Receive)
 class EventStream(Response):
     """A stream of an output. Tokens that a slow client has not read yet are sent together.
 
-    The last event of each choice has its finish reason; `Answer.last_events` follow. A client
+    The last event of each choice has its finish reason; `last_events` follow. A client
     that disconnects is noticed at once, and the engine aborts its request between two steps. A
     client that stops reading blocks its own stream but not the engine; the operating system closes
     its connection after a timeout.
     """
 
-    def __init__(self, answer: Answer, reader: OutputReader, heartbeat_interval: float) -> None:
+    def __init__(
+        self, answer: AnswerWriter, reader: OutputReader, heartbeat_interval: float
+    ) -> None:
         super().__init__(headers=_EVENTS)
         del self.headers["content-length"]
         self._answer, self._reader = answer, reader
@@ -59,11 +85,13 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
+        if first := self._answer.first_events():
+            await send({"type": "http.response.body", "body": first, "more_body": True})
         async with _watched(self._reader, receive, self._interval):
             try:
                 while not self._reader.is_over:
                     outputs = await self._reader.read()
-                    body = _HEARTBEAT
+                    body = self._answer.heartbeat
                     if _is_large(outputs):
                         body = await asyncio.to_thread(self._answer.events, outputs)
                     elif outputs:
@@ -72,7 +100,7 @@ class EventStream(Response):
                         await send({"type": "http.response.body", "body": body, "more_body": True})
                 end = self._answer.last_events()  # ignored if the client has disconnected
             except EngineDeadError as error:
-                end = ApiError.of(error).event()
+                end = self._answer.error_event(ApiError.of(error))
             await send({"type": "http.response.body", "body": end})
 
 

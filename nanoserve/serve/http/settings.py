@@ -19,6 +19,7 @@ from nanoserve.utils.checks import (
 )
 
 _SMALLEST = {"max_n": 1, "max_prompts": 1, "max_body_bytes": 1024, "max_connections": 1}
+_SMALLEST |= {"max_stored_responses": 0, "max_stored_response_bytes": 0}
 
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s?#]+", re.IGNORECASE)
 _NO_KWARGS = {
@@ -41,6 +42,8 @@ class ServerSettings:
     max_body_bytes: int = 8 * 2**20
     max_queue: int | None = None  # sequences that may wait for admission; None: no limit
     max_connections: int = 4096
+    max_stored_responses: int = 1000  # of /v1/responses, for requests that continue them
+    max_stored_response_bytes: int = 64 * 2**20
     body_timeout: float = 30.0  # for the arrival of a body
     heartbeat_interval: float = 15.0  # proxies close a stream that is silent for a minute
     allowed_origins: list[str] = field(default_factory=list)  # of pages of other sites (CORS)
@@ -81,3 +84,8 @@ class ServerSettings:
         require(is_object, f"default_chat_template_kwargs={shown(kwargs)} must be an object")
         for name in _NO_KWARGS & kwargs.keys():
             raise ValueError(f"default_chat_template_kwargs: {name!r} is set by the server itself")
+
+    @property
+    def response_limits(self) -> tuple[int, int]:
+        """The limits of the store of /v1/responses, in responses and bytes."""
+        return self.max_stored_responses, self.max_stored_response_bytes

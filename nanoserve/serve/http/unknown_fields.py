@@ -92,7 +92,7 @@ def check_fields(body: Body, unknown: UnknownNames, template: str = "") -> None:
     if "best_of" in given and isinstance(body, GenerationBody):
         best_of = foreign["best_of"]
         foreign = foreign | {"best_of": best_of._replace(neutral=(*best_of.neutral, body.n))}
-    _check(given, "", kind.model_fields, foreign, unknown)
+    check_names(given, "", kind.model_fields, foreign, unknown)
     if isinstance(body, GenerationBody):
         _check_request_id(body)
         _check_formats(body, unknown)
@@ -100,7 +100,7 @@ def check_fields(body: Body, unknown: UnknownNames, template: str = "") -> None:
         _check_chat(body, unknown, template)
 
 
-def _check(
+def check_names(
     given: Mapping[str, Any],
     place: str,
     known: Iterable[str],
@@ -131,7 +131,7 @@ def _check_place(
 ) -> None:
     if isinstance(given, Mapping):
         known, foreign = PLACES[place]
-        _check(given, place, known, foreign, unknown, template, path)
+        check_names(given, place, known, foreign, unknown, template, path)
 
 
 def _check_formats(body: GenerationBody, unknown: UnknownNames) -> None:

@@ -6,7 +6,9 @@ _CHAT = "use /v1/chat/completions"
 _NO_POOLING = "nanoserve only generates; for embeddings or scores run sentence-transformers or vLLM"
 _NO_LORA = "merge the adapter into its base (peft: merge_and_unload) and serve that"
 _TEXT_ONLY = "nanoserve runs text models only"
-_STATELESS = f"nothing is stored between requests: {_CHAT} with the complete conversation"
+_STATELESS = (
+    "use /v1/responses with previous_response_id, or /v1/chat/completions with all messages"
+)
 _BATCH = "`nanoserve batch IN.jsonl OUT.jsonl` answers a file of requests"
 _FOR_DEVELOPERS = "start the server with --enable-dev-endpoints, or use the class LLM in a program"
 _IN_A_PROGRAM = "the server does not offer it; the class LLM in a program does"
@@ -16,13 +18,9 @@ _DOCS = "README.md and docs/ describe the server; /v1/models lists the models th
 # without /v1. They return 400, because LiteLLM's proxy takes a 404 or 5xx as a sign that the whole
 # server is down, and sends it no requests at all for a few seconds.
 _FORWARDED = {
-    "responses": (
-        f"{_CHAT}. openai: client.chat.completions.create; Agents SDK: OpenAIChatCompletionsModel; "
-        f"AI SDK: provider.chat(model); LangChain: use_responses_api=False"
-    ),
     **dict.fromkeys(("embeddings", "embed", "embedding", "pooling"), _NO_POOLING),
     **dict.fromkeys(("rerank", "score", "classify", "moderations"), _NO_POOLING),
-    "messages": f"{_CHAT}; LiteLLM's proxy translates Anthropic's protocol to it",
+    "messages/batches": _BATCH,
     "complete": "use /v1/completions",
     "generate": "use /v1/completions",
     "edits": _CHAT,
@@ -63,12 +61,15 @@ _OTHERS = {
     "v1beta": _CHAT,
 }
 # nanoserve's own endpoints, for clients that omit the version or use another version.
-_PRESENT = ("chat/completions", "completions", "models")
-_PATHS = ("v1/chat/completions", "v1/completions", "v1/models", "tokenize", "detokenize",
-          "health", "ping", "version", "metrics")  # fmt: skip
+_PRESENT = ("chat/completions", "completions", "responses", "models")
+_PATHS = ("v1/chat/completions", "v1/completions", "v1/responses", "v1/messages",
+          "v1/messages/count_tokens", "v1/models", "tokenize", "detokenize", "health", "ping",
+          "version", "metrics")  # fmt: skip
+_OF_MESSAGES = ("messages", "messages/count_tokens", "v1/messages", "v1/messages/count_tokens")
 _PREFIXES = ("openai/v1/", "api/v1/", "inference/v1/", "v1/", "v2/", "openai/")
 _ALL = (
-    "there are /v1/chat/completions, /v1/completions, /v1/models, /tokenize, /detokenize, /health"
+    "there are /v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, "
+    "/tokenize, /detokenize, /health"
 )
 
 
@@ -84,6 +85,9 @@ def missing_endpoint(method: str, path: str) -> ApiError:
         if inner == known or (known == "models" and inner.startswith("models/")):
             message = f"{named} does not exist: the base URL must end with /v1"
             return ApiError(404, message, None, _CODE)
+    if inner in _OF_MESSAGES:
+        message = f"{named} does not exist: Anthropic's clients want the base URL without /v1"
+        return ApiError(404, message, None, _CODE)
     advice = _under(inner, _FORWARDED)
     if advice is not None:
         return ApiError(400, f"{named} is not supported: {advice}", None, "unsupported_endpoint")

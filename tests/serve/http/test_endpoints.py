@@ -14,12 +14,10 @@ from nanoserve.serve.http.unsupported_endpoints import missing_endpoint
 CHAT = {"messages": [{"role": "user", "content": "What is a KV cache?"}], "max_tokens": 5}
 # Paths, the status that they are answered with, and what is to be used instead.
 MISSING = [
-    ("/v1/responses", 400, "/v1/chat/completions"),
-    ("/v1/responses/resp_1/cancel", 400, "OpenAIChatCompletionsModel"),
-    ("/responses", 400, "/v1/chat/completions"),
+    ("/responses", 404, "the base URL must end with /v1"),
     ("/v1/embeddings", 400, "sentence-transformers"),
-    ("/v1/messages", 400, "LiteLLM"),
-    ("/v1/messages/count_tokens", 400, "LiteLLM"),
+    ("/messages", 404, "without /v1"),
+    ("/v1/v1/messages", 404, "without /v1"),
     ("/v1/rerank", 400, "vLLM"),
     ("/v2/rerank", 400, "vLLM"),
     ("/score", 400, "vLLM"),
@@ -96,7 +94,7 @@ def test_another_method_is_told_with_the_right_one(server) -> None:
 
 def test_a_key_is_asked_for_first(server_llm) -> None:
     with served(server_llm, api_key=["k"]) as server:
-        for path in ("/v1/responses", "/nothing"):
+        for path in ("/v1/embeddings", "/nothing"):
             assert ask(server, path, b"{}")[0] == 401
 
 

@@ -1,12 +1,14 @@
 """The server in front of replicas in this process: its metrics, its health, and its page."""
 
 import asyncio
+import json
 import re
 import shutil
 import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -32,9 +34,7 @@ class FleetServed(Served):
         with urllib.request.urlopen(self.url + path, timeout=10) as answer:
             return answer.read().decode()
 
-    def open(self, path: str, **body: object) -> object:
-        import json
-
+    def open(self, path: str, **body: object) -> Any:
         headers = {"content-type": "application/json"}
         content = json.dumps(body).encode()
         return urllib.request.urlopen(urllib.request.Request(self.url + path, content, headers))
@@ -127,3 +127,16 @@ def test_the_page_shows_the_replica_that_is_chosen(serve: FakeServe, server: Fle
         tab.wait_for("document.getElementById('replica').value === '1'")
         assert not tab.wrong
         browser.close()
+
+
+def test_a_response_is_continued_whichever_replica_has_answered(server: FleetServed) -> None:
+    asked = {"max_output_tokens": 5}
+    first = json.load(server.open("/v1/responses", input="What is a KV cache?", **asked))
+    for _ in range(3):
+        asked["previous_response_id"] = first["id"]
+        more = json.load(server.open("/v1/responses", input="And a block?", **asked))
+        assert more["usage"]["input_tokens"] > first["usage"]["total_tokens"]
+    assert json.loads(server.get(f"/v1/responses/{first['id']}")) == first
+    question = [{"role": "user", "content": "What is a KV cache?"}]
+    answer = json.load(server.open("/v1/messages", messages=question, max_tokens=5))
+    assert answer["content"][0]["text"] == first["output"][0]["content"][0]["text"]

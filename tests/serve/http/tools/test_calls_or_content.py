@@ -80,7 +80,7 @@ def parser(use: ToolUse, is_inside: bool | None = None) -> Any:
     if use.format.reasoning_parser == harmony.NAME:
         return partial(harmony.parse, is_final_last=use.is_either)
     starts = use.call_starts if use.is_either else ()
-    return lambda text, is_final: parse_answer(text, is_final, use.format, is_inside, starts)
+    return partial(parse_answer, tools=use.format, is_inside=is_inside, call_starts=starts)
 
 
 def accepts(guide: StructuredOutputsParams, text: str) -> bool:

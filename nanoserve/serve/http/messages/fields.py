@@ -1,0 +1,97 @@
+"""Names of the fields of /v1/messages, and which of them are refused."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from nanoserve.compat.request_names import Foreign
+from nanoserve.serve.http.dialect import foreign_names
+from nanoserve.serve.http.messages.request import MessagesBody
+from nanoserve.serve.http.unknown_fields import UnknownNames, check_names
+
+_NO_SERVER_TOOLS = "the server runs no tools: give the model a tool with an input_schema"
+_WHOLE = "an answer continues the last message if that is the assistant's"
+_KEEP_THOUGHTS = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
+
+# Refused by this API, in addition to what chat completions refuse.
+OWN = {
+    "container": Foreign(_NO_SERVER_TOOLS),
+    "mcp_servers": Foreign(_NO_SERVER_TOOLS, ([],)),
+    "context_management": Foreign(
+        "the context is not edited: shorten messages", ({}, {"edits": []}, _KEEP_THOUGHTS)
+    ),
+    "stop": Foreign("use stop_sequences", ([],)),
+    "max_completion_tokens": Foreign("use max_tokens"),
+    "response_format": Foreign('use output_config={"format": {"type": "json_schema", ...}}'),
+    "output_format": Foreign('use output_config={"format": {"type": "json_schema", ...}}'),
+    "reasoning_effort": Foreign('use output_config={"effort": ...}'),
+    "parallel_tool_calls": Foreign(
+        'use tool_choice={"type": "auto", "disable_parallel_tool_use": true}', (True,)
+    ),
+    "continue_final_message": Foreign(_WHOLE, (False,)),
+    "add_generation_prompt": Foreign(_WHOLE, (True,)),
+    "logprobs": Foreign("use /v1/chat/completions", (False,)),
+    "top_logprobs": Foreign("use /v1/chat/completions", (0,)),
+    "echo": Foreign("an answer has no prompt", (False,)),
+    "return_token_ids": Foreign("use /v1/chat/completions", (False,)),
+    "return_tokens_as_token_ids": Foreign("use /v1/chat/completions", (False,)),
+    "prompt": Foreign("use messages"),
+}
+FOREIGN = foreign_names(OWN, "max_tokens")
+# Anthropic's fields without an influence on the answer, in addition to those of chat completions.
+HARMLESS = frozenset({"diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id"})
+_CACHED = frozenset({"type", "cache_control"})
+_NO_CALLERS = Foreign("only the model itself calls tools", (["direct"],))
+# By object: its known names, and the refused ones.
+PLACES: dict[str, tuple[frozenset[str], dict[str, Foreign]]] = {
+    "tools": (
+        _CACHED | {"name", "description", "input_schema", "strict", "defer_loading"}
+        | {"eager_input_streaming"},
+        {
+            "parameters": Foreign("use input_schema"),
+            "allowed_callers": _NO_CALLERS,
+            "input_examples": Foreign("put examples into the description", ([],)),
+        },
+    ),
+    "tool_choice": (frozenset({"type", "name", "disable_parallel_tool_use"}), {}),
+    "thinking": (frozenset({"type", "budget_tokens", "display"}), {}),
+    "output_config": (
+        frozenset({"effort", "format"}),
+        {"task_budget": Foreign("use max_tokens")},
+    ),
+    "output_config.format": (frozenset({"type", "schema"}), {}),
+    "messages": (frozenset({"role", "content"}), {}),
+    "messages.content": (
+        _CACHED | {"text", "citations", "thinking", "signature", "data", "id", "name", "input"}
+        | {"tool_use_id", "content", "is_error", "caller"},
+        {"toolset_name": Foreign("a tool has one name")},
+    ),
+}  # fmt: skip
+
+
+def check_messages_fields(body: MessagesBody, unknown: UnknownNames, template: str = "") -> None:
+    """Raise `ApiError` for a field of the request that is not supported."""
+    given = body.model_extra or {}
+    known = body.passed_on() | HARMLESS | type(body).model_fields.keys()
+    check_names(given, "", known, FOREIGN, unknown)
+    for number, tool in enumerate(body.tools or ()):
+        if tool.get("type") in (None, "custom"):
+            _check_place(tool, "tools", unknown, f"tools[{number}]")
+    for place in ("tool_choice", "thinking", "output_config"):
+        _check_place(getattr(body, place), place, unknown)
+    _check_place((body.output_config or {}).get("format"), "output_config.format", unknown)
+    for path, block in _blocks(body):
+        _check_place(block, "messages.content", unknown, path)
+
+
+def _blocks(body: MessagesBody) -> Iterator[tuple[str, Any]]:
+    """Yield all content blocks, with their places."""
+    for number, message in enumerate(body.messages):
+        content = message.get("content")
+        for index, block in enumerate(content if isinstance(content, list) else ()):
+            yield f"messages.{number}.content.{index}", block
+
+
+def _check_place(given: Any, place: str, unknown: UnknownNames, path: str = "") -> None:
+    if isinstance(given, dict):
+        known, foreign = PLACES[place]
+        check_names(given, place, known, foreign, unknown, path=path)
