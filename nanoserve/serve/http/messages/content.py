@@ -99,8 +99,8 @@ def _result(block: dict[str, Any], call_ids: set[str], place: str) -> dict[str, 
     content = block.get("content")
     inner = _blocks("" if content is None else content, "system", f"{place}.content")
     text = "\n".join(part["text"] for part in inner)
-    message = {"role": "tool", "tool_call_id": call_id, "content": text}
-    return message | ({"is_error": True} if block.get("is_error") else {})
+    result: dict[str, Any] = {"role": "tool", "tool_call_id": call_id, "content": text}
+    return result | ({"is_error": True} if block.get("is_error") else {})
 
 
 def _blocks(content: Any, role: str, place: str) -> list[dict[str, Any]]:

@@ -115,7 +115,7 @@ class MessagesBody(DialectBody):
 class CountBody(MessagesBody):
     """Request body of `POST /v1/messages/count_tokens`."""
 
-    max_tokens: Int | None = None  # type: ignore[assignment]  # here optional
+    max_tokens: Int | None = None  # here optional
 
 
 def _is_whole(value: Any) -> bool:

@@ -23,7 +23,7 @@ from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.protocol import ChatBody
 from nanoserve.serve.http.tools import harmony
 from nanoserve.serve.http.tools.grammar import behind_analysis, behind_reasoning
-from nanoserve.serve.http.tools.parse_result import Parsed
+from nanoserve.serve.http.tools.parse_result import Parsed, ToolCall
 from nanoserve.serve.http.tools.parser_state import parse_answer
 from nanoserve.serve.http.tools.parsers import FORMATS, ToolFormat, detect
 from nanoserve.serve.http.tools.reasoning import Thought
@@ -321,7 +321,10 @@ def test_a_thought_comes_first_and_may_say_anything() -> None:
             parse = parser(use, state is Thought.OPEN)
             assert accepts(guide, before + call) and accepts(guide, before + content)
             assert not accepts(guide, before + calls_of(form, OSLO))
-            for text, expected in ((call, ("", [(*PARIS, True)])), (content, (content, []))):
+            for text, expected in (
+                (call, ("", [ToolCall(*PARIS, True)])),
+                (content, (content, [])),
+            ):
                 told = parse(before + text, True)
                 assert (told.content, told.calls) == expected
                 assert bool(told.reasoning) is bool(before)
