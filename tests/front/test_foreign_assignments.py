@@ -52,7 +52,6 @@ ALLOWED = {
         "serve/token_stream.py: output.*",
     ),
     "the body of an HTTP request gets the grammar that its tools lead to": (
-        "serve/http/app.py: body.constraint*",
         "serve/http/chat_completions.py: body.constraint",
     ),
     "orders, members and their loads are records of the router": (

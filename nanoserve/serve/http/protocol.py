@@ -191,7 +191,7 @@ class GenerationBody(Body):
         """Set `may_reach_end`."""
         self.may_reach_end = True
 
-    @cached_property  # in chat, tools may replace it
+    @cached_property  # in chat, tools and reasoning may replace it
     def constraint(self) -> StructuredOutputsParams | None:
         """The structured output constraint of the request; None if there is none."""
         return constraint_of(self)
@@ -200,6 +200,15 @@ class GenerationBody(Body):
     def constraint_parts(self) -> list[tuple[str, StructuredOutputsParams]]:
         """Return the parts of the structured output constraint, each with its request field."""
         return [] if self.constraint is None else [(field_of_constraint(self), self.constraint)]
+
+    def constrain(
+        self,
+        constraint: StructuredOutputsParams | None,
+        parts: list[tuple[str, StructuredOutputsParams]],
+    ) -> None:
+        """Replace the constraint on the output, and its parts with their request fields."""
+        self.constraint = constraint
+        self.constraint_parts = parts if constraint is not None else []
 
     @property
     def constraint_field(self) -> str:
@@ -300,8 +309,17 @@ class ChatBody(GenerationBody):
 
     @cached_property
     def rendering(self) -> Rendering:
-        """The way in which the conversation is rendered; set by the code that receives the body."""
+        """The way in which the conversation is rendered; see `render_with`."""
         return Rendering()
+
+    def render_with(self, rendering: Rendering, variables: Mapping[str, Any]) -> None:
+        """Set how the conversation is rendered.
+
+        variables: of the template, for those that the request does not set.
+        """
+        self.rendering = rendering
+        if variables:
+            self.chat_template_kwargs = {**variables, **(self.chat_template_kwargs or {})}
 
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages for a template. Each role is known.

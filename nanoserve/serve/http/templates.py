@@ -44,12 +44,10 @@ class Templates:
 
         Raises `ApiError` for a template of the request's own, unless the server trusts it.
         """
-        defaults = self._settings.default_chat_template_kwargs
-        if defaults:
-            body.chat_template_kwargs = {**defaults, **(body.chat_template_kwargs or {})}
+        variables = self._settings.default_chat_template_kwargs or {}
         own = body.chat_template
         if own is None:
-            body.rendering = self._usual
+            body.render_with(self._usual, variables)
             return self.source
         if not self._settings.trust_request_chat_template:
             message = (
@@ -61,7 +59,7 @@ class Templates:
             check_template(own)  # never a file of the server
         except ValueError as error:
             raise ApiError(400, str(error), "chat_template") from error
-        body.rendering = Rendering(own, self._wants_parts(own))
+        body.render_with(Rendering(own, self._wants_parts(own)), variables)
         return own
 
     def tool_format(self, body: ChatBody) -> tuple[ToolFormat, bool]:

@@ -100,7 +100,7 @@ def constraint_of_tools(
 def check_backend(config: StructuredOutputsConfig, field: str) -> None:
     """Raise `ApiError` that names `field` if the grammar backend does not combine text and JSON.
 
-    Custom backends are asked by the check of the whole grammar.
+    Custom backends are consulted when the whole grammar is checked.
     """
     try:
         name = config.backend_name

@@ -21,7 +21,7 @@ def constrain(
     special_id: SpecialId,
     config: StructuredOutputsConfig | None = None,
 ) -> ToolUse:
-    """Set `body.constraint` for a request with tools, and return how its output is parsed.
+    """Constrain the output of a request with tools, and return how its output is parsed.
 
     The output is free text with calls; or calls only, if a call is required; or if the request has
     a format such as `response_format`, calls or content in this format. A grammar or a structural
@@ -45,7 +45,7 @@ def constrain(
     parts = schemas_of_tools(use)
     if content is not None and use.is_either:
         parts.append((field, unlike_calls(content, use, config, field)))
-    body.constraint, body.constraint_parts = constraint, parts if constraint is not None else []
+    body.constrain(constraint, parts)
     return use
 
 
