@@ -318,6 +318,16 @@ BOUNDS = {
             "calls", "tool calls of one output, where they follow a grammar"),
         "nanoserve.serve.http.tools.grammar._MOST_THOUGHTS": (
             "messages", "harmony's messages before the last one, where that follows a grammar"),
+        "nanoserve.serve.http.tools.raw_arguments._MOST_ARGUMENTS": (
+            "arguments", "arguments of a call of a function without a schema, in formats without "
+            "JSON, where calls follow a grammar"),
+        "nanoserve.serve.http.tools.raw_arguments._MOST_FOLLOWED": (
+            "schemas", "the schema of one argument, with its references and alternatives, in such "
+            "formats"),
+        "nanoserve.serve.http.responses.request._MOST_METADATA": (
+            "pairs", "`metadata` of `/v1/responses`"),
+        "nanoserve.serve.http.responses.endpoints._MOST_ITEMS": (
+            "items", "one page of `/v1/responses/{response_id}/input_items`"),
         "nanoserve.serve.batch.requests.MOST_BYTES": ("bytes", "a line of a batch file"),
     },
     "checkpoint": {
@@ -410,6 +420,9 @@ NO_BOUNDS = """
     nanoserve.serve.http.dashboard_state
     nanoserve.serve.http.port._QUIET_SECONDS
     nanoserve.serve.http.response_writer
+    nanoserve.serve.http.tools.blocks
+    nanoserve.serve.http.tools.python_literal
+    nanoserve.serve.http.tools.schema_types
     nanoserve.serve.http.run
     nanoserve.serve.http.settings._SMALLEST
     nanoserve.features.speculative.config._SMALLEST
