@@ -39,6 +39,7 @@ DISTRIBUTIONS = {
     "msgspec": "msgspec",
     "numba": "numba",
     "numpy": "numpy",
+    "opentelemetry": "opentelemetry-sdk",
     "prometheus_client": "prometheus-client",
     "pydantic": "pydantic",
     "pydantic_core": "pydantic-core",

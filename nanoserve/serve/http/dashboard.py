@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -170,9 +170,13 @@ def add_live(app: FastAPI, call_in_engine: CallInEngine) -> LiveView:
     """Serve `GET /live`, and return the view, to be closed before the server shuts down."""
     view = LiveView(call_in_engine)
 
-    @app.get("/live", include_in_schema=False, response_model=None)
-    async def live() -> LiveResponse:
+    async def live(request: Request) -> Response:
+        if request.method == "HEAD":  # the stream would not end
+            return Response(media_type="text/event-stream")
         return LiveResponse(view)
+
+    methods = ["GET", "HEAD"]
+    app.add_api_route("/live", live, methods=methods, include_in_schema=False, response_model=None)
 
     return view
 

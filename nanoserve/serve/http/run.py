@@ -17,7 +17,7 @@ import uvicorn
 
 from nanoserve.serve.http.app import ApiServer
 from nanoserve.serve.http.connection import Connection
-from nanoserve.serve.http.port import Port
+from nanoserve.serve.http.port import Listener, Port, SocketFile
 
 logger = logging.getLogger(__name__)
 
@@ -26,14 +26,16 @@ _ALWAYS = (signal.SIGINT, signal.SIGTERM)
 _ENDING = (*_ALWAYS, *(getattr(signal, name) for name in ("SIGHUP",) if hasattr(signal, name)))
 
 
-def bind(host: str, port: int) -> Port:
+def bind(host: str, port: int, uds: str | None = None) -> Listener:
     """Bind the socket for `Server` before the model is loaded, so that a port in use shows at once.
+
+    uds: path of a Unix domain socket, instead of host and port.
 
     It resets connections until the server starts, so no client waits while the model loads. Its
     TCP options apply to each connection: the system closes one whose client has vanished or reads
     nothing. Raises `OSError`.
     """
-    return Port(host, port)
+    return Port(host, port) if uds is None else SocketFile(uds)
 
 
 class Server(uvicorn.Server):
@@ -44,14 +46,21 @@ class Server(uvicorn.Server):
     does not wait. If the engine fails, the process exits with status 1.
     """
 
-    def __init__(self, api: ApiServer, grace: float, access_log: bool, **options: Any) -> None:
+    def __init__(
+        self,
+        api: ApiServer,
+        grace: float,
+        access_log: bool,
+        log_level: str | None = None,
+        **options: Any,
+    ) -> None:
         config = uvicorn.Config(
             api.app,
             http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="info" if access_log else "warning",
+            log_level=log_level or ("info" if access_log else "warning"),
             access_log=access_log,
             server_header=False,
             limit_concurrency=api.settings.max_connections,
@@ -64,18 +73,25 @@ class Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         for bound in sockets or []:
-            if isinstance(bound, Port):
+            if isinstance(bound, Listener):
                 bound.open()
         await super().startup(sockets)
         if not self.servers[0].sockets or self.servers[0].sockets[0] is None:
             # uvloop reports in this way that it cannot listen; asyncio raises.
             raise OSError(errno.EADDRINUSE, "the port is in use by another program")
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
-        scheme = "https" if self.config.is_ssl else "http"
-        address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-        message = f"{self._api.names[0]} at {address}  (OpenAI clients: {address}/v1)"
+        message = f"{self._api.names[0]} at {self._address(self.servers[0].sockets[0])}"
         with contextlib.suppress(OSError):  # serve even if stderr is on a full disk
             print(message, file=sys.stderr, flush=True)
+
+    def _address(self, bound: socket.socket) -> str:
+        """Return the address of a listening socket, and the base URL of its clients."""
+        scheme, root = "https" if self.config.is_ssl else "http", self._api.settings.root_path
+        name = bound.getsockname()
+        if isinstance(name, str):
+            return f"unix:{name}  (OpenAI clients: {scheme}://localhost{root}/v1 over this socket)"
+        host, port = name[:2]
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{root}"
+        return f"{url}  (OpenAI clients: {url}/v1)"
 
     async def on_tick(self, counter: int) -> bool:
         return await super().on_tick(counter) or not self._api.llm.is_running
@@ -110,10 +126,15 @@ class Server(uvicorn.Server):
             await asyncio.sleep(0)
 
 
-def serve(api: ApiServer, bound: socket.socket, grace: float, access_log: bool, **tls: str) -> int:
-    """Serve until a signal arrives or the engine fails; return the exit status of the process."""
+def serve(
+    api: ApiServer, bound: socket.socket, grace: float, access_log: bool, **options: Any
+) -> int:
+    """Serve until a signal arrives or the engine fails; return the exit status of the process.
+
+    options: of `uvicorn.Config`, for TLS and the log.
+    """
     _raise_file_limit()
-    server = Server(api, grace, access_log, **tls)
+    server = Server(api, grace, access_log, **options)
     gc.collect()
     gc.freeze()  # loaded objects stay alive; a full collection of them would stall every stream
     server.run([bound])
