@@ -53,7 +53,7 @@ def _add_settings(group: "_ArgumentGroup | ArgumentParser") -> None:
     add("--enable-server-load-tracking", action="store_true", help=load)
     docs = "Add /openapi.json, the schema of the API, and /docs, a page of it."
     add("--enable-offline-docs", action="store_true", help=docs)
-    usage = "End every stream with its usage, as if the request had asked for it."
+    usage = "End every stream with its usage, whatever the request says."
     add("--enable-force-include-usage", action="store_true", help=usage)
     ids = "Write tokens in logprobs as token_id:5 unless a request decides otherwise."
     add("--return-tokens-as-token-ids", action="store_true", help=ids)
@@ -101,7 +101,7 @@ def _check_tls(tls: dict[str, Any]) -> None:
 
 
 def check_sockets(args: Namespace, default_host: str, default_port: int) -> None:
-    """Raise `ValueError` if both kinds of sockets, or contradicting logs, are asked for."""
+    """Raise `ValueError` for flags that contradict each other, of sockets or of the log."""
     has_port = args.host != default_host or args.port != default_port
     message = f"--uds {args.uds} is instead of --host and --port; remove one or the other"
     require(args.uds is None or not has_port, message)
@@ -134,13 +134,14 @@ def configure_logging(config: dict[str, Any], engine: Any) -> None:
 class WithoutPaths(logging.Filter):
     """A filter of uvicorn's access log that leaves out requests for some paths."""
 
-    def __init__(self, paths: str) -> None:
-        """`paths`: separated by commas."""
+    def __init__(self, paths: str, root_path: str = "") -> None:
+        """`paths`: separated by commas, without the prefix `root_path`."""
         super().__init__()
+        self._root_path = root_path
         self._paths = {path.strip() for path in paths.split(",") if path.strip()}
 
     def filter(self, record: logging.LogRecord) -> bool:
         # uvicorn's arguments: client, method, path with query, version, status.
         arguments = record.args if isinstance(record.args, tuple) else ()
-        path = str(arguments[2]) if len(arguments) > 2 else ""
-        return path.partition("?")[0] not in self._paths
+        path = str(arguments[2]).partition("?")[0] if len(arguments) > 2 else ""
+        return path.removeprefix(self._root_path) not in self._paths

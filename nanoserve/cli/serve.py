@@ -52,13 +52,12 @@ def main(arguments: list[str]) -> int:
 
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
     log_config = read_log_config(args.log_config_file)
-    logging.getLogger("uvicorn.access").addFilter(
-        WithoutPaths(args.disable_access_log_for_endpoints or "")
-    )
     names = [field.name for field in fields(ServerSettings) if field.name in args]
     chosen = {name: getattr(args, name) for name in names}
     key = os.environ.get("NANOSERVE_API_KEY")
     settings = ServerSettings(**({"api_key": [key]} if key else {}) | chosen)
+    hidden = WithoutPaths(args.disable_access_log_for_endpoints or "", settings.root_path)
+    logging.getLogger("uvicorn.access").addFilter(hidden)
     for location in settings.middleware:
         load_middleware(location)  # raises before a model is loaded
     options_of_uvicorn = uvicorn_options(args)

@@ -110,8 +110,11 @@ def test_the_level_of_the_servers_log() -> None:
 
 
 def test_paths_are_left_out_of_the_access_log() -> None:
-    without = WithoutPaths("/health, /metrics")
-    for path, is_logged in (("/health", False), ("/metrics?x=1", False), ("/v1/models", True)):
+    without = WithoutPaths("/health, /metrics", "/llm")
+    for path, is_logged in (
+        *(("/health", False), ("/metrics?x=1", False), ("/v1/models", True)),
+        *(("/llm/health", False), ("/llm/v1/health", True)),
+    ):
         arguments = ("127.0.0.1:5", "GET", path, "1.1", 200)
         record = logging.LogRecord("uvicorn.access", logging.INFO, "", 0, "%s", arguments, None)
         assert without.filter(record) is is_logged

@@ -171,14 +171,22 @@ def add_live(app: FastAPI, call_in_engine: CallInEngine) -> LiveView:
     view = LiveView(call_in_engine)
 
     async def live(request: Request) -> Response:
-        if request.method == "HEAD":  # the stream would not end
-            return Response(media_type="text/event-stream")
-        return LiveResponse(view)
+        return no_stream() if request.method == "HEAD" else LiveResponse(view)
 
-    methods = ["GET", "HEAD"]
-    app.add_api_route("/live", live, methods=methods, include_in_schema=False, response_model=None)
-
+    add_stream(app, live)
     return view
+
+
+def add_stream(app: FastAPI, endpoint: Callable[..., Awaitable[Response]]) -> None:
+    """Add the route of the live view."""
+    app.add_api_route(
+        "/live", endpoint, methods=["GET", "HEAD"], include_in_schema=False, response_model=None
+    )
+
+
+def no_stream() -> Response:
+    """Return the answer to HEAD: the stream itself would not end."""
+    return Response(media_type="text/event-stream")
 
 
 def _too_many() -> JSONResponse:

@@ -116,7 +116,7 @@ def _identity(path: str) -> tuple[int, int]:
 
 
 def _remove_stale(path: str) -> None:
-    """Remove the socket at `path` if nobody listens to it."""
+    """Remove the socket at `path` if no server listens to it."""
     try:
         is_socket = stat.S_ISSOCK(os.lstat(path).st_mode)
     except FileNotFoundError:
