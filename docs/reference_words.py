@@ -34,7 +34,7 @@ ENDPOINTS = {
     "endpoints under `/v1` that are in progress.",
     "/openapi.json": "With `--enable-offline-docs`: the schema of the API (OpenAPI 3.1), made from "
     "the models that check requests.",
-    "/docs": "With `--enable-offline-docs`: a page about that schema for a browser, without scripts.",
+    "/docs": "With `--enable-offline-docs`: a page about that schema, without scripts.",
     "/live": "The state of the engine as server-sent events, for the page at `/`: the running "
     "requests and the KV pool, block by block.",
     "/": "A page for a browser: conversations with the model, and a view of the running engine.",
@@ -306,6 +306,7 @@ NO_BOUNDS = """
     nanoserve.utils.checks
     nanoserve.config._SMALLEST
     nanoserve.engine.pause._POLL_SECONDS
+    nanoserve.features.request_spans._FLUSH_SECONDS
     nanoserve.engine.bad_words
     nanoserve.text.detokenizer
     nanoserve.text.incremental_decoder
