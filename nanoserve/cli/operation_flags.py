@@ -4,7 +4,7 @@ import json
 import logging
 import logging.config
 import ssl
-from argparse import SUPPRESS, ArgumentParser, Namespace, _ArgumentGroup
+from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace, _ArgumentGroup
 from functools import partial
 from typing import Any
 
@@ -33,13 +33,15 @@ def _add_sockets(group: "_ArgumentGroup | ArgumentParser") -> None:
     required = "Certificates of clients: 0 (none), 1 (optional) or 2 (required). Default: 0."
     add("--ssl-cert-reqs", type=int, choices=(0, 1, 2), metavar="N", help=required)
     add("--ssl-ciphers", metavar="NAMES", help="Ciphers of TLS 1.2. Default: Python's.")
+    refresh = "Load certificate and key again when their files change."
+    add("--enable-ssl-refresh", action=BooleanOptionalAction, default=SUPPRESS, help=refresh)
 
 
 def _add_settings(group: "_ArgumentGroup | ArgumentParser") -> None:
     """Add the flags of `ServerSettings`, which has their defaults."""
     add = partial(group.add_argument, default=SUPPRESS)
     credentials = "Let pages of --allowed-origins send cookies and other credentials."
-    add("--allow-credentials", action="store_true", help=credentials)
+    add("--allow-credentials", action=BooleanOptionalAction, help=credentials)
     methods = "Methods that pages of --allowed-origins may use. Default: all."
     add("--allowed-methods", action=Words, metavar="METHOD", help=methods)
     headers = "Headers that pages of --allowed-origins may send. Default: all."
@@ -50,13 +52,13 @@ def _add_settings(group: "_ArgumentGroup | ArgumentParser") -> None:
     middleware += "request and call_next. The flag may be repeated. Default: none."
     add("--middleware", action="extend", nargs="+", metavar="MODULE:NAME", help=middleware)
     load = "Add /load, which has the number of requests in progress."
-    add("--enable-server-load-tracking", action="store_true", help=load)
+    add("--enable-server-load-tracking", action=BooleanOptionalAction, help=load)
     docs = "Add /openapi.json, the schema of the API, and /docs, a page of it."
-    add("--enable-offline-docs", action="store_true", help=docs)
+    add("--enable-offline-docs", action=BooleanOptionalAction, help=docs)
     usage = "End every stream with its usage, whatever the request says."
-    add("--enable-force-include-usage", action="store_true", help=usage)
+    add("--enable-force-include-usage", action=BooleanOptionalAction, help=usage)
     ids = "Write tokens in logprobs as token_id:5 unless a request decides otherwise."
-    add("--return-tokens-as-token-ids", action="store_true", help=ids)
+    add("--return-tokens-as-token-ids", action=BooleanOptionalAction, help=ids)
 
 
 def _add_logs(group: "_ArgumentGroup | ArgumentParser") -> None:
@@ -70,12 +72,14 @@ def _add_logs(group: "_ArgumentGroup | ArgumentParser") -> None:
 
 
 def uvicorn_options(args: Namespace) -> dict[str, Any]:
-    """Return the options of `uvicorn.Config` for TLS and the log.
+    """Return the options of the HTTP server for TLS and the log.
 
     Raises `ValueError` or `OSError` for files and values that do not fit together, so that they are
     reported before a model is loaded.
     """
-    tls = {name: getattr(args, name) for name in _TLS if getattr(args, name) is not None}
+    tls = {name: getattr(args, name) for name in _TLS if getattr(args, name) not in (None, 0)}
+    if getattr(args, "enable_ssl_refresh", False):
+        tls["ssl_refresh"] = True
     if tls:
         _check_tls(tls)
     level = args.uvicorn_log_level

@@ -72,7 +72,6 @@ FLAGS: dict[str, Foreign] = {
     **_known("enable_log_deltas", _LOGGED, _anything),
     **_known("disable_uvicorn_access_log", _ACCESS, _anything),
     # Sockets and processes.
-    **_known("enable_ssl_refresh", f"restart the server, or {_PROXY}", _off),
     **_known("h11_max_incomplete_event_size h11_max_header_count", _H11),
     **_known("headless", _ONE_PROCESS, _off),
     **_known("api_server_count", _ONE_PROCESS, _one_of(1)),

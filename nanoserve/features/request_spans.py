@@ -130,17 +130,16 @@ def prepare_request_spans(config: "EngineConfig", model_config: "ModelConfig") -
     Raises `ValueError` for an endpoint that is no URL, and without OpenTelemetry's packages.
     """
     endpoint: str = config.otlp_traces_endpoint
-    protocol_of(endpoint)
     try:
-        exporter = make_exporter(endpoint)
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+
+        exporter_class(protocol_of(endpoint))
     except ModuleNotFoundError as error:
         raise ValueError(f"{_PACKAGES} ({error}): pip install 'nanoserve[otel]'") from error
 
     def add_to(engine: "GuardedEngine") -> None:
-        from opentelemetry.sdk.trace.export import BatchSpanProcessor
-
-        provider = make_provider(BatchSpanProcessor(exporter))
-        spans = RequestSpans(engine.config.model, engine.clock, provider)
+        processor = BatchSpanProcessor(make_exporter(endpoint))
+        spans = RequestSpans(engine.config.model, engine.clock, make_provider(processor))
         engine.listeners.append(spans)
         engine.add_extension(spans)
 
@@ -170,7 +169,10 @@ def protocol_of(endpoint: str) -> str:
     grpc:// and grpcs:// (with TLS) determine it, and for http:// and https:// OpenTelemetry's
     environment variables do. Raises `ValueError` for any other endpoint or protocol.
     """
-    parts = urlsplit(endpoint if isinstance(endpoint, str) else "")
+    try:
+        parts = urlsplit(endpoint if isinstance(endpoint, str) else "")
+    except ValueError:  # of an address in brackets
+        parts = urlsplit("")
     schemes = ("http", "https", "grpc", "grpcs")
     require(
         parts.scheme in schemes and bool(parts.hostname),
@@ -187,16 +189,23 @@ def protocol_of(endpoint: str) -> str:
     return given
 
 
-def make_exporter(endpoint: str) -> "SpanExporter":
-    """Return an exporter to an OTLP endpoint. No connection is made yet."""
-    parts = urlsplit(endpoint)
-    is_plain = parts.scheme in ("http", "grpc")
-    if protocol_of(endpoint) == _GRPC:
+def exporter_class(protocol: str) -> Any:
+    """Return the class of OTLP exporters for a protocol of `protocol_of`."""
+    if protocol == _GRPC:
         from opentelemetry.exporter.otlp.proto.grpc import trace_exporter as over_grpc
 
-        return over_grpc.OTLPSpanExporter(endpoint=parts.netloc, insecure=is_plain)
+        return over_grpc.OTLPSpanExporter
     from opentelemetry.exporter.otlp.proto.http import trace_exporter as over_http
 
+    return over_http.OTLPSpanExporter
+
+
+def make_exporter(endpoint: str) -> "SpanExporter":
+    """Return an exporter to an OTLP endpoint. No connection is made yet."""
+    parts, protocol = urlsplit(endpoint), protocol_of(endpoint)
+    exporter = exporter_class(protocol)
+    if protocol == _GRPC:
+        return exporter(endpoint=parts.netloc, insecure=parts.scheme in ("http", "grpc"))
     if parts.path in ("", "/"):  # the address of a collector: spans have a path of their own there
         endpoint = parts._replace(path="/v1/traces").geturl()
-    return over_http.OTLPSpanExporter(endpoint=endpoint)
+    return exporter(endpoint=endpoint)

@@ -38,6 +38,9 @@ def test_a_root_path_is_a_path(path: Any) -> None:
     with pytest.raises(ValueError, match=r"root_path=.*must be a path such as '/llm'"):
         ServerSettings(root_path=path)
     assert ServerSettings(root_path="/a/b-c.d").root_path == "/a/b-c.d"
+    for own in ("/v1", "/v1/chat", "/page"):
+        with pytest.raises(ValueError, match="like the server's own paths"):
+            ServerSettings(root_path=own)
 
 
 def test_what_only_other_pages_need_is_refused_without_them() -> None:
@@ -70,6 +73,7 @@ def test_flags_that_contradict_each_other(given: str, told: str) -> None:
         ("--middleware a:b:c", "'module:name'"),
         ("--ssl-certfile c.pem", "--ssl-keyfile and --ssl-certfile"),
         ("--ssl-ca-certs c.pem", "--ssl-keyfile and --ssl-certfile"),
+        ("--enable-ssl-refresh", "--ssl-keyfile and --ssl-certfile"),
         ("--ssl-keyfile no.pem --ssl-certfile no.pem", "cannot be used for TLS"),
         ("--ssl-keyfile k --ssl-certfile c --ssl-cert-reqs 2", "needs --ssl-ca-certs"),
         ("--log-config-file no.json", "--log-config-file no.json cannot be used"),
@@ -106,6 +110,7 @@ def test_tls_may_ask_for_certificates_of_clients(tmp_path: Path) -> None:
 
 def test_the_level_of_the_servers_log() -> None:
     assert uvicorn_options(parse_args([])) == {}
+    assert uvicorn_options(parse_args(["--ssl-cert-reqs", "0"])) == {}
     assert uvicorn_options(parse_args(["--uvicorn-log-level", "debug"])) == {"log_level": "debug"}
 
 

@@ -172,7 +172,7 @@ def test_the_protocol_of_an_endpoint(
     exporter.shutdown()
 
 
-@pytest.mark.parametrize("endpoint", ["", "localhost:4317", "ftp://x", "http://", 5, [1]])
+@pytest.mark.parametrize("endpoint", ["", "localhost:4317", "ftp://x", "http://", "http://[", 5])
 def test_what_is_no_endpoint_is_refused_before_loading(endpoint: Any) -> None:
     with pytest.raises(ValueError, match=r"otlp_traces_endpoint=.* must be a URL such as"):
         LLM("tiny-qwen3", otlp_traces_endpoint=endpoint)

@@ -16,11 +16,13 @@ from typing import Any
 import uvicorn
 
 from nanoserve.serve.http.app import ApiServer
+from nanoserve.serve.http.certificate import CertificateFiles
 from nanoserve.serve.http.connection import Connection
 from nanoserve.serve.http.port import Listener, Port, SocketFile
 
 logger = logging.getLogger(__name__)
 
+_TICKS_OF_CERTIFICATES = 100  # of 0.1 s, between two looks at the files of a certificate
 _FORCED_SECONDS = 2.0  # wait for open streams after a second Ctrl-C
 _ALWAYS = (signal.SIGINT, signal.SIGTERM)
 _ENDING = (*_ALWAYS, *(getattr(signal, name) for name in ("SIGHUP",) if hasattr(signal, name)))
@@ -52,6 +54,7 @@ class Server(uvicorn.Server):
         grace: float,
         access_log: bool,
         log_level: str | None = None,
+        ssl_refresh: bool = False,
         **options: Any,
     ) -> None:
         config = uvicorn.Config(
@@ -69,7 +72,8 @@ class Server(uvicorn.Server):
             **options,
         )
         super().__init__(config)
-        self._api, self._grace = api, grace
+        self._api, self._grace, self._refreshes = api, grace, ssl_refresh
+        self._certificate: CertificateFiles | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         for bound in sockets or []:
@@ -79,6 +83,9 @@ class Server(uvicorn.Server):
         if not self.servers[0].sockets or self.servers[0].sockets[0] is None:
             # uvloop reports in this way that it cannot listen; asyncio raises.
             raise OSError(errno.EADDRINUSE, "the port is in use by another program")
+        if self._refreshes:
+            files = self.config.ssl_certfile, self.config.ssl_keyfile
+            self._certificate = CertificateFiles(self.config.ssl, *map(str, files))
         message = f"{self._api.names[0]} at {self._address(self.servers[0].sockets[0])}"
         with contextlib.suppress(OSError):  # serve even if stderr is on a full disk
             print(message, file=sys.stderr, flush=True)
@@ -94,6 +101,8 @@ class Server(uvicorn.Server):
         return f"{url}  (OpenAI clients: {url}/v1)"
 
     async def on_tick(self, counter: int) -> bool:
+        if self._certificate is not None and counter % _TICKS_OF_CERTIFICATES == 0:
+            self._certificate.refresh()
         return await super().on_tick(counter) or not self._api.llm.is_running
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -131,7 +140,7 @@ def serve(
 ) -> int:
     """Serve until a signal arrives or the engine fails; return the exit status of the process.
 
-    options: of `uvicorn.Config`, for TLS and the log.
+    options: of `Server`, for TLS and the log.
     """
     _raise_file_limit()
     server = Server(api, grace, access_log, **options)

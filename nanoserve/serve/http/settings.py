@@ -61,9 +61,7 @@ class ServerSettings:
     allow_credentials: bool = False
     allowed_methods: list[str] = field(default_factory=lambda: ["*"])
     allowed_headers: list[str] = field(default_factory=lambda: ["*"])
-    root_path: str = (
-        ""  # prefix of all paths, if a proxy in front of the server keeps or removes it
-    )
+    root_path: str = ""  # prefix of all paths, which a proxy may keep or remove
     middleware: list[str] = field(default_factory=list)  # "module:name" of each
     enable_server_load_tracking: bool = False  # /load
     enable_offline_docs: bool = False  # /docs and /openapi.json
@@ -101,6 +99,9 @@ class ServerSettings:
         rule = "must be a path such as '/llm', without a slash at the end"
         is_path = isinstance(root, str) and _ROOT_PATH.fullmatch(root) is not None
         require(is_path, f"root_path={shown(root)} {rule}")
+        is_own = root in ("/v1", "/page") or root.startswith("/v1/")
+        own = "must not begin like the server's own paths, which are served without it, too"
+        require(not is_own, f"root_path={shown(root)} {own}")
         for name, value, default in (
             ("allow_credentials", self.allow_credentials, False),
             ("allowed_methods", self.allowed_methods, ["*"]),

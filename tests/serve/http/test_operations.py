@@ -4,7 +4,11 @@ import asyncio
 import http.client
 import json
 import os
+import shutil
 import socket
+import ssl
+import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +21,7 @@ pytest.importorskip("fastapi", reason="a server needs pip install 'nanoserve[ser
 from serving import JSON, Served, ask, behind_http, served, wait_until
 
 from nanoserve.serve.async_llm import AsyncLLM
+from nanoserve.serve.http import run
 from nanoserve.serve.http.api_docs import BODIES, page_of
 from nanoserve.serve.http.app import ApiServer
 from nanoserve.serve.http.port import SocketFile
@@ -116,7 +121,8 @@ def test_an_answer_has_the_id_of_its_request(full: Served) -> None:
 
 
 def test_the_server_has_defaults_for_fields(server_llm: AsyncLLM) -> None:
-    settings = {"enable_force_include_usage": True, "return_tokens_as_token_ids": True}
+    settings: dict[str, Any] = {"default_chat_template_kwargs": {"enable_thinking": False}}
+    settings |= {"enable_force_include_usage": True, "return_tokens_as_token_ids": True}
     with served(server_llm, **settings) as server:
         body = BODY | {"logprobs": 0}
         answer = ask(server, "/v1/completions", body)[2]
@@ -216,6 +222,7 @@ def _references(value: Any) -> Iterator[str]:
         yield from _references(one)
 
 
+@pytest.mark.size("full")  # it compiles the schema of JSON schemas
 def test_the_schemas_are_json_schemas(full: Served) -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="pip install jsonschema")
     told = json.loads(get(full, "/openapi.json")[2])
@@ -268,8 +275,6 @@ def ask_file(path: Path, method: str, target: str, body: Any = None) -> tuple[in
 @pytest.fixture
 def folder() -> Iterator[Path]:
     """A folder with a short name: a socket's path has at most 107 bytes."""
-    import tempfile
-
     with tempfile.TemporaryDirectory(dir="/tmp") as name:
         yield Path(name)
 
@@ -338,3 +343,40 @@ def test_middleware_that_cannot_be_made_ends_the_start(server_llm: AsyncLLM) -> 
     api = ApiServer(server_llm, ServerSettings(middleware=["middleware_of_a_test:Marking"]))
     with behind_http(api) as server:
         assert get(server, "/health")[1]["x-class"] == "1"
+
+
+# ---------------------------------------------------------------- TLS
+
+
+def make_certificate(folder: Path, name: str) -> str:
+    """Write a key and a certificate for this name; return the certificate."""
+    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256"]
+    command += ["-nodes", "-subj", f"/CN={name}", "-keyout", str(folder / "key.pem")]
+    subprocess.run([*command, "-out", str(folder / "cert.pem")], check=True, capture_output=True)
+    return (folder / "cert.pem").read_text()
+
+
+@pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the certificate")
+def test_a_renewed_certificate_is_loaded(
+    server_llm: AsyncLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    monkeypatch.setattr(run, "_TICKS_OF_CERTIFICATES", 1)
+    first = make_certificate(tmp_path, "one")
+    files = {"ssl_certfile": str(tmp_path / "cert.pem"), "ssl_keyfile": str(tmp_path / "key.pem")}
+    api = ApiServer(server_llm, ServerSettings(served_model_name=["tiny"]))
+    with bind("127.0.0.1", 0) as bound:
+        server = Server(api, 5, access_log=False, ssl_refresh=True, **files)
+        thread = threading.Thread(target=lambda: asyncio.run(server.serve([bound])))
+        thread.start()
+        try:
+            wait_until(lambda: server.started)
+            address = bound.getsockname()
+            assert ssl.get_server_certificate(address).strip() == first.strip()
+            (tmp_path / "cert.pem").write_text("not yet")
+            wait_until(lambda: "cannot be loaded" in caplog.text)
+            assert ssl.get_server_certificate(address).strip() == first.strip()
+            second = make_certificate(tmp_path, "two")
+            wait_until(lambda: ssl.get_server_certificate(address).strip() == second.strip())
+        finally:
+            server.should_exit = True
+            thread.join()
