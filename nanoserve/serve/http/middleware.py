@@ -17,7 +17,10 @@ from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.settings import ServerSettings
 
 # Paths that need no key: the status and the page itself reveal nothing about requests.
-_OPEN = ("/health", "/ping", "/version", "/metrics", "/")
+_OPEN = (
+    *("/health", "/ping", "/healthz", "/readyz", "/livez", "/version", "/metrics", "/load"),
+    *("/docs", "/openapi.json", "/"),
+)
 _OPEN_FOLDERS = ("/page/",)
 
 
@@ -156,6 +159,11 @@ class RequestId:
             await send(message)
 
         await self._app(scope, receive, send_named)
+
+
+def request_id_of(scope: Scope) -> str | None:
+    """Return the id of a request; None without the middleware."""
+    return scope.get(_KEY)
 
 
 def named(headers: dict[str, str] | None, scope: Scope) -> dict[str, str]:
