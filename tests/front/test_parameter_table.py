@@ -109,7 +109,7 @@ def test_a_row_that_is_changed_is_seen_everywhere() -> None:
         model_config = importlib.import_module("nanoserve.checkpoint.model_config")
         body = importlib.import_module("nanoserve.serve.http.protocol")
         errors = importlib.import_module("nanoserve.sampling.diagnostics")
-        flags = importlib.import_module("nanoserve.cli.chat")._FLAGS
+        flags = importlib.import_module("nanoserve.cli.chat.command")._FLAGS
         with pytest.raises(ValueError, match=r"num_speculative_tokens=6 must be .* in \[0, 5\]"):
             params(num_speculative_tokens=6)
         given = params(num_speculative_tokens=4)
