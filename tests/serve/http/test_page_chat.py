@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 from browser_tab import Tab, error, stream_of
 
+from nanoserve.cli.chat.saved import save
+
 pytest.importorskip("fastapi", reason="needs the extra nanoserve[serve]")
 
 QUESTION = "What is a KV cache?"
@@ -302,6 +304,18 @@ def test_an_import_takes_known_members_only(tab_of_module: Tab) -> None:
         ],
         "leaf": 2,
     }
+
+
+def test_what_the_command_saves_can_be_imported(tab_of_module: Tab, tmp_path: Path) -> None:
+    said = [{"role": role, "content": role} for role in ("user", "assistant")]
+    save(tmp_path / "saved.json", "abc", said, {"model": "tiny", "system": None})
+    taken = tab_of_module.page.evaluate(
+        'async (text) => (await import("/page/exchange.js")).imported(text)',
+        (tmp_path / "saved.json").read_text("utf-8"),
+    )
+    (conversation,) = taken
+    assert conversation["title"] == "user" and conversation["leaf"] == 2
+    assert [message["role"] for message in conversation["messages"]] == ["user", "assistant"]
 
 
 # ---------------------------------------------------------------- parameters

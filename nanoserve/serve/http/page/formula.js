@@ -1,6 +1,7 @@
-// Formulas in LaTeX. Temml, the library temml.min.js, converts them to MathML, which browsers display;
-// it is loaded with the first formula. Until a formula is converted, and if it cannot be, its source is
-// shown. The nodes are made here: no attribute of a formula can load, link or run anything.
+// Formulas in LaTeX. Temml (temml.min.js, version 0.13.5 as published, temml.LICENSE) converts them to
+// MathML, which browsers display; it is loaded with the first formula. Until a formula is converted, and
+// if it cannot be, its source is shown. The nodes are made here: no attribute of a formula can load, link
+// or run anything.
 
 import { element } from "./element.js";
 
