@@ -11,7 +11,7 @@ pytest.importorskip("fastapi", reason="pip install 'nanoserve[serve]'")  # one l
 
 from nanoserve import SamplingParams
 from nanoserve.checkpoint.model_config import default_sampling
-from nanoserve.cli import chat
+from nanoserve.cli.chat import command as chat
 from nanoserve.compat.sampling import FOREIGN
 from nanoserve.features.speculative.draft_model import _simplified
 from nanoserve.sampling import diagnostics
