@@ -16,7 +16,8 @@ ENDPOINTS = {
     "/v1/chat/completions": "An answer to a conversation; with `stream` as server-sent events.",
     "/v1/completions": "The continuation of a string, of several strings, or of token ids; with "
     "`stream` as server-sent events.",
-    "/v1/models": "The served names, each with its `max_model_len`.",
+    "/v1/models": "The served models, each with its `max_model_len`, data types, architecture "
+    "and capabilities.",
     "/v1/models/{name:path}": "One of these models; 404 for a name that is not served.",
     "/tokenize": "The token ids of a prompt or of a conversation, their `count` and "
     "`max_model_len`; with `return_token_strs` also the tokens as strings.",

@@ -37,6 +37,7 @@ from nanoserve.serve.http.middleware import (
     read_body,
     request_id_of,
 )
+from nanoserve.serve.http.model_card import describe_model
 from nanoserve.serve.http.own_middleware import add_middleware
 from nanoserve.serve.http.page import add_page
 from nanoserve.serve.http.protocol import (
@@ -354,7 +355,14 @@ class ApiServer:
     def _about(self, name: str) -> dict[str, Any]:
         length = self.llm.engine.input_processor.max_model_len
         about = {"id": name, "object": "model", "created": self._started, "owned_by": "nanoserve"}
-        return about | {"root": name, "parent": None, "max_model_len": length}
+        about |= {"root": name, "parent": None, "max_model_len": length}
+        return about | describe_model(
+            self.llm.engine.config,
+            self.llm.engine.model_config,
+            has_template=bool(self._tokenizer.chat_template),
+            shows_tools=self.shows_tools,
+            reasons=self.reasoning_parser is not None,
+        )
 
     async def _read(self, request: Request, kind: type[BodyType]) -> BodyType:
         """Return the body of a request, validated as far as possible without the engine."""
