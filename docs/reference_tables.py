@@ -236,17 +236,21 @@ def routes() -> dict[str, list[str]]:
     """Return the methods by path of the server's application."""
     from fastapi import FastAPI
 
+    from nanoserve.serve.http.api_docs import add_docs
     from nanoserve.serve.http.app import ApiServer
     from nanoserve.serve.http.dashboard import add_live
     from nanoserve.serve.http.dev_endpoints import add_dev_endpoints
     from nanoserve.serve.http.messages.endpoints import add_messages
     from nanoserve.serve.http.page import add_page
     from nanoserve.serve.http.responses.endpoints import add_responses
+    from nanoserve.serve.http.server_load import ServerLoad
     from nanoserve.serve.http.settings import ServerSettings
 
     server: Any = object.__new__(ApiServer)
     server.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     server._add_routes()
+    server.app.add_api_route("/load", ServerLoad().show, methods=["GET", "HEAD"])
+    add_docs(server.app)
     add_page(server.app)
     add_live(server.app, lambda function: None)
     add_dev_endpoints(server.app, server, ServerSettings())

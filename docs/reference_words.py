@@ -28,7 +28,8 @@ ENDPOINTS = {
     "/v1/messages": "Anthropic's Messages API: an answer of content blocks, with typed events as a "
     "stream; see [Other APIs](#other-apis).",
     "/v1/messages/count_tokens": "The number of tokens of the prompt of such a request.",
-    "/v1/models": "The served names, each with its `max_model_len`.",
+    "/v1/models": "The served models, each with its `max_model_len`, data types, architecture "
+    "and capabilities.",
     "/v1/models/{name:path}": "One of these models; 404 for a name that is not served.",
     "/tokenize": "The token ids of a prompt or of a conversation, their `count` and "
     "`max_model_len`; with `return_token_strs` also the tokens as strings.",
@@ -36,8 +37,17 @@ ENDPOINTS = {
     "/health": "200 while requests are answered; 503 when the engine has failed, when a step "
     "hangs, and while the server is stopping.",
     "/ping": "The same as `/health`.",
+    "/healthz": "The same as `/health`.",
+    "/readyz": "200 while a new request would be computed: as `/health`, but 503 also while the "
+    "engine sleeps or is paused.",
+    "/livez": "200 unless only a restart can help: 503 when the engine has failed or a step hangs.",
     "/version": "The version of nanoserve.",
     "/metrics": "[Metrics](metrics.md#prometheus) in Prometheus' text format.",
+    "/load": "With `--enable-server-load-tracking`: `server_load`, the number of requests to POST "
+    "endpoints under `/v1` that are in progress.",
+    "/openapi.json": "With `--enable-offline-docs`: the schema of the API (OpenAPI 3.1), made from "
+    "the models that check requests.",
+    "/docs": "With `--enable-offline-docs`: a page about that schema, without scripts.",
     "/live": "The state of the engine as server-sent events, for the page at `/`: the running "
     "requests and the KV pool, block by block.",
     "/": "A page for a browser: conversations with the model, and a view of the running engine.",
@@ -53,6 +63,8 @@ ENDPOINTS = {
     "/update_weights": "With `--enable-dev-endpoints`: replaces all weights by those in a folder "
     "on the server, `?path=FOLDER`, with `version` and `mode` as for `AsyncLLM.update_weights`.",
     "/is_sleeping": "With `--enable-dev-endpoints`: `is_sleeping`.",
+    "/server_info": "With `--enable-dev-endpoints`: the version, and the options of the engine "
+    "(`config`) and of the server (`server`), API keys excepted.",
     "/reset_prefix_cache": "With `--enable-dev-endpoints`: evicts all cached prefixes; with "
     "`?reset_running_requests=true` running requests recompute theirs, too.",
 }
@@ -388,6 +400,7 @@ NO_BOUNDS = """
     nanoserve.utils.checks
     nanoserve.config._SMALLEST
     nanoserve.engine.pause._POLL_SECONDS
+    nanoserve.features.request_spans._FLUSH_SECONDS
     nanoserve.engine.bad_words
     nanoserve.text.detokenizer
     nanoserve.text.incremental_decoder

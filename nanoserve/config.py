@@ -221,6 +221,9 @@ class EngineConfig:
     # Publish events of the prefix cache: an object; see nanoserve/features/kv_events/config.py.
     # Default: none.
     kv_events_config: Any = None
+    # URL of an OpenTelemetry collector that receives a span of each request over OTLP:
+    # http://HOST:4318/v1/traces or grpc://HOST:4317. Needs nanoserve[otel]. Default: none.
+    otlp_traces_endpoint: str | None = None
 
     # Number of CPU threads. Default: as many as torch chooses, or 1 for a model with
     # less than 64 MiB of weights.

@@ -14,7 +14,13 @@ from pathlib import Path
 from types import UnionType
 from typing import Any, get_args
 
-from nanoserve.cli.parser import from_json, json_or_text, length_or_auto, whole_number
+from nanoserve.cli.parser import (
+    Words,
+    from_json,
+    json_or_text,
+    length_or_auto,
+    whole_number,
+)
 from nanoserve.compat.options import FOREIGN, RENAMED
 from nanoserve.config import EngineConfig
 from nanoserve.text.chat_template import load_chat_template
@@ -84,7 +90,7 @@ def add_engine_flags(parser: ArgumentParser, but: Collection[str] = ()) -> None:
             "nanoserve/sampling/processors.py. Default: none."
         )
         group.add_argument(
-            "--logits-processors", nargs="+", default=SUPPRESS, metavar="NAME", help=named
+            "--logits-processors", action=Words, default=SUPPRESS, metavar="NAME", help=named
         )
     taken = {*but, *parser._option_string_actions}
     for name in {*FOREIGN, *RENAMED}:  # options of vLLM, rejected or accepted with an explanation

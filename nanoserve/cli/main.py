@@ -14,7 +14,7 @@ COMMANDS: Registry[Command] = Registry(
     {
         "serve": "nanoserve.cli.serve:main",
         "batch": "nanoserve.cli.batch:main",
-        "chat": "nanoserve.cli.chat:main",
+        "chat": "nanoserve.cli.chat.command:main",
         "bench": "nanoserve.cli.bench:main",
         "info": "nanoserve.cli.info:main",
         "trace": "nanoserve.cli.trace:main",

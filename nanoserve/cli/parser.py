@@ -9,7 +9,7 @@ import json
 import re
 import sys
 from argparse import SUPPRESS, Action, ArgumentParser, ArgumentTypeError, Namespace
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
@@ -193,54 +193,6 @@ def with_dashes(arguments: list[str]) -> list[str]:
             argument = flag.replace("_", "-") + dot + keys + equals + value
         dashed.append(argument)
     return dashed
-
-
-def with_config_file(arguments: list[str], parser: ArgumentParser) -> list[str]:
-    """Return the flags of the YAML file that `--config` names, then `arguments`, as vLLM does.
-
-    An entry is a flag without its dashes: true and false switch it, a list becomes several words,
-    an object becomes JSON; "model" is the model, unless `arguments` have one. Arguments override
-    the file, since they come later. Raises `ValueError` for a file that cannot be read as flags.
-    """
-    for number, argument in enumerate(arguments):
-        name, equals, value = argument.partition("=")
-        if name == "--config":
-            if not equals and number + 1 >= len(arguments):
-                raise ValueError("--config needs a YAML file")
-            rest = arguments[number + (1 if equals else 2) :]
-            path = value if equals else arguments[number + 1]
-            return [*_flags_in(path, parser), *arguments[:number], *rest]
-    return arguments
-
-
-def _flags_in(path: str, parser: ArgumentParser) -> list[str]:
-    import yaml
-
-    try:
-        with open(path, encoding="utf-8") as file:
-            entries = yaml.safe_load(file) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ValueError(f"--config {path} cannot be read: {error}") from error
-    if not isinstance(entries, dict) or not all(isinstance(name, str) for name in entries):
-        raise ValueError(f"--config {path} must be a YAML mapping of flags to values")
-    if "config" in entries:
-        raise ValueError(
-            f"--config {path} has an entry 'config', which is not supported in a file; remove it"
-        )
-    known = parser._option_string_actions
-    return [word for name, value in entries.items() for word in _words(name, value, known)]
-
-
-def _words(name: str, value: Any, known: Container[str]) -> list[str]:
-    flag = f"--{name.replace('_', '-')}"
-    if isinstance(value, bool):
-        off = f"--no-{flag[2:]}"
-        return [flag] if value else [off] if off in known or flag not in known else []
-    if value is None:
-        return []
-    if isinstance(value, list):
-        return [flag, *map(str, value)] if value else []
-    return [f"{flag}={json.dumps(value) if isinstance(value, dict) else value}"]
 
 
 def add_model(parser: ArgumentParser, text: str) -> None:

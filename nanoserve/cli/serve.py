@@ -7,14 +7,22 @@ from contextlib import ExitStack
 from dataclasses import fields
 from functools import partial
 
+from nanoserve.cli.config_file import with_config_file
 from nanoserve.cli.engine_flags import add_engine_flags, engine_options
+from nanoserve.cli.operation_flags import (
+    WithoutPaths,
+    add_operation_flags,
+    check_sockets,
+    configure_logging,
+    read_log_config,
+    uvicorn_options,
+)
 from nanoserve.cli.parser import (
     Parser,
     Words,
     add_model,
     from_json,
     model_of,
-    with_config_file,
     with_dashes,
 )
 from nanoserve.cli.server_flags import add_server_flags, check_server_flags
@@ -27,8 +35,9 @@ from nanoserve.serve.replicas.settings import ReplicaSettings
 # Flags of this command that share their name with an engine option of vLLM.
 _OURS = (
     *("served_model_name", "reasoning_parser", "enable_reasoning"),
-    *("stream_interval", "data_parallel_size", "shutdown_timeout"),
+    *("stream_interval", "data_parallel_size", "shutdown_timeout", "log_config_file"),
 )
+_HOST, _PORT = "127.0.0.1", 8000
 _PACKAGES = "FastAPI, uvicorn and prometheus-client"
 
 
@@ -37,6 +46,7 @@ def main(arguments: list[str]) -> int:
     model = model_of(args, "tiny-qwen3")
     try:
         from nanoserve.serve.http.app import ApiServer
+        from nanoserve.serve.http.own_middleware import load_middleware
         from nanoserve.serve.http.run import bind, serve
     except ModuleNotFoundError as error:
         message = f"a server needs {_PACKAGES} ({error}): pip install 'nanoserve[serve]'"
@@ -44,20 +54,22 @@ def main(arguments: list[str]) -> int:
     from nanoserve.serve.engine_process import LOG_FORMAT
 
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT)
+    log_config = read_log_config(args.log_config_file)
     names = [field.name for field in fields(ServerSettings) if field.name in args]
     chosen = {name: getattr(args, name) for name in names}
     key = os.environ.get("NANOSERVE_API_KEY")
     settings = ServerSettings(**({"api_key": [key]} if key else {}) | chosen)
-    tls = {name: getattr(args, name) for name in ("ssl_keyfile", "ssl_certfile")}
-    tls = {name: value for name, value in tls.items() if value is not None}
-    if len(tls) == 1:
-        raise ValueError(f"{tls} alone is not enough; TLS needs --ssl-keyfile and --ssl-certfile")
+    hidden = WithoutPaths(args.disable_access_log_for_endpoints or "", settings.root_path)
+    logging.getLogger("uvicorn.access").addFilter(hidden)
+    for location in settings.middleware:
+        load_middleware(location)  # raises before a model is loaded
+    options_of_uvicorn = uvicorn_options(args)
     names = [field.name for field in fields(ReplicaSettings) if field.name in args]
     replicas = ReplicaSettings(**{name: getattr(args, name) for name in names})
     options = engine_options(args, _OURS)
     from nanoserve.serve.async_llm import AsyncLLM
 
-    with bind(args.host, args.port) as bound, ExitStack() as ending:
+    with bind(args.host, args.port, args.uds) as bound, ExitStack() as ending:
         if replicas.is_fleet:
             from nanoserve.serve.replicas.start import start_server
 
@@ -67,7 +79,9 @@ def main(arguments: list[str]) -> int:
             llm = AsyncLLM(model, args.engine_process, args.stream_interval, **options)
             ending.callback(llm.shutdown)
             api = ApiServer(llm, settings)
-        return serve(api, bound, args.grace_period, args.access_log, **tls)
+        if log_config is not None and not replicas.is_fleet:  # replicas log through Ray
+            api.llm.call_soon(partial(configure_logging, log_config))
+        return serve(api, bound, args.grace_period, args.access_log, **options_of_uvicorn)
 
 
 def parse_args(arguments: list[str]) -> Namespace:
@@ -78,6 +92,7 @@ def parse_args(arguments: list[str]) -> Namespace:
     parser = _parser()
     args = parser.parse_args(with_config_file(with_dashes(arguments), parser))
     check_server_flags(args)
+    check_sockets(args, _HOST, _PORT)
     return args
 
 
@@ -95,11 +110,9 @@ def _parser() -> ArgumentParser:
     group = parser.add_argument_group("server")
     add = group.add_argument
     host = "Address to listen on; 0.0.0.0 is every interface. Default: %(default)s."
-    add("--host", default="127.0.0.1", help=host)
+    add("--host", default=_HOST, help=host)
     port = "Port to listen on; 0 is any free port. Default: %(default)s."
-    add("--port", type=int, default=8000, help=port)
-    add("--ssl-keyfile", metavar="FILE", help="Private key for HTTPS. Default: plain HTTP.")
-    add("--ssl-certfile", metavar="FILE", help="Certificate for HTTPS. Default: plain HTTP.")
+    add("--port", type=int, default=_PORT, help=port)
     grace = "Seconds for running requests to end after SIGTERM or Ctrl-C. Default: %(default)s."
     add("--grace-period", "--shutdown-timeout", type=float, default=30, metavar="S", help=grace)
     # Fields of ServerSettings, which has their defaults.
@@ -153,6 +166,7 @@ def _parser() -> ArgumentParser:
     add(flag, dest="engine_process", action="store_false", default=SUPPRESS, help=SUPPRESS)
     interval = "Minimum number of tokens in an event of a stream. Default: %(default)s."
     add("--stream-interval", type=int, default=1, metavar="N", help=interval)
+    add_operation_flags(group)
     _add_replica_flags(parser)
     add_server_flags(parser)
     add_engine_flags(parser)

@@ -12,9 +12,9 @@ logger = logging.getLogger(__name__)
 
 # Flags that may be given without a value.
 _SWITCHES = {
-    *("trust_request_mm_kwargs", "return_tokens_as_token_ids"),
+    *("trust_request_mm_kwargs",),
     *("exclude_tools_when_tool_choice_none", "cohere_is_reasoning_model", "log_error_stack"),
-    *("headless", "allow_credentials", "grpc"),
+    *("headless", "grpc"),
 }
 _LISTS = {"lora_modules"}  # take several words
 _SHORT = {"api_server_count": ["-asc"]}

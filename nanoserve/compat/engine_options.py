@@ -215,7 +215,6 @@ class VllmOptions(TypedDict, total=False):
     offload_params: Any
     offload_prefetch_step: Any
     optimization_level: Any
-    otlp_traces_endpoint: Any
     override_attention_dtype: Any
     override_pooler_config: Any
     per_request_spec_decode_metrics: Any
@@ -320,6 +319,7 @@ class EngineOptions(VllmOptions, total=False):
     trace: str | Path | None
     disable_log_stats: bool
     kv_events_config: Mapping[str, Any] | KVEventsConfig | None
+    otlp_traces_endpoint: str | None
     num_threads: int | None
     device: Literal["auto", "cpu", "cuda"] | None
     attention_backend: str | None

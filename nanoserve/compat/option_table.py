@@ -235,7 +235,7 @@ FOREIGN: dict[str, Foreign] = {
              "use the fields of StructuredOutputsParams", _off),
     **_known("logits_processor_pattern io_processor_plugin", "pass logits_processors in a program"),
     # Observability.
-    **_known("show_hidden_metrics_for_version otlp_traces_endpoint collect_detailed_traces "
+    **_known("show_hidden_metrics_for_version collect_detailed_traces "
              "profiler_config custom_histogram_buckets", _OBSERVED),
     **_known("per_request_spec_decode_metrics", _OBSERVED, _one_of("none", False)),
     **_known("kv_cache_metrics cudagraph_metrics "

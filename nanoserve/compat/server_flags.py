@@ -30,11 +30,10 @@ _PROXY = "put a proxy such as nginx or Caddy in front of the server"
 _LOGGED = "neither prompts nor answers are logged"
 _ACCESS = "there is no access log unless --access-log is given"
 _ONE_PROCESS = "one process serves HTTP, and --data-parallel-size N starts several engines"
-_ALL_ALLOWED = "origins in --allowed-origins may use every method and header"
 _PARSERS = "the formats are those of --tool-call-parser"
 _GRPC = "the server speaks HTTP"
 _H11 = "--max-body-bytes, --max-connections and --body-timeout limit what clients send"
-_NO_DOCS = "there is no page for the schema of the API"
+_NO_DOCS = "/docs and /openapi.json are served only with --enable-offline-docs"
 _OTHER_PROTOCOLS = "the server has /v1/completions and /v1/chat/completions, and no other protocol"
 
 # All flags of `vllm serve` (0.32) that are neither flags here nor options of vLLM's engine.
@@ -51,41 +50,24 @@ FLAGS: dict[str, Foreign] = {
              _one_of("auto")),
     **_known("tool_server", "clients call the tools"),
     # Answers.
-    **_known("return_tokens_as_token_ids", "send return_tokens_as_token_ids with each request",
-             _off),
-    **_known("enable_force_include_usage", "send stream_options={'include_usage': true} with each "
-             "stream", _off),
     **_known("enable_per_request_metrics", "/metrics has latencies of all requests", _off),
-    **_known("enable_request_id_headers", "each answer has an x-request-id", _anything),
+    **_known("enable_request_id_headers", "each response has an x-request-id, which is the "
+             "client's if it has sent one", _anything),
     **_known("sse_keep_alive_interval", "use --heartbeat-interval S"),
     **_known("fingerprint_mode", "system_fingerprint is null", _one_of("none")),
     **_known("fingerprint_value", "system_fingerprint is null"),
     # Endpoints.
-    **_known("enable_server_load_tracking", "/metrics has num_requests_running and _waiting", _off),
     **_known("enable_tokenizer_info_endpoint", "/tokenize and /detokenize are served", _off),
     **_known("enable_scale_out", _OTHER_PROTOCOLS, _off),
     **_known("disable_fastapi_docs", _NO_DOCS, _anything),
-    **_known("enable_offline_docs", _NO_DOCS, _off),
     **_known("enable_flash_late_interaction", "nanoserve generates text, not scores", _anything),
     **_known("lora_modules", _LORA),
     # Logs.
     **_known("max_log_len", _LOGGED, _anything),
     **_known("enable_log_outputs log_error_stack", _LOGGED, _off),
     **_known("enable_log_deltas", _LOGGED, _anything),
-    **_known("uvicorn_log_level", _ACCESS, _anything),
-    **_known("disable_uvicorn_access_log disable_access_log_for_endpoints", _ACCESS, _anything),
+    **_known("disable_uvicorn_access_log", _ACCESS, _anything),
     # Sockets and processes.
-    **_known("root_path", f"{_PROXY} that takes the prefix off the path"),
-    **_known("uds", "use --host 127.0.0.1 and --port; socat or a proxy can listen on a socket of "
-             "the file system"),
-    **_known("middleware", f"{_PROXY}, or wrap the ASGI application "
-             "nanoserve.serve.http.app.ApiServer(llm, settings).app"),
-    **_known("allow_credentials", "nothing here needs cookies: clients send an API key", _off),
-    **_known("allowed_methods allowed_headers", _ALL_ALLOWED, _one_of(["*"], "*")),
-    **_known("ssl_ca_certs", f"to ask clients for certificates, {_PROXY}"),
-    **_known("ssl_cert_reqs", f"to ask clients for certificates, {_PROXY}", _one_of(0)),
-    **_known("ssl_ciphers", f"Python's default ciphers are used; for others, {_PROXY}"),
-    **_known("enable_ssl_refresh", f"restart the server, or {_PROXY}", _off),
     **_known("h11_max_incomplete_event_size h11_max_header_count", _H11),
     **_known("headless", _ONE_PROCESS, _off),
     **_known("api_server_count", _ONE_PROCESS, _one_of(1)),

@@ -71,6 +71,7 @@ class Request:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     extensions: tuple[str, ...] = ()  # names of extensions that the engine needs for it
     error: Exception | None = None  # the error that ended it: see `RequestOutput.error`
+    trace_headers: dict[str, str] | None = None  # of HTTP: see `nanoserve.features.request_spans`
     completions: list[Completion] = field(init=False)
 
     def __post_init__(self) -> None:

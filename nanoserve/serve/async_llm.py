@@ -147,8 +147,12 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         priority: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of a request. `sampling_params.output_kind` sets their kind.
+
+        trace_headers: `traceparent` and `tracestate` of an HTTP request, for the parent of the
+            span with `otlp_traces_endpoint`.
 
         If the caller reads slowly, the tokens of several steps are merged into one output. Dropping
         the iterator aborts the request. If the request fails, its error is raised after its last
@@ -159,8 +163,13 @@ class AsyncLLM:
         running.
         """
         request_id = self.new_request_id() if request_id is None else request_id
-        process = self.engine.input_processor.process
-        make = partial(process, request_id, prompt, sampling_params, priority)
+
+        def make() -> Request:
+            process = self.engine.input_processor.process
+            request = process(request_id, prompt, sampling_params, priority)
+            request.trace_headers = dict(trace_headers or {})
+            return request
+
         return self._outputs_of(make, sampling_params)
 
     def chat(

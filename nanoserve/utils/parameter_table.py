@@ -10,7 +10,7 @@ A parameter is a field of `SamplingParams` and a row of `PARAMETERS`. The column
                     row whose constraints leave no token (`sampling/diagnostics.py`)
     is_http         bodies of HTTP requests (`serve/http/protocol.py`, where it is a field, too)
     recommended_as  the reader of generation_config.json (`checkpoint/model_config.py`)
-    flag            the command line of `nanoserve chat` (`cli/chat.py`)
+    flag            the command line of `nanoserve chat` (`cli/chat/command.py`)
 """
 
 from collections.abc import Callable

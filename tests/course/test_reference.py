@@ -93,7 +93,10 @@ def test_the_routes_are_those_of_a_server() -> None:
 
     llm = AsyncLLM("tiny-qwen3", device="cpu", attention_backend="torch", num_kv_blocks=16)
     try:
-        served: Any = ApiServer(llm, ServerSettings(enable_dev_endpoints=True)).app.routes
+        settings = ServerSettings(
+            enable_dev_endpoints=True, enable_server_load_tracking=True, enable_offline_docs=True
+        )
+        served: Any = ApiServer(llm, settings).app.routes
         paths = {route.path for route in served}
     finally:
         llm.shutdown()

@@ -43,6 +43,7 @@ ALLOWED = {
         "serve/replicas/router_client.py: params.seed",
         "serve/replicas/replica.py: request.sequences[[]0].metrics.arrival_time",
         "serve/http/app.py: one.sequences[[]0].metrics.arrival_time",
+        "serve/http/app.py: one.trace_headers",
         "serve/http/chat_completions.py: params.skip_special_tokens",
         "serve/token_stream.py: request.params.output_kind",
     ),
@@ -53,6 +54,10 @@ ALLOWED = {
     ),
     "the body of an HTTP request gets the grammar that its tools lead to": (
         "serve/http/chat_completions.py: body.constraint",
+    ),
+    "it also gets the values of the fields that it does not set": (
+        "serve/http/app.py: body.request_id",
+        "serve/http/server_defaults.py: body.*",
     ),
     "orders, members and their loads are records of the router": (
         "serve/replicas/router_client.py: order.*",

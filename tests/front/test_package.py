@@ -39,6 +39,7 @@ DISTRIBUTIONS = {
     "msgspec": "msgspec",
     "numba": "numba",
     "numpy": "numpy",
+    "opentelemetry": "opentelemetry-sdk",
     "prometheus_client": "prometheus-client",
     "pydantic": "pydantic",
     "pydantic_core": "pydantic-core",
@@ -158,7 +159,7 @@ def test_the_version_is_the_same_everywhere() -> None:
 
 # ---------------------------------------------------------------- built, and used elsewhere
 
-FOLDERS = ("benchmarks", "docs", "nanoserve", "tests", "training")
+FOLDERS = ("benchmarks", "deploy", "docs", "nanoserve", "tests", "training")
 FILES = (
     *("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "README.md"),
     *("SECURITY.md", "bench.py", "example.py", "mkdocs.yml", "pyproject.toml"),

@@ -11,7 +11,7 @@ pytest.importorskip("fastapi", reason="pip install 'nanoserve[serve]'")  # one l
 
 from nanoserve import SamplingParams
 from nanoserve.checkpoint.model_config import default_sampling
-from nanoserve.cli import chat
+from nanoserve.cli.chat import command as chat
 from nanoserve.compat.sampling import FOREIGN
 from nanoserve.features.speculative.draft_model import _simplified
 from nanoserve.sampling import diagnostics
@@ -109,7 +109,7 @@ def test_a_row_that_is_changed_is_seen_everywhere() -> None:
         model_config = importlib.import_module("nanoserve.checkpoint.model_config")
         body = importlib.import_module("nanoserve.serve.http.protocol")
         errors = importlib.import_module("nanoserve.sampling.diagnostics")
-        flags = importlib.import_module("nanoserve.cli.chat")._FLAGS
+        flags = importlib.import_module("nanoserve.cli.chat.command")._FLAGS
         with pytest.raises(ValueError, match=r"num_speculative_tokens=6 must be .* in \[0, 5\]"):
             params(num_speculative_tokens=6)
         given = params(num_speculative_tokens=4)

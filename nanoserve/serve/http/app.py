@@ -16,8 +16,10 @@ from starlette.exceptions import HTTPException
 from nanoserve import __version__
 from nanoserve.engine.text_limit import ContextLengthError
 from nanoserve.features.metrics import exposition, start_metrics
+from nanoserve.features.request_spans import TRACE_HEADERS
 from nanoserve.serve.async_llm import AsyncLLM
 from nanoserve.serve.engine_thread import EngineAsleepError, EngineDeadError
+from nanoserve.serve.http.api_docs import add_docs
 from nanoserve.serve.http.chat_completions import chat_prompt, chat_requests
 from nanoserve.serve.http.completions import (
     CompletionAnswer,
@@ -34,10 +36,12 @@ from nanoserve.serve.http.middleware import (
     Guard,
     RequestId,
     SharedAnswer,
-    id_of,
     named,
     read_body,
+    request_id_of,
 )
+from nanoserve.serve.http.model_card import describe_model
+from nanoserve.serve.http.own_middleware import add_middleware
 from nanoserve.serve.http.page import add_page
 from nanoserve.serve.http.protocol import (
     ChatBody,
@@ -50,6 +54,9 @@ from nanoserve.serve.http.response_format import refusal
 from nanoserve.serve.http.response_writer import EventStream, whole_response
 from nanoserve.serve.http.responses.endpoints import add_responses
 from nanoserve.serve.http.responses.store import ResponseStore
+from nanoserve.serve.http.root_path import RootPath
+from nanoserve.serve.http.server_defaults import set_defaults
+from nanoserve.serve.http.server_load import CountRequests, ServerLoad
 from nanoserve.serve.http.settings import ServerSettings
 from nanoserve.serve.http.templates import Templates
 from nanoserve.serve.http.tools.reasoning import special_tokens_of
@@ -83,6 +90,7 @@ class ApiServer:
         self._unknown_names = UnknownNames()
         self._measure()
         self._metrics = SharedAnswer(self._read_metrics, _METRICS_SECONDS)
+        self._load = ServerLoad()
         self.app = FastAPI(
             title="nanoserve",
             docs_url=None,
@@ -96,10 +104,16 @@ class ApiServer:
         add_messages(self.app, self)
         if settings.enable_dev_endpoints:
             add_dev_endpoints(self.app, llm, settings)
+        if settings.enable_server_load_tracking:
+            self.app.add_api_route("/load", self._load.show, methods=["GET", "HEAD"])
+        if settings.enable_offline_docs:
+            add_docs(self.app, settings.root_path)
         add_page(self.app)
         self.live = self._show_live()
         for kind in (ApiError, HTTPException, EngineDeadError, EngineAsleepError, Exception):
             self.app.add_exception_handler(kind, _error_response)
+        # Each middleware wraps those before it.
+        self.app.add_middleware(CountRequests, load=self._load)
         self.app.add_middleware(Guard, settings=settings)
         if settings.allowed_origins:
             from starlette.middleware.cors import CORSMiddleware
@@ -108,11 +122,15 @@ class ApiServer:
             self.app.add_middleware(
                 CORSMiddleware,
                 allow_origins=origins,
-                allow_methods=["*"],
-                allow_headers=["*"],
+                allow_credentials=settings.allow_credentials,
+                allow_methods=settings.allowed_methods,
+                allow_headers=settings.allowed_headers,
                 expose_headers=["x-request-id"],
             )
-        self.app.add_middleware(RequestId)  # last, so that it wraps all other middleware
+        add_middleware(self.app, settings.middleware)
+        self.app.add_middleware(RequestId)  # so that each response has one
+        if settings.root_path:
+            self.app.add_middleware(RootPath, root_path=settings.root_path)
 
     def _measure(self) -> None:
         name, prefix = self.names[0], self.settings.metrics_prefix
@@ -127,6 +145,9 @@ class ApiServer:
         for path, endpoint in (
             ("/health", self.health),
             ("/ping", self.health),
+            ("/healthz", self.health),
+            ("/readyz", self.ready),
+            ("/livez", self.alive),
             ("/version", self.version),
             ("/metrics", self.show_metrics),
             ("/v1/models", self.models),
@@ -149,7 +170,18 @@ class ApiServer:
         is_well = self.llm.is_running and self.llm.stall is None and not self.is_draining
         return Response(status_code=200 if is_well else 503)
 
+    async def ready(self) -> Response:
+        """Return 200 while a new request would be computed: `health`, and the engine is awake."""
+        is_idle = await self.llm.is_sleeping() or await self.llm.is_paused()
+        return Response(status_code=503) if is_idle else await self.health()
+
+    async def alive(self) -> Response:
+        """Return 200 unless only a restart can help: the engine has failed, or a step hangs."""
+        is_alive = self.llm.is_running and self.llm.stall is None
+        return Response(status_code=200 if is_alive else 503)
+
     async def version(self) -> dict[str, str]:
+        """Return the version of nanoserve."""
         return {"version": __version__}
 
     async def show_metrics(self) -> Response:
@@ -160,18 +192,22 @@ class ApiServer:
         return await self.llm.call_in_engine(exposition)
 
     async def models(self) -> dict[str, Any]:
+        """Return the served names, each with its `max_model_len`."""
         return {"object": "list", "data": [self._about(name) for name in self.names]}
 
     async def model(self, name: str) -> dict[str, Any]:
+        """Return one of the served names; 404 for any other."""
         self._check_model(name)
         return self._about(name)
 
     async def completions(self, request: Request) -> Response:
+        """Return the continuation of prompts, or with `stream` server-sent events of it."""
         body = await self.read(request, CompletionBody)
         check_completion(body, self.settings.max_prompts, self.settings.max_n)
         return await self._generate(request, body, completion_requests, CompletionAnswer)
 
     async def chat_completions(self, request: Request) -> Response:
+        """Return an answer to a conversation, or with `stream` server-sent events of it."""
         return await self.answer_chat(request, await self.read(request, ChatBody), chat_answer)
 
     async def answer_chat(
@@ -248,12 +284,16 @@ class ApiServer:
         arrived = self.llm.engine.clock()
         self._admit(body)
         engine, new_id = self.llm.engine, self.llm.new_request_id
+        if body.request_id is None:
+            body.request_id = request_id_of(request.scope)  # the id of the response, as in vLLM
+        headers = self._trace_headers(request, body)
         await self._check_guide(body)
         requests = await self._prepare_each(
             lambda: make(body, engine, new_id), body.is_large, body.prompt_field
         )
         for one in requests:
             one.sequences[0].metrics.arrival_time = arrived  # tokenizing counts as latency
+            one.trace_headers = headers
             if not body.may_reach_end:
                 self._check_length(body, len(one.prompt_token_ids), one.params.max_tokens)
         answer = answer_kind(body, body.model or self.names[0], requests, engine.tokenizer)
@@ -261,6 +301,14 @@ class ApiServer:
         if body.stream:
             return EventStream(answer, reader, self.settings.heartbeat_interval)
         return await whole_response(answer, reader, request.receive)
+
+    def _trace_headers(self, request: Request, body: GenerationBody) -> dict[str, str] | None:
+        """Return what a span of the request needs; None if the engine makes no spans."""
+        if self.llm.engine.config.otlp_traces_endpoint is None:
+            return None
+        given = {name: request.headers.get(name) for name in TRACE_HEADERS}
+        given["x-request-id"] = body.request_id
+        return {name: value for name, value in given.items() if value is not None}
 
     async def _check_guide(self, body: GenerationBody) -> None:
         """Raise `ApiError`, naming the field, for an invalid structured output constraint."""
@@ -309,7 +357,14 @@ class ApiServer:
     def _about(self, name: str) -> dict[str, Any]:
         length = self.llm.engine.input_processor.max_model_len
         about = {"id": name, "object": "model", "created": self._started, "owned_by": "nanoserve"}
-        return about | {"root": name, "parent": None, "max_model_len": length}
+        about |= {"root": name, "parent": None, "max_model_len": length}
+        return about | describe_model(
+            self.llm.engine.config,
+            self.llm.engine.model_config,
+            has_template=self._tokenizer.has_chat_template,
+            shows_tools=self.templates.shows_tools,
+            reasons=self.reasoning_parser is not None,
+        )
 
     async def read(
         self, request: Request, kind: type[BodyType], check: Check = check_fields
@@ -347,6 +402,7 @@ class ApiServer:
         if body.model is not None:
             self._check_model(body.model)
         body.note_size(is_large)
+        set_defaults(body, self.settings)
         template = self.templates.source
         if isinstance(body, ChatBody):
             template = self.templates.apply(body)
@@ -421,7 +477,7 @@ async def _error_response(request: Request, error: Exception) -> JSONResponse:
     answer = ApiError.of(error)
     if answer.status == 500:
         answer.headers = named(answer.headers, request.scope)
-    return error_response(answer, request.url.path, id_of(request.scope))
+    return error_response(answer, request.url.path, request_id_of(request.scope))
 
 
 def _of_routing(request: Request, error: HTTPException) -> ApiError:

@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
@@ -170,11 +170,23 @@ def add_live(app: FastAPI, call_in_engine: CallInEngine) -> LiveView:
     """Serve `GET /live`, and return the view, to be closed before the server shuts down."""
     view = LiveView(call_in_engine)
 
-    @app.get("/live", include_in_schema=False, response_model=None)
-    async def live() -> LiveResponse:
-        return LiveResponse(view)
+    async def live(request: Request) -> Response:
+        return no_stream() if request.method == "HEAD" else LiveResponse(view)
 
+    add_stream(app, live)
     return view
+
+
+def add_stream(app: FastAPI, endpoint: Callable[..., Awaitable[Response]]) -> None:
+    """Add the route of the live view."""
+    app.add_api_route(
+        "/live", endpoint, methods=["GET", "HEAD"], include_in_schema=False, response_model=None
+    )
+
+
+def no_stream() -> Response:
+    """Return the answer to HEAD: the stream itself would not end."""
+    return Response(media_type="text/event-stream")
 
 
 def _too_many() -> JSONResponse:

@@ -14,6 +14,7 @@ from fastapi.responses import JSONResponse
 
 from nanoserve.serve.async_llm import AsyncLLM
 from nanoserve.serve.http.errors import ApiError
+from nanoserve.serve.http.server_info import server_info
 from nanoserve.serve.http.settings import ServerSettings
 from nanoserve.utils.checks import shown
 
@@ -26,14 +27,15 @@ def add_dev_endpoints(app: FastAPI, llm: AsyncLLM, settings: ServerSettings) -> 
     for path, endpoint in endpoints.posts().items():
         app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
     for path, endpoint in endpoints.gets().items():
-        app.add_api_route(path, endpoint, methods=["GET"], response_model=None)
+        app.add_api_route(path, endpoint, methods=["GET", "HEAD"], response_model=None)
 
 
 class DevEndpoints:
     """The endpoints of one engine. Another order to the engine is another entry of `posts`."""
 
     def __init__(self, llm: AsyncLLM, settings: ServerSettings) -> None:
-        self._llm, self._origins = llm, settings.allowed_origins
+        self._llm, self._settings = llm, settings
+        self._origins = settings.allowed_origins
 
     def posts(self) -> dict[str, Callable[..., Any]]:
         return {
@@ -46,7 +48,11 @@ class DevEndpoints:
         }
 
     def gets(self) -> dict[str, Callable[..., Any]]:
-        return {"/is_paused": self.is_paused, "/is_sleeping": self.is_sleeping}
+        return {
+            "/is_paused": self.is_paused,
+            "/is_sleeping": self.is_sleeping,
+            "/server_info": self.server_info,
+        }
 
     async def pause(self, request: Request) -> Response:
         """Call `AsyncLLM.pause_generation`."""
@@ -61,7 +67,7 @@ class DevEndpoints:
 
     async def sleep(self, request: Request) -> Response:
         """Call `AsyncLLM.sleep`, which aborts running requests."""
-        await _checked(self._llm.sleep, **self._query(request, level=_integer))
+        await _checked(self._llm.sleep, **self._query(request, level=_integer, mode=str))
         return Response(status_code=200)
 
     async def wake_up(self, request: Request) -> Response:
@@ -87,6 +93,11 @@ class DevEndpoints:
 
     async def is_sleeping(self) -> dict[str, bool]:
         return {"is_sleeping": await self._llm.is_sleeping()}
+
+    async def server_info(self, request: Request) -> dict[str, Any]:
+        """Return the options of the engine and of the server, API keys excepted."""
+        self._query(request, config_format=_json_format)
+        return server_info(self._llm.engine.config, self._settings)
 
     def _query(
         self, request: Request, **known: Callable[[Any], Any] | type[list[str]]
@@ -139,6 +150,12 @@ def _integer(text: str) -> int:
     if not text.isascii() or not text.isdecimal() or len(text) > 9:
         raise ValueError("must be an integer")
     return int(text)
+
+
+def _json_format(text: str) -> str:
+    if text != "json":
+        raise ValueError("must be json")
+    return text
 
 
 def _version(text: str) -> int | str:

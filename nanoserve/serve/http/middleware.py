@@ -18,7 +18,10 @@ from nanoserve.serve.http.messages.errors import error_response, is_messages
 from nanoserve.serve.http.settings import ServerSettings
 
 # Paths that need no key: the status and the page itself reveal nothing about requests.
-_OPEN = ("/health", "/ping", "/version", "/metrics", "/")
+_OPEN = (
+    *("/health", "/ping", "/healthz", "/readyz", "/livez", "/version", "/metrics", "/load"),
+    *("/docs", "/openapi.json", "/"),
+)
 _OPEN_FOLDERS = ("/page/",)
 
 
@@ -37,7 +40,7 @@ class Guard:
             if not any(known):
                 message = "a valid API key is required: Authorization: Bearer KEY, or x-api-key"
                 refusal = ApiError(401, message, code="invalid_api_key", headers=_CHALLENGE)
-                response = error_response(refusal, scope["path"], id_of(scope))
+                response = error_response(refusal, scope["path"], request_id_of(scope))
                 await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
@@ -169,8 +172,8 @@ class RequestId:
         await self._app(scope, receive, send_named)
 
 
-def id_of(scope: Scope) -> str | None:
-    """Return the id of a request; None outside of `RequestId`."""
+def request_id_of(scope: Scope) -> str | None:
+    """Return the id of a request; None without the middleware."""
     return scope.get(_KEY)
 
 

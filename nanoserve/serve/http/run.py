@@ -16,24 +16,28 @@ from typing import Any
 import uvicorn
 
 from nanoserve.serve.http.app import ApiServer
+from nanoserve.serve.http.certificate import CertificateFiles
 from nanoserve.serve.http.connection import Connection
-from nanoserve.serve.http.port import Port
+from nanoserve.serve.http.port import Listener, Port, SocketFile
 
 logger = logging.getLogger(__name__)
 
+_TICKS_OF_CERTIFICATES = 100  # of 0.1 s, between two looks at the files of a certificate
 _FORCED_SECONDS = 2.0  # wait for open streams after a second Ctrl-C
 _ALWAYS = (signal.SIGINT, signal.SIGTERM)
 _ENDING = (*_ALWAYS, *(getattr(signal, name) for name in ("SIGHUP",) if hasattr(signal, name)))
 
 
-def bind(host: str, port: int) -> Port:
+def bind(host: str, port: int, uds: str | None = None) -> Listener:
     """Bind the socket for `Server` before the model is loaded, so that a port in use shows at once.
+
+    uds: path of a Unix domain socket, instead of host and port.
 
     It resets connections until the server starts, so no client waits while the model loads. Its
     TCP options apply to each connection: the system closes one whose client has vanished or reads
     nothing. Raises `OSError`.
     """
-    return Port(host, port)
+    return Port(host, port) if uds is None else SocketFile(uds)
 
 
 class Server(uvicorn.Server):
@@ -44,14 +48,22 @@ class Server(uvicorn.Server):
     does not wait. If the engine fails, the process exits with status 1.
     """
 
-    def __init__(self, api: ApiServer, grace: float, access_log: bool, **options: Any) -> None:
+    def __init__(
+        self,
+        api: ApiServer,
+        grace: float,
+        access_log: bool,
+        log_level: str | None = None,
+        ssl_refresh: bool = False,
+        **options: Any,
+    ) -> None:
         config = uvicorn.Config(
             api.app,
             http=Connection,
             ws="none",
             lifespan="off",
             log_config=None,
-            log_level="info" if access_log else "warning",
+            log_level=log_level or ("info" if access_log else "warning"),
             access_log=access_log,
             server_header=False,
             limit_concurrency=api.settings.max_connections,
@@ -60,24 +72,37 @@ class Server(uvicorn.Server):
             **options,
         )
         super().__init__(config)
-        self._api, self._grace = api, grace
+        self._api, self._grace, self._refreshes = api, grace, ssl_refresh
+        self._certificate: CertificateFiles | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         for bound in sockets or []:
-            if isinstance(bound, Port):
+            if isinstance(bound, Listener):
                 bound.open()
         await super().startup(sockets)
         if not self.servers[0].sockets or self.servers[0].sockets[0] is None:
             # uvloop reports in this way that it cannot listen; asyncio raises.
             raise OSError(errno.EADDRINUSE, "the port is in use by another program")
-        host, port = self.servers[0].sockets[0].getsockname()[:2]
-        scheme = "https" if self.config.is_ssl else "http"
-        address = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}"
-        message = f"{self._api.names[0]} at {address}  (OpenAI clients: {address}/v1)"
+        if self._refreshes:
+            files = self.config.ssl_certfile, self.config.ssl_keyfile
+            self._certificate = CertificateFiles(self.config.ssl, *map(str, files))
+        message = f"{self._api.names[0]} at {self._address(self.servers[0].sockets[0])}"
         with contextlib.suppress(OSError):  # serve even if stderr is on a full disk
             print(message, file=sys.stderr, flush=True)
 
+    def _address(self, bound: socket.socket) -> str:
+        """Return the address of a listening socket, and the base URL of its clients."""
+        scheme, root = "https" if self.config.is_ssl else "http", self._api.settings.root_path
+        name = bound.getsockname()
+        if isinstance(name, str):
+            return f"unix:{name}  (OpenAI clients: {scheme}://localhost{root}/v1 over this socket)"
+        host, port = name[:2]
+        url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{port}{root}"
+        return f"{url}  (OpenAI clients: {url}/v1)"
+
     async def on_tick(self, counter: int) -> bool:
+        if self._certificate is not None and counter % _TICKS_OF_CERTIFICATES == 0:
+            self._certificate.refresh()
         return await super().on_tick(counter) or not self._api.llm.is_running
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -110,10 +135,15 @@ class Server(uvicorn.Server):
             await asyncio.sleep(0)
 
 
-def serve(api: ApiServer, bound: socket.socket, grace: float, access_log: bool, **tls: str) -> int:
-    """Serve until a signal arrives or the engine fails; return the exit status of the process."""
+def serve(
+    api: ApiServer, bound: socket.socket, grace: float, access_log: bool, **options: Any
+) -> int:
+    """Serve until a signal arrives or the engine fails; return the exit status of the process.
+
+    options: of `Server`, for TLS and the log.
+    """
     _raise_file_limit()
-    server = Server(api, grace, access_log, **tls)
+    server = Server(api, grace, access_log, **options)
     gc.collect()
     gc.freeze()  # loaded objects stay alive; a full collection of them would stall every stream
     server.run([bound])

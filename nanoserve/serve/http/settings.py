@@ -1,7 +1,7 @@
 """Settings of the HTTP server. `EngineConfig` has the settings of the engine."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from nanoserve.serve.http.tools import harmony
@@ -21,6 +21,11 @@ from nanoserve.utils.checks import (
 _SMALLEST = {"max_n": 1, "max_prompts": 1, "max_body_bytes": 1024, "max_connections": 1}
 _SMALLEST |= {"max_stored_responses": 0, "max_stored_response_bytes": 0}
 
+_LISTS = (
+    *("served_model_name", "api_key", "middleware"),
+    *("allowed_origins", "allowed_methods", "allowed_headers"),
+)
+_ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*")
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s?#]+", re.IGNORECASE)
 _NO_KWARGS = {
     *("messages", "tools", "documents", "chat_template", "tokenize", "return_dict", "mark_text"),
@@ -56,14 +61,25 @@ class ServerSettings:
     # Whether templates get content as a string or as a list of parts; "auto": what they look into.
     chat_template_content_format: str = "auto"
     trust_request_chat_template: bool = False  # requests may bring templates, which are programs
+    enable_force_include_usage: bool = False  # every stream ends with its usage
+    return_tokens_as_token_ids: bool = False  # default of the request field of this name
+    # Of responses to pages of `allowed_origins`.
+    allow_credentials: bool = False
+    allowed_methods: list[str] = field(default_factory=lambda: ["*"])
+    allowed_headers: list[str] = field(default_factory=lambda: ["*"])
+    root_path: str = ""  # prefix of all paths, which a proxy may keep or remove
+    middleware: list[str] = field(default_factory=list)  # "module:name" of each
+    enable_server_load_tracking: bool = False  # /load
+    enable_offline_docs: bool = False  # /docs and /openapi.json
 
     def __post_init__(self) -> None:
         for name, smallest in _SMALLEST.items():
             setattr(self, name, check_int(name, getattr(self, name), smallest))
         if self.max_queue is not None:
             self.max_queue = check_int("max_queue", self.max_queue, 1)
-        for name in ("enable_dev_endpoints", "trust_request_chat_template"):
-            check_bool(name, getattr(self, name))
+        for each in fields(self):
+            if each.type is bool:
+                check_bool(each.name, getattr(self, each.name))
         formats = ("auto", "string", "openai")
         check_choice("chat_template_content_format", self.chat_template_content_format, formats)
         for name in ("body_timeout", "heartbeat_interval"):
@@ -73,8 +89,9 @@ class ServerSettings:
         if self.reasoning_parser is not None:
             check_choice("reasoning_parser", self.reasoning_parser, (*STARTS, harmony.NAME))
         check_parsers(self.tool_call_parser, self.reasoning_parser)
-        for name in ("served_model_name", "api_key", "allowed_origins"):
+        for name in _LISTS:
             check_list(name, getattr(self, name), lambda text: is_text(text) and text, "strings")
+        self._check_paths()
         for origin in self.allowed_origins:
             rule = "must be '*', or like 'https://example.org:8443', without a path"
             is_origin = _ORIGIN.fullmatch(origin) is not None
@@ -89,3 +106,19 @@ class ServerSettings:
     def response_limits(self) -> tuple[int, int]:
         """The limits of the store of /v1/responses, in responses and bytes."""
         return self.max_stored_responses, self.max_stored_response_bytes
+
+    def _check_paths(self) -> None:
+        root, origins = self.root_path, self.allowed_origins
+        rule = "must be a path such as '/llm', without a slash at the end"
+        is_path = isinstance(root, str) and _ROOT_PATH.fullmatch(root) is not None
+        require(is_path, f"root_path={shown(root)} {rule}")
+        is_own = root in ("/v1", "/page") or root.startswith("/v1/")
+        own = "must not begin like the server's own paths, which are served without it, too"
+        require(not is_own, f"root_path={shown(root)} {own}")
+        for name, value, default in (
+            ("allow_credentials", self.allow_credentials, False),
+            ("allowed_methods", self.allowed_methods, ["*"]),
+            ("allowed_headers", self.allowed_headers, ["*"]),
+        ):
+            has_effect = bool(origins) or value == default
+            require(has_effect, f"{name}={shown(value)} needs allowed_origins, which is empty")

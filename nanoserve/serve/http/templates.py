@@ -44,7 +44,8 @@ class Templates:
 
         Raises `ApiError` for a template of the request's own, unless the server trusts it.
         """
-        variables = self._settings.default_chat_template_kwargs or {}
+        has_messages = body.messages is not None  # a request of /tokenize may have a prompt
+        variables = self._settings.default_chat_template_kwargs if has_messages else {}
         own = body.chat_template
         if own is None:
             body.render_with(self._usual, variables)
@@ -61,6 +62,11 @@ class Templates:
             raise ApiError(400, str(error), "chat_template") from error
         body.render_with(Rendering(own, self._wants_parts(own)), variables)
         return own
+
+    @property
+    def shows_tools(self) -> bool:
+        """True if the template shows tools to the model, in a format that is known."""
+        return self._known is not None and "tools" in self.source
 
     def tool_format(self, body: ChatBody) -> tuple[ToolFormat, bool]:
         """Return the format of calls for a request, and whether its template shows tools."""

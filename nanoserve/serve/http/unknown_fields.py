@@ -93,6 +93,8 @@ def check_fields(body: Body, unknown: UnknownNames, template: str = "") -> None:
         best_of = foreign["best_of"]
         foreign = foreign | {"best_of": best_of._replace(neutral=(*best_of.neutral, body.n))}
     check_names(given, "", kind.model_fields, foreign, unknown)
+    if isinstance(body, TokenizeBody):
+        check_tokenize_fields(body, unknown)
     if isinstance(body, GenerationBody):
         _check_request_id(body)
         _check_formats(body, unknown)
@@ -172,3 +174,45 @@ def _check_request_id(body: GenerationBody) -> None:
     if own is not None and not (0 < len(own) <= 128 and own.isascii() and own.isprintable()):
         message = "request_id must be 1 to 128 printable ASCII characters"
         raise ApiError(400, message, "request_id")
+
+
+# Fields of a generation that ask for something that /tokenize does not return, with the values that
+# ask for nothing.
+_NOT_RETURNED: dict[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "echo": (False,),
+    "logprobs": (False,),
+    "top_logprobs": (0,),
+    "prompt_logprobs": (),
+}
+# Fields that /tokenize reads, in addition to those of a conversation.
+_READ = {"model", "prompt", "messages", "add_special_tokens", "return_token_strs"}
+_OF_CONVERSATIONS = {
+    *("tools", "tool_choice", "reasoning_effort", "verbosity", "chat_template_kwargs"),
+    *("documents", "add_generation_prompt", "continue_final_message", "allow_special_tokens"),
+}
+
+
+def check_tokenize_fields(body: TokenizeBody, unknown: UnknownNames) -> None:
+    """Raise `ApiError` for fields of /tokenize that ask for something that it does not do.
+
+    A body may be one of /v1/chat/completions, whose other fields are ignored and logged once.
+    """
+    with_prompt, with_messages = _ELSEWHERE[CompletionBody], _ELSEWHERE[ChatBody]
+    for name in sorted(body.model_fields_set & TokenizeBody.model_fields.keys()):
+        value, refusal = getattr(body, name), ""
+        if name in _NOT_RETURNED:
+            if not has_no_effect(value, _NOT_RETURNED[name]):
+                refusal = "only tokens are returned; remove it"
+        elif name in _OF_CONVERSATIONS:
+            is_unused = body.prompt is not None
+            if is_unused and not has_no_effect(value, with_prompt[name].neutral):
+                refusal = "a prompt is tokenized as it is; pass messages instead"
+        elif name in with_messages:
+            is_unused = body.messages is not None
+            if is_unused and not has_no_effect(value, with_messages[name].neutral):
+                refusal = f"{with_messages[name].instead}; remove it, or pass prompt"
+        elif name not in _READ and value is not None:
+            unknown.note("", name, (), "/tokenize generates nothing")
+        if refusal:
+            raise ApiError(400, f"{name} is not supported here: {refusal}", name, "unsupported")

@@ -12,7 +12,8 @@ _STATELESS = (
 _BATCH = "`nanoserve batch IN.jsonl OUT.jsonl` answers a file of requests"
 _FOR_DEVELOPERS = "start the server with --enable-dev-endpoints, or use the class LLM in a program"
 _IN_A_PROGRAM = "the server does not offer it; the class LLM in a program does"
-_DOCS = "README.md and docs/ describe the server; /v1/models lists the models that it serves"
+_DOCS = "start the server with --enable-offline-docs, or read docs/reference/server.md"
+_LOAD = "start the server with --enable-server-load-tracking, or use /metrics"
 
 # Endpoints of the OpenAI API, and endpoints that gateways forward under the same names, with or
 # without /v1. They return 400, because LiteLLM's proxy takes a 404 or 5xx as a sign that the whole
@@ -48,7 +49,9 @@ _OTHERS = {
     "apply-template": "use /tokenize, which takes the same messages",
     "count_tokens": "use /tokenize",
     **dict.fromkeys(("props", "info", "model_info"), "use /v1/models, which has max_model_len"),
-    **dict.fromkeys(("slots", "load", "server_info", "get_server_info"), "use /metrics"),
+    **dict.fromkeys(("slots", "get_load"), "use /metrics"),
+    "load": _LOAD,
+    **dict.fromkeys(("server_info", "get_server_info"), _FOR_DEVELOPERS),
     "tokenizer_info": "use /tokenize",
     "lora-adapters": _NO_LORA,
     **dict.fromkeys(("sleep", "wake_up", "is_sleeping", "reset_prefix_cache"), _FOR_DEVELOPERS),
@@ -56,7 +59,7 @@ _OTHERS = {
     "collective_rpc": _IN_A_PROGRAM,
     **dict.fromkeys(("start_profile", "stop_profile", "flush_cache"), _IN_A_PROGRAM),
     **dict.fromkeys(("docs", "redoc", "openapi.json", "swagger"), _DOCS),
-    **dict.fromkeys(("readyz", "healthz", "livez", "ready", "live_check"), "use /health"),
+    **dict.fromkeys(("ready", "live_check", "health_generate"), "use /readyz, or /livez"),
     "stats": "use /metrics",
     "v1beta": _CHAT,
 }

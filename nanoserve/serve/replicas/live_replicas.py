@@ -5,10 +5,10 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection
 from functools import partial
 from typing import Any
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request, Response
 
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.serve.http.dashboard import LiveResponse, LiveView
+from nanoserve.serve.http.dashboard import LiveResponse, LiveView, add_stream, no_stream
 from nanoserve.serve.http.errors import ApiError
 
 CallInReplica = Callable[[int, Callable[[GuardedEngine], Any]], Awaitable[Any]]
@@ -27,9 +27,11 @@ class LiveReplicas:
         self._call, self._numbers = call, numbers
         self._views: dict[int, LiveView] = {}
 
-        @app.get("/live", include_in_schema=False, response_model=None)
-        async def live(replica: int | None = None) -> LiveResponse:
-            return LiveResponse(self._view(replica))
+        async def live(request: Request, replica: int | None = None) -> Response:
+            view = self._view(replica)
+            return no_stream() if request.method == "HEAD" else LiveResponse(view)
+
+        add_stream(app, live)
 
     def close(self) -> None:
         for view in self._views.values():

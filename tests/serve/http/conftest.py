@@ -1,9 +1,18 @@
-"""One server for the tests of a module that need nothing special of it."""
+"""One server for the tests of a module that need nothing special of it, and a browser."""
+
+import contextlib
+import shutil
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
-from serving import served
+from browser_tab import Tab
+from serving import Served, served
 
 from nanoserve.serve.async_llm import AsyncLLM
+
+_NAMES = ("chromium", "chromium-browser", "google-chrome")
+CHROMIUM = next(filter(None, map(shutil.which, _NAMES)), None)
 
 OPTIONS = {"dtype": "float32", "max_num_seqs": 32, "num_kv_blocks": 1000, "max_model_len": 1024}
 
@@ -20,3 +29,44 @@ def server(server_llm):
     pytest.importorskip("fastapi", reason="a server needs pip install 'nanoserve[serve]'")
     with served(server_llm) as one:
         yield one
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    reason = "needs `pip install playwright`; the browser is the system's"
+    sync_api = pytest.importorskip("playwright.sync_api", reason=reason)
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium, chromium-browser or google-chrome")
+    with sync_api.sync_playwright() as playwright:
+        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield launched
+        launched.close()
+
+
+@pytest.fixture
+def open_tab(browser: Any, server: Served) -> Iterator[Callable[..., Tab]]:
+    with contextlib.ExitStack() as closing:
+        tabs: list[Tab] = []
+
+        def opened(**options: Any) -> Tab:
+            tabs.append(Tab(browser, server, **options))
+            closing.callback(tabs[-1].context.close)
+            return tabs[-1]
+
+        yield opened
+        assert [tab.wrong for tab in tabs] == [[] for _ in tabs]
+
+
+@pytest.fixture
+def tab(open_tab: Callable[..., Tab]) -> Tab:
+    return open_tab()
+
+
+@pytest.fixture(scope="module")
+def tab_of_module(browser: Any, server: Served) -> Iterator[Tab]:
+    """For what leaves no trace on the page."""
+    tab = Tab(browser, server)
+    tab.page.click("#toggle-engine")  # others look whether anybody watches
+    yield tab
+    assert tab.wrong == []
+    tab.context.close()

@@ -430,3 +430,49 @@ def test_an_error_of_the_server_has_a_name_too(server, monkeypatch) -> None:
     status, told, answer = ask(server, "/v1/chat/completions", CHAT, headers)
     assert status == 500 and told.get_all("x-request-id") == ["mine"]
     assert "secret" not in json.dumps(answer)
+
+
+# ---------------------------------------------------------------- /tokenize
+
+MESSAGES = {"messages": [{"role": "user", "content": "What is a KV cache?"}]}
+TEXT = {"prompt": "What is a KV cache?"}
+TOKENIZE = [
+    (MESSAGES | {"stream": True}, "stream"),
+    (MESSAGES | {"logprobs": True}, "logprobs"),
+    (MESSAGES | {"top_logprobs": 3}, "top_logprobs"),
+    (TEXT | {"prompt_logprobs": 0}, "prompt_logprobs"),
+    (TEXT | {"echo": True}, "echo"),
+    (MESSAGES | {"add_special_tokens": True}, "add_special_tokens"),
+    (TEXT | {"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+    (TEXT | {"chat_template_kwargs": {"a": 1}}, "chat_template_kwargs"),
+    (TEXT | {"add_generation_prompt": False}, "add_generation_prompt"),
+    (TEXT | {"continue_final_message": True}, "continue_final_message"),
+    (TEXT | {"documents": [{"text": "a"}]}, "documents"),
+    (TEXT | {"reasoning_effort": "low"}, "reasoning_effort"),
+    (TEXT | {"allow_special_tokens": False}, "allow_special_tokens"),
+    (TEXT | {"truncate_prompt_tokens": 1}, "truncate_prompt_tokens"),
+    (TEXT | MESSAGES, "prompt"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), TOKENIZE, ids=lambda one: str(one)[-40:])
+def test_tokenize_refuses_what_it_does_not_do(server, body: Any, param: str) -> None:
+    status, _, answer = ask(server, "/tokenize", body)
+    assert status == 400 and answer["error"]["param"] == param
+    assert param in answer["error"]["message"]
+
+
+def test_tokenize_takes_a_whole_request_for_a_chat(server, caplog: Any) -> None:
+    """The rest of it changes no token of the prompt, and is logged once."""
+    plain = ask(server, "/tokenize", MESSAGES)[2]["tokens"]
+    rest = {"temperature": 0.5, "max_completion_tokens": 9, "n": 2, "stop": ["a"], "stream": False}
+    rest |= {"response_format": {"type": "text"}, "user": "me", "logprobs": False}
+    rest |= {"parallel_tool_calls": True, "top_logprobs": 0, "add_special_tokens": False}
+    for _ in range(2):
+        assert ask(server, "/tokenize", MESSAGES | rest)[2]["tokens"] == plain
+    told = [record.getMessage() for record in caplog.records if "/tokenize" in record.getMessage()]
+    names = ("max_completion_tokens", "n", "parallel_tool_calls", "response_format", "stop")
+    expected = [f"ignored {name!r}: /tokenize generates nothing" for name in names]
+    assert sorted(told) == sorted([*expected, "ignored 'temperature': /tokenize generates nothing"])
+    neutral = {"tools": [], "add_generation_prompt": True, "tool_choice": "auto", "echo": None}
+    assert ask(server, "/tokenize", TEXT | neutral)[0] == 200

@@ -38,6 +38,10 @@ def answer_offline(llm: LLM, **params):
 def test_models_are_listed_and_described(client) -> None:
     (model,) = client.models.list().data
     assert model.id == "tiny" and model.object == "model" and model.max_model_len == 1024
+    assert model.architecture == "Qwen3ForCausalLM" and model.quantization is None
+    assert model.dtype == model.kv_cache_dtype == "float32"
+    names = {"completion_chat", "function_calling", "reasoning", "vision"}
+    assert model.capabilities.keys() == names and model.capabilities["completion_chat"] is True
     assert client.models.retrieve("tiny").id == "tiny"
     with pytest.raises(openai.NotFoundError):
         client.models.retrieve("others/model")

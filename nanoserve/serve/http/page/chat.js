@@ -4,9 +4,11 @@
 // "waiting" (nothing was received), "streaming", "done", "stopped" (by the user) or "error" (with
 // `error`, a string). `format` is "json" if a schema was set. `notice` describes a wait, if any.
 // `reason` is the server's finish reason, `timing` is {first, seconds, tokens, isExact}: seconds to
-// the first token, seconds from there to the last token, and the number of tokens.
+// the first token, seconds from there to the last token, and the number of tokens. `context` is the
+// number of tokens of prompt and answer together, as the server counts them.
 
 import { ApiError, ask } from "./api.js";
+import { withFiles } from "./attachments.js";
 import { eventsOf } from "./sse.js";
 
 const MOST_RETRIES = 3; // of a server that is busy
@@ -16,10 +18,12 @@ export class Answer {
   #controller = new AbortController();
   #times = { sent: 0, first: 0, last: 0, pieces: 0 };
 
-  // `changed` is called after every change of the message.
+  // `changed` is called after every change of the message. An answer that has text is continued.
   constructor(message, changed) {
     this.message = message;
     this.changed = changed;
+    this.before = message.timing ?? { tokens: 0, seconds: 0, isExact: true };
+    this.counted = null; // tokens of this part, if the server counts them
   }
 
   // Closing the connection aborts the request on the server.
@@ -95,7 +99,10 @@ export class Answer {
       message.thinking += thinking;
     }
     if (choice?.finish_reason) message.reason = choice.finish_reason;
-    if (usage) message.timing = { tokens: usage.completion_tokens, isExact: true };
+    if (usage) {
+      this.counted = usage.completion_tokens;
+      message.context = usage.prompt_tokens + usage.completion_tokens;
+    }
     this.changed();
   }
 
@@ -113,21 +120,41 @@ export class Answer {
 
   // Without the server's count, use the number of events, which is close to that of tokens.
   #time() {
+    const { before } = this;
     const { sent, first, last, pieces } = this.#times;
     if (!first) return;
-    const counted = this.message.timing ?? { tokens: pieces, isExact: false };
-    this.message.timing = { ...counted, first: (first - sent) / 1000, seconds: (last - first) / 1000 };
+    this.message.timing = {
+      tokens: before.tokens + (this.counted ?? pieces),
+      isExact: before.isExact && this.counted !== null,
+      first: before.first ?? (first - sent) / 1000,
+      seconds: (before.seconds ?? 0) + (last - first) / 1000,
+    };
   }
 }
 
-// Return the messages of a request. Reasoning is left out, as in the templates of reasoning models,
-// and so are empty answers.
-export function messagesOf(conversation, system) {
-  const said = ({ role, content }) => (role === "user" ? content : splitThinking(content).answer.trim());
-  const messages = conversation.messages
+// Return the messages of a request for an answer to the last one of `path`. Reasoning is left out, as
+// in the templates of reasoning models, and so are empty answers.
+export function messagesOf(path, system) {
+  const said = (message) =>
+    message.role === "user" ? withFiles(message) : splitThinking(message.content).answer.trim();
+  const messages = path
     .map((message) => ({ role: message.role, content: said(message) }))
     .filter(({ role, content }) => role === "user" || content);
   return system ? [{ role: "system", content: system }, ...messages] : messages;
+}
+
+// Return the members of a request that continues the last message of `path`, an answer, as it is.
+export function continuationOf(path, system) {
+  const answer = { role: "assistant", content: path.at(-1).content };
+  const messages = [...messagesOf(path.slice(0, -1), system), answer];
+  return { messages, continue_final_message: true, add_generation_prompt: false };
+}
+
+// An answer can be continued if it is a plain text that ended too early. A continued reasoning or JSON
+// would begin anew: the server does not see what it has of it.
+export function canContinue({ state, reason, content, thinking, format }) {
+  const isCut = state === "stopped" || state === "error" || (state === "done" && reason === "length");
+  return isCut && content.trim() !== "" && !thinking && !format && !content.includes("think>");
 }
 
 // Some servers send reasoning as part of the text. The template may have opened "<think>" already.

@@ -1,6 +1,7 @@
 // Live view of the engine: numbers, requests, the KV cache. Reads /live while it is visible.
 
 import { ask } from "./api.js";
+import { captionOf } from "./caption.js";
 import { byId, duration, element, plural } from "./element.js";
 import { Pool } from "./pool.js";
 import { colourOf, PoolCanvas } from "./pool_canvas.js";
@@ -138,6 +139,8 @@ export class EnginePanel {
     this.canvas.draw(inks());
     this.#drawCounts();
     this.#drawHint();
+    const caption = captionOf(this.#state, this.pool);
+    if (byId("caption").textContent !== caption) byId("caption").textContent = caption;
   }
 
   #drawNumbers() {
@@ -190,7 +193,8 @@ export class EnginePanel {
     byId("num-shared").textContent = pool.numShared.toLocaleString("en");
     byId("num-cached").textContent = pool.numCachedFree.toLocaleString("en");
     byId("num-free").textContent = numFree.toLocaleString("en");
-    const each = canvas.perCell > 1 ? ` Each square shows ${canvas.perCell} blocks.` : "";
+    const several = canvas.perCell > 1 ? ` Each square shows ${canvas.perCell} blocks.` : "";
+    const each = canvas.selected ? " Squares show those with content, in order." : several;
     const size = `${plural(pool.numBlocks, "block")} of ${plural(pool.blockSize, "token")}.`;
     byId("pool-about").textContent = size + each;
     byId("pool").setAttribute("aria-label",

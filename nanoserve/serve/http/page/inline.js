@@ -1,7 +1,8 @@
-// Markdown within a paragraph: code, emphasis, links. One pass from left to right, without regular
+// Markdown within a paragraph: code, emphasis, links, formulas. One pass from left to right, without regular
 // expressions that backtrack, so the time is linear in the length of any text.
 
 import { element } from "./element.js";
+import { formulaAt, formulaNode } from "./formula.js";
 
 const TAGS = { 1: ["em"], 2: ["strong"], 3: ["strong", "em"] };
 const LONGEST_URL = 2000;
@@ -41,7 +42,9 @@ class InlineReader {
     const { text } = this;
     switch (text[at]) {
       case "\\":
-        return this.#escape(at);
+        return this.#formula(at) ?? this.#escape(at);
+      case "$":
+        return this.#formula(at);
       case "`":
         return this.#code(at);
       case "*":
@@ -75,6 +78,15 @@ class InlineReader {
     this.#flush(at);
     this.#from = at + 1;
     return at + 2;
+  }
+
+  #formula(at) {
+    const found = formulaAt(this.text, at);
+    if (!found) return undefined;
+    this.#flush(at);
+    this.nodes.push(formulaNode(found));
+    this.#from = found.end;
+    return found.end;
   }
 
   #code(at) {

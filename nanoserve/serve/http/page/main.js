@@ -1,14 +1,19 @@
 // Entry point of the page: connects its parts, and handles buttons and keys.
 
-import { ask } from "./api.js";
-import { Answer, messagesOf } from "./chat.js";
+import { Answer, continuationOf, messagesOf } from "./chat.js";
+import { Composer } from "./composer.js";
+import { showContext } from "./context.js";
 import { Conversations } from "./conversations.js";
 import { prepareKeyDialog } from "./dialogs.js";
-import { byId, element, focusIfKeys, plural } from "./element.js";
+import { byId } from "./element.js";
 import { EnginePanel } from "./engine.js";
+import { Exchange } from "./exchange.js";
+import { Models } from "./models.js";
 import { Settings } from "./settings.js";
-import { Sidebar, toast } from "./sidebar.js";
-import { load, onStorageTrouble, save } from "./storage.js";
+import { Sidebar } from "./sidebar.js";
+import { onStorageTrouble } from "./storage.js";
+import { toast } from "./toast.js";
+import { add, parentOf, pathOf, removeLeaf, switchTo, versionsOf } from "./tree.js";
 import { ConversationView } from "./view.js";
 
 const SAVE_EVERY = 1000; // milliseconds, while an answer is streaming
@@ -20,38 +25,51 @@ const conversations = new Conversations();
 const settings = new Settings();
 new EnginePanel();
 const running = new Map(); // the streaming answer of each conversation; several may run at once
-const composer = byId("composer");
-const input = composer.elements.question;
-const view = new ConversationView({ ask: askAbout, edit, regenerate });
+const models = new Models(() => current && showState());
+const composer = new Composer(send);
+const view = new ConversationView({ ask: askAbout, edit, regenerate, proceed, step });
 const sidebar = new Sidebar(
   conversations,
   { choose, removed },
   (conversation) => running.has(conversation),
 );
 let current = null;
+new Exchange(conversations, () => sidebar.show());
 
 // ---------------------------------------------------------------- asking
 
-function askAbout(text) {
-  const question = text.trim();
-  if (!question || running.has(current) || !isReady()) return;
-  current.messages.push({ role: "user", content: question });
-  conversations.nameAfter(current, question);
-  answer();
+// Send a question as a new version of `edited`, or at the end. Return true if it was sent.
+function send({ content, attachments }, edited) {
+  if (running.has(current) || !isReady()) return false;
+  const question = { role: "user", content, ...(attachments.length ? { attachments } : {}) };
+  const parent = edited ? parentOf(current, edited) : (pathOf(current).at(-1) ?? null);
+  if (!parent) conversations.nameAfter(current, content || attachments[0].name);
+  answer(add(current, question, parent));
+  return true;
+}
+
+function askAbout({ content }) {
+  send({ content, attachments: [] }, null);
 }
 
 function isReady() {
-  if (!byId("model").value) loadModels();
+  if (!models.name) models.load();
   return settings.check();
 }
 
-// Request an answer to the last message of the current conversation.
-async function answer() {
-  const conversation = current;
-  const messages = messagesOf(conversation, settings.system);
-  const message = { role: "assistant", content: "", thinking: "", state: "waiting" };
+// Request an answer to a question of the current conversation.
+function answer(question) {
+  const messages = messagesOf(pathOf(current), settings.system);
+  const message = { role: "assistant", content: "", thinking: "" };
   if (settings.schemaField.schema) message.format = "json";
-  conversation.messages.push(message);
+  add(current, message, question);
+  receive(message, { messages });
+}
+
+// Receive an answer, or the rest of one.
+async function receive(message, fields) {
+  const conversation = current;
+  Object.assign(message, { state: "waiting", reason: null, error: null });
   let saved = performance.now();
   const coming = new Answer(message, () => {
     if (conversation === current) view.update(message);
@@ -62,59 +80,55 @@ async function answer() {
   running.set(conversation, coming);
   conversations.keep(conversation);
   view.show(conversation);
+  view.update(message);
   showState();
   const streaming = { stream: true, stream_options: { include_usage: true } };
-  const model = byId("model").value;
-  await coming.run({ ...(model ? { model } : {}), messages, ...streaming, ...settings.parameters() });
+  const model = models.name ? { model: models.name } : {};
+  await coming.run({ ...model, ...fields, ...streaming, ...settings.parameters() });
   running.delete(conversation);
   conversations.write(conversation);
   showState();
 }
 
+// Request another answer. The old one is kept, unless there is nothing in it.
 function regenerate(message) {
   if (running.has(current) || !isReady()) return;
-  current.messages.splice(current.messages.indexOf(message));
-  answer();
+  const question = parentOf(current, message);
+  if (!message.content && !message.thinking) removeLeaf(current, message);
+  current.leaf = question.id;
+  answer(question);
 }
 
-// Copy the question to the input field. The messages after it are removed when the edited question is
-// sent, and not before.
+function proceed(message) {
+  if (running.has(current) || !isReady()) return;
+  const path = pathOf({ messages: current.messages, leaf: message.id });
+  receive(message, continuationOf(path, settings.system));
+}
+
 function edit(message) {
-  if (running.has(current)) return;
-  input.value = message.content;
-  composer.dataset.editing = String(current.messages.indexOf(message));
-  showState();
-  fit();
-  input.focus();
+  if (!running.has(current)) composer.edit(message);
 }
 
-function stopEditing() {
-  if (composer.dataset.editing === undefined) return;
-  delete composer.dataset.editing;
-  input.value = "";
-  fit();
+// Show the version before (-1) or after (1) a message.
+function step(message, by) {
+  composer.stopEditing();
+  const versions = versionsOf(current, message);
+  const wanted = versions[versions.indexOf(message) + by];
+  switchTo(current, wanted);
+  conversations.write(current);
+  view.showVersion(current, wanted, by);
   showState();
-}
-
-function send() {
-  const text = input.value;
-  if (!text.trim() || running.has(current) || !isReady()) return;
-  if (composer.dataset.editing !== undefined) current.messages.splice(Number(composer.dataset.editing));
-  delete composer.dataset.editing;
-  input.value = "";
-  fit();
-  askAbout(text);
 }
 
 // ---------------------------------------------------------------- conversations
 
 function choose(conversation) {
-  stopEditing();
+  composer.stopEditing();
   current = conversation;
   view.show(current);
   showState();
   closeDrawer();
-  focusIfKeys(input);
+  composer.focus();
 }
 
 function startNew() {
@@ -130,67 +144,24 @@ function removed(conversation) {
 
 function showState() {
   const isRunning = running.has(current);
-  composer.classList.toggle("running", isRunning);
-  composer.classList.toggle("editing", composer.dataset.editing !== undefined);
-  byId("send").hidden = isRunning;
-  byId("stop").hidden = !isRunning;
-  byId("send").disabled = !input.value.trim();
+  composer.showRunning(isRunning);
+  showContext(pathOf(current), models.contextLength);
   byId("announcement").textContent = isRunning ? "The answer is coming." : "";
   sidebar.show(current);
 }
 
-// ---------------------------------------------------------------- models
-
-async function loadModels() {
-  try {
-    const { data } = await (await ask("v1/models")).json();
-    const wanted = byId("model").value || load("nanoserve.model");
-    byId("model").replaceChildren(...data.map(({ id }) => element("option", { value: id }, id)));
-    if (data.some(({ id }) => id === wanted)) byId("model").value = wanted;
-    const length = data[0]?.max_model_len;
-    byId("model").title = length ? `${plural(length, "token")} of context` : "The model";
-    document.title = `${byId("model").value} · nanoserve`;
-  } catch (error) {
-    toast(error.message, "Try again", loadModels);
-  }
-}
-
-byId("model").addEventListener("change", () => {
-  save("nanoserve.model", byId("model").value);
-  document.title = `${byId("model").value} · nanoserve`;
-});
-
 // ---------------------------------------------------------------- buttons and keys
-
-// Make the field as high as its text, up to the maximum of the style sheet.
-function fit() {
-  input.style.height = "auto";
-  input.style.height = `${input.scrollHeight}px`;
-  byId("send").disabled = !input.value.trim();
-}
 
 function closeDrawer() {
   document.body.classList.remove("drawer");
   byId("menu").setAttribute("aria-expanded", "false");
 }
 
-composer.addEventListener("submit", (event) => {
-  event.preventDefault();
-  send();
-});
-input.addEventListener("input", fit);
-input.addEventListener("keydown", (event) => {
-  // While a word is being composed, for example in Chinese, Enter selects it.
-  if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
-  event.preventDefault();
-  send();
-});
 byId("stop").addEventListener("click", () => running.get(current)?.stop());
-byId("cancel-edit").addEventListener("click", stopEditing);
 byId("drop-schema").addEventListener("click", () => {
   const dropped = settings.schemaField.clear();
   toast("Answers are free text again.", "Undo", () => settings.schemaField.set(dropped));
-  focusIfKeys(input); // the button with the focus was removed
+  composer.focus(); // the button with the focus was removed
 });
 byId("new").addEventListener("click", startNew);
 byId("new-small").addEventListener("click", startNew);
@@ -211,7 +182,7 @@ document.addEventListener("keydown", (event) => {
   } else if (event.key === "Escape") {
     if (document.body.classList.contains("drawer")) closeDrawer();
     else if (running.has(current)) running.get(current).stop();
-    else stopEditing();
+    else composer.stopEditing();
   }
 });
 window.addEventListener("pagehide", () => {
@@ -219,4 +190,4 @@ window.addEventListener("pagehide", () => {
 });
 
 startNew();
-loadModels();
+models.load();

@@ -1,8 +1,9 @@
-// Markdown as DOM nodes: paragraphs, headings, lists, quotes, fenced code, tables, rules. Text
+// Markdown as DOM nodes: paragraphs, headings, lists, quotes, fenced code, tables, rules, formulas. Text
 // arrives while it is shown, so only changed blocks are rendered again: the cost of an answer is not
 // quadratic in its length, and selected text stays selected.
 
 import { element, iconButton } from "./element.js";
+import { coloured } from "./highlight.js";
 import { inline } from "./inline.js";
 
 const DEEPEST = 6; // levels of quotes and lists; deeper ones are text
@@ -12,6 +13,8 @@ const HEADING = /^ {0,3}(#{1,6})(?:[ \t]+(.*))?$/;
 const QUOTE = /^ {0,3}>/;
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: +|$)/;
 const DIVIDER = /^[ \t|:-]+$/;
+const FORMULA = /^ {0,3}(\$\$|\\\[)(.*)$/;
+const LONGEST_FORMULA = 40; // lines
 
 // Show `text` in `container`. `keep` is the last result of this function for the container.
 export function showMarkdown(container, text, keep = []) {
@@ -45,6 +48,8 @@ function blockAt(lines, at, depth) {
   const line = lines[at];
   const fence = FENCE.exec(line);
   if (fence) return codeAt(lines, at, fence);
+  const formula = formulaEnd(lines, at);
+  if (formula) return [{ kind: "paragraph", text: lines.slice(at, formula).join("\n") }, formula];
   const heading = HEADING.exec(line);
   if (heading) return [{ kind: "heading", level: heading[1].length, text: heading[2] ?? "" }, at + 1];
   if (isRule(line)) return [{ kind: "rule" }, at + 1];
@@ -59,12 +64,23 @@ function blockAt(lines, at, depth) {
 function endsParagraph(lines, at, depth) {
   const line = lines[at];
   if (line.trim() === "" || FENCE.test(line) || HEADING.test(line) || isRule(line)) return true;
+  if (formulaEnd(lines, at)) return true;
   return depth < DEEPEST && (QUOTE.test(line) || ITEM.test(line));
 }
 
 function isRule(line) {
   const marks = line.replaceAll(" ", "");
   return marks.length > 2 && "-*_".includes(marks[0]) && marks === marks[0].repeat(marks.length);
+}
+
+// Return the number of the line after a formula of several lines, which may look like a list, or 0.
+function formulaEnd(lines, at) {
+  const [, opening, rest] = FORMULA.exec(lines[at]) ?? [];
+  if (!opening) return 0;
+  const closing = opening === "$$" ? "$$" : "\\]";
+  if (rest.includes(closing)) return 0; // it is in one line
+  const end = lines.slice(at + 1, at + LONGEST_FORMULA).findIndex((line) => line.includes(closing));
+  return end < 0 ? 0 : at + 2 + end;
 }
 
 // An open fence contains all following lines: its end has not arrived yet.
@@ -179,7 +195,7 @@ function tableNode({ head, sides, body }) {
 function codeNode({ code, language }) {
   const copy = iconButton("copy", "Copy this code", () => copyText(code, copy));
   const head = element("div", { class: "code-head" }, element("span", {}, language || "text"), copy);
-  const pre = element("pre", { tabindex: "0" }, element("code", {}, code));
+  const pre = element("pre", { tabindex: "0" }, element("code", {}, coloured(code, language)));
   return element("div", { class: "code" }, head, pre);
 }
 

@@ -1,20 +1,49 @@
 // A message on the page, updated while it is streaming.
 
-import { splitThinking } from "./chat.js";
+import { fileList, withFiles } from "./attachments.js";
+import { canContinue, splitThinking } from "./chat.js";
 import { duration, element, icon, iconButton, plural } from "./element.js";
+import { fenced } from "./fence.js";
 import { setOut } from "./json.js";
 import { copyText, showMarkdown } from "./markdown.js";
 
+// Arrows between the versions of a question, or between the answers to one.
+class Versions {
+  // `step` is called with -1 or 1.
+  constructor(what, step) {
+    this.earlier = iconButton("earlier", `Earlier ${what}`, () => step(-1));
+    this.later = iconButton("later", `Later ${what}`, () => step(1));
+    this.number = element("span", { class: "number" });
+    this.node = element("span", { class: "versions", hidden: true }, this.earlier, this.number, this.later);
+  }
+
+  show(index, count) {
+    this.node.hidden = count < 2;
+    this.number.textContent = `${index + 1} of ${count}`;
+    this.earlier.disabled = index === 0;
+    this.later.disabled = index === count - 1;
+  }
+
+  // Focus the arrow of the direction `step`, or at the end the other one.
+  focus(step) {
+    const [wanted, other] = step < 0 ? [this.earlier, this.later] : [this.later, this.earlier];
+    (wanted.disabled ? other : wanted).focus();
+  }
+}
+
 export class UserMessage {
-  // `edit` is called to edit the question and send it again.
-  constructor(message, edit) {
-    const copy = iconButton("copy", "Copy the question", () => copyText(message.content, copy));
+  // `actions` are {edit, step}: edit the question and send it again, or show another version of it.
+  constructor(message, { edit, step }) {
+    const copy = iconButton("copy", "Copy the question", () => copyText(message.content || withFiles(message), copy));
     const again = iconButton("edit", "Edit and ask again", edit);
+    const files = message.attachments?.length ? [fileList(message.attachments)] : [];
+    const text = message.content ? [element("div", { class: "text" }, message.content)] : [];
+    this.versions = new Versions("version of the question", step);
     this.node = element(
       "article",
       { class: "message user", "aria-label": "You" },
-      element("div", { class: "bubble" }, message.content),
-      element("div", { class: "actions" }, copy, again),
+      element("div", { class: "bubble" }, files, text),
+      element("div", { class: "actions" }, copy, again, this.versions.node),
     );
   }
 
@@ -25,8 +54,9 @@ export class AssistantMessage {
   #shown = []; // last result of showMarkdown
   #isScheduled = false;
 
-  // `regenerate` is called to request another answer to the same question.
-  constructor(message, regenerate) {
+  // `actions` are {regenerate, proceed, step}: request another answer to the same question, continue
+  // this one, or show another one.
+  constructor(message, { regenerate, proceed, step }) {
     this.message = message;
     this.text = element("div", { class: "markdown" });
     this.thinking = element("div", { class: "thought" });
@@ -43,7 +73,17 @@ export class AssistantMessage {
     const answer = () => splitThinking(message.content).answer.trim();
     const copy = iconButton("copy", "Copy the answer", () => copyText(answer(), copy));
     const again = iconButton("again", "Answer again", regenerate);
-    this.actions = element("div", { class: "actions" }, copy, again, this.timing);
+    this.proceed = iconButton("proceed", "Continue this answer", proceed);
+    this.versions = new Versions("answer", step);
+    this.actions = element(
+      "div",
+      { class: "actions" },
+      copy,
+      again,
+      this.proceed,
+      this.versions.node,
+      this.timing,
+    );
     this.node = element(
       "article",
       { class: "message assistant", "aria-label": "Answer" },
@@ -82,6 +122,7 @@ export class AssistantMessage {
     this.node.setAttribute("aria-busy", String(isComing)); // screen readers wait until it is complete
     this.waiting.hidden = !(isComing && !answer && !thinking && !message.notice);
     this.actions.hidden = isComing;
+    this.proceed.hidden = !canContinue(message);
     this.#showNote(isComing, answer);
     this.timing.textContent = timingText(message);
   }
@@ -96,11 +137,9 @@ export class AssistantMessage {
 }
 
 // Return JSON as a code block: unchanged while streaming, indented once it is complete. A server
-// without structured output may send any text, so the fence is longer than any run of backticks.
+// without structured output may send any text.
 function jsonBlock(text, isComing) {
-  const runs = text.match(/`+/g) ?? [];
-  const fence = "`".repeat(1 + runs.reduce((most, run) => Math.max(most, run.length), 2));
-  return `${fence}json\n${isComing ? text : setOut(text)}\n${fence}`;
+  return fenced(isComing ? text : setOut(text), "json");
 }
 
 function noteText({ state, notice, error, reason, timing }, answer) {

@@ -1,12 +1,14 @@
 // Parameters of a request. Empty fields are left out, so that the server's defaults apply.
 
 import { byId } from "./element.js";
+import { extraIn } from "./extra.js";
 import { SchemaField } from "./schema.js";
 import { load, save } from "./storage.js";
 
 const KEY = "nanoserve.settings";
-const NUMBERS = ["temperature", "top_p", "top_k", "max_tokens", "seed"];
-const TEXTS = ["system", "stop", "schema"];
+const PENALTIES = ["presence_penalty", "frequency_penalty", "repetition_penalty"];
+const NUMBERS = ["temperature", "top_p", "top_k", "min_p", "max_tokens", "seed", ...PENALTIES];
+const TEXTS = ["system", "stop", "schema", "extra"];
 
 export class Settings {
   constructor() {
@@ -34,6 +36,7 @@ export class Settings {
   check() {
     if (this.form.checkValidity()) return true;
     if (!this.dialog.open) this.dialog.showModal();
+    byId("more").open ||= Boolean(byId("more").querySelector(":invalid")); // a hidden field has no message
     this.form.reportValidity();
     return false;
   }
@@ -53,7 +56,7 @@ export class Settings {
     if (stop.length) found.stop = stop;
     const { schema } = this.schemaField;
     if (schema) found.response_format = { type: "json_schema", json_schema: { name: "answer", schema } };
-    return found;
+    return { ...found, ...extraIn(this.form.elements.extra.value).fields };
   }
 
   #keep() {
@@ -67,5 +70,21 @@ export class Settings {
     const isChanged = [...NUMBERS, ...TEXTS].some((name) => this.form.elements[name].value !== "");
     byId("open-settings").classList.toggle("changed", isChanged);
     this.schemaField.show();
+    this.#showExtra();
+  }
+
+  #showExtra() {
+    const { extra } = this.form.elements;
+    const wrong = extraIn(extra.value, (name) => this.#isSet(name)).wrong;
+    extra.setCustomValidity(wrong);
+    extra.setAttribute("aria-invalid", String(wrong !== ""));
+    byId("wrong-extra").textContent = wrong;
+  }
+
+  // Return true if a field of the form sets this field of a request.
+  #isSet(name) {
+    const field = name === "response_format" ? "schema" : name;
+    const isOurs = field !== "system" && [...NUMBERS, ...TEXTS].includes(field);
+    return isOurs && this.form.elements[field].value !== "";
   }
 }

@@ -1,8 +1,7 @@
 // The list of conversations: choose, rename, delete, undo.
 
 import { byId, element, iconButton } from "./element.js";
-
-const UNDO_SECONDS = 8;
+import { toast } from "./toast.js";
 
 export class Sidebar {
   #renaming = null; // the input field of the new title, while a conversation is renamed
@@ -88,16 +87,4 @@ export class Sidebar {
       this.actions.choose(conversation);
     });
   }
-}
-
-let timer = null;
-
-// Show a notice at the bottom, with an optional action, that disappears by itself.
-export function toast(text, label = "", action = null) {
-  const hide = () => (byId("toast").hidden = true);
-  const button = action && element("button", { type: "button", onclick: () => (hide(), action()) }, label);
-  byId("toast").replaceChildren(element("span", {}, text), ...(button ? [button] : []));
-  byId("toast").hidden = false;
-  clearTimeout(timer);
-  timer = setTimeout(hide, UNDO_SECONDS * 1000);
 }

@@ -2,6 +2,7 @@
 
 import { byId, element } from "./element.js";
 import { AssistantMessage, UserMessage } from "./message.js";
+import { pathOf, versionsOf } from "./tree.js";
 
 const EXAMPLES = ["What is a KV cache?", "What is a block table?", "What is 27 + 45?"];
 const NEAR = 60; // largest distance from the end, in pixels, that counts as the end
@@ -9,27 +10,41 @@ const NEAR = 60; // largest distance from the end, in pixels, that counts as the
 export class ConversationView {
   #shown = new Map(); // by message
 
-  // `actions` are {ask(text), edit(message), regenerate(message)}.
+  // `actions` are {ask({content}), edit(message), regenerate(message), proceed(message), step(message, by)}.
   constructor(actions) {
     this.actions = actions;
     this.log = byId("log");
     this.scroller = byId("scroller");
     this.follows = true; // scroll to the end while text arrives
     this.scroller.addEventListener("scroll", () => this.#scrolled());
-    new ResizeObserver(() => this.follow()).observe(this.log);
+    new ResizeObserver(() => this.follow()).observe(this.log, { box: "border-box" });
     byId("to-end").addEventListener("click", () => this.toEnd());
     for (const question of EXAMPLES) {
-      const button = element("button", { type: "button", onclick: () => actions.ask(question) }, question);
+      const button = element("button", { type: "button", onclick: () => actions.ask({ content: question }) }, question);
       byId("examples").append(button);
     }
   }
 
   // Show another conversation, or this one after its messages have changed.
   show(conversation) {
-    this.#shown = new Map(conversation.messages.map((message) => [message, this.#made(message)]));
+    const path = pathOf(conversation);
+    this.#shown = new Map(path.map((message) => [message, this.#made(message)]));
     this.log.replaceChildren(...[...this.#shown.values()].map(({ node }) => node));
-    byId("welcome").hidden = conversation.messages.length > 0;
+    for (const [message, { versions }] of this.#shown) {
+      const all = versionsOf(conversation, message);
+      versions.show(all.indexOf(message), all.length);
+    }
+    byId("welcome").hidden = path.length > 0;
     this.toEnd();
+  }
+
+  // Show another branch. The arrow that was used stays where it is on the screen, with the focus.
+  showVersion(conversation, message, step) {
+    const before = this.scroller.scrollTop;
+    this.show(conversation);
+    this.scroller.scrollTop = before;
+    this.#scrolled();
+    this.#shown.get(message)?.versions.focus(step);
   }
 
   update(message) {
@@ -39,9 +54,9 @@ export class ConversationView {
   #made(message) {
     const known = this.#shown.get(message);
     if (known) return known;
-    const { edit, regenerate } = this.actions;
-    if (message.role === "user") return new UserMessage(message, () => edit(message));
-    return new AssistantMessage(message, () => regenerate(message));
+    const bound = Object.entries(this.actions).map(([name, action]) => [name, (by) => action(message, by)]);
+    const actions = Object.fromEntries(bound);
+    return message.role === "user" ? new UserMessage(message, actions) : new AssistantMessage(message, actions);
   }
 
   follow() {
