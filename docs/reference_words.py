@@ -388,6 +388,9 @@ BOUNDS = {
 }  # fmt: skip
 # Constants with such names that reject nothing: sizes of caches, pieces, messages and waits.
 NO_BOUNDS = """
+    nanoserve.cli.chat.backend
+    nanoserve.cli.chat.lines
+    nanoserve.cli.chat.saved
     nanoserve.attention.quantized_kv
     nanoserve.serve.batch.batch_job
     nanoserve.serve.batch.ray_runner

@@ -6,7 +6,6 @@ import os
 import re
 import select
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -255,15 +254,18 @@ class Terminal:
 
     def wait_for(self, text: str, start: int = 0) -> int:
         """Read until `text` is seen at or after `start`; returns the position behind it."""
-        end = time.monotonic() + 60
         while text not in self.seen[start:]:
-            assert time.monotonic() < end, self.seen
-            if select.select([self._ours], [], [], 1)[0]:
-                try:
-                    self.seen += os.read(self._ours, 10_000).decode()
-                except OSError:  # it has ended
-                    assert text in self.seen[start:], self.seen
+            assert self._read(), self.seen
         return self.seen.index(text, start) + len(text)
+
+    def _read(self) -> bool:
+        """Wait for more text; return False if there is none, as the program has ended."""
+        assert select.select([self._ours], [], [], 60)[0], self.seen
+        try:
+            self.seen += os.read(self._ours, 10_000).decode()
+        except OSError:
+            return False
+        return True
 
     def type(self, *lines: str) -> None:
         """Type each line when the prompt has appeared."""
@@ -275,7 +277,8 @@ class Terminal:
     def end(self) -> int:
         self.wait_for("> ", self._at)
         os.write(self._ours, b"\x04")
-        self.wait_for("asked")
+        while self._read():
+            pass
         code = self._process.wait(60)
         os.close(self._ours)
         return code

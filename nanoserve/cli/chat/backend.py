@@ -32,6 +32,10 @@ class Usage:
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
 
+    def note(self, prompt_tokens: int | None, completion_tokens: int | None) -> None:
+        """Replace the counts."""
+        self.prompt_tokens, self.completion_tokens = prompt_tokens, completion_tokens
+
 
 class Backend(Protocol):
     """A model to chat with. `max_model_len` is its context in tokens; None if it is unknown."""
@@ -67,8 +71,7 @@ class LocalModel:
             for output in outputs:
                 (completion,) = output.outputs
                 num_tokens += len(completion.token_ids)
-                usage.prompt_tokens = len(output.prompt_token_ids or ())
-                usage.completion_tokens = num_tokens
+                usage.note(len(output.prompt_token_ids or ()), num_tokens)
                 yield Piece(completion.text)
 
 
@@ -116,9 +119,8 @@ def _pieces_of(event: dict[str, Any], usage: Usage) -> Iterator[Piece]:
     """Yield the text of an event of a stream. Raises `ValueError` for an error event."""
     if error := event.get("error"):
         raise ValueError(error.get("message", error) if isinstance(error, dict) else str(error))
-    counts = event.get("usage") or {}
-    usage.prompt_tokens = counts.get("prompt_tokens", usage.prompt_tokens)
-    usage.completion_tokens = counts.get("completion_tokens", usage.completion_tokens)
+    if counts := event.get("usage"):
+        usage.note(counts.get("prompt_tokens"), counts.get("completion_tokens"))
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
         reasoning = delta.get("reasoning_content") or delta.get("reasoning")

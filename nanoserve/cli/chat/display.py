@@ -19,8 +19,15 @@ class Answer:
     num_pieces: int = 0
     first: float | None = None  # time to the first piece
     last: float = 0.0  # time from the first piece to the last one
-    is_cut: bool = False  # by Ctrl-C
     usage: Usage = field(default_factory=Usage)
+
+    def take(self, piece: Piece, seconds: float) -> None:
+        """Add a piece that has arrived `seconds` after the question."""
+        self.first = seconds if self.first is None else self.first
+        self.last = seconds - self.first
+        self.num_pieces += 1
+        if not piece.is_reasoning:
+            self.text += piece.text
 
 
 def show(pieces: Iterator[Piece], answer: Answer, clock: Clock = time.perf_counter) -> None:
@@ -32,10 +39,7 @@ def show(pieces: Iterator[Piece], answer: Answer, clock: Clock = time.perf_count
     is_reasoning = False
     try:
         for piece in pieces:
-            now = clock() - began
-            answer.first = now if answer.first is None else answer.first
-            answer.last = now - answer.first
-            answer.num_pieces += 1
+            answer.take(piece, clock() - began)
             if piece.is_reasoning:
                 is_reasoning = shows_reasoning
                 print(faint(piece.text) if shows_reasoning else "", end="", flush=True)
@@ -43,10 +47,8 @@ def show(pieces: Iterator[Piece], answer: Answer, clock: Clock = time.perf_count
             if is_reasoning:
                 print("\n")
                 is_reasoning = False
-            answer.text += piece.text
             print(piece.text, end="", flush=True)
     except KeyboardInterrupt:
-        answer.is_cut = True
         print(" ...", end="")
     finally:
         close = getattr(pieces, "close", None)
