@@ -34,15 +34,16 @@ _PARSERS = "the formats are those of --tool-call-parser"
 _GRPC = "the server speaks HTTP"
 _H11 = "--max-body-bytes, --max-connections and --body-timeout limit what clients send"
 _NO_DOCS = "/docs and /openapi.json are served only with --enable-offline-docs"
-_OTHER_PROTOCOLS = "the server has /v1/completions and /v1/chat/completions, and no other protocol"
+_NO_EFFORT = "thinking of type disabled turns reasoning off in the chat template"
+_OTHER_PROTOCOLS = "the server has the APIs of OpenAI and of Anthropic, and no other protocol"
 
 # All flags of `vllm serve` (0.32) that are neither flags here nor options of vLLM's engine.
 FLAGS: dict[str, Foreign] = {
     # Prompts.
     **_known("trust_request_mm_kwargs", "nanoserve runs text models only", _anything),
     **_known("response_role", "the role of answers is always assistant", _one_of("assistant")),
-    **_known("cohere_is_reasoning_model cohere_format anthropic_disabled_thinking_effort",
-             _OTHER_PROTOCOLS, _anything),
+    **_known("cohere_is_reasoning_model cohere_format", _OTHER_PROTOCOLS, _anything),
+    **_known("anthropic_disabled_thinking_effort", _NO_EFFORT, _anything),
     # Tools.
     **_known("exclude_tools_when_tool_choice_none", "omit `tools` in such a request", _off),
     **_known("tool_parser_plugin", _PARSERS, _one_of("")),
