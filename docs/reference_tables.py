@@ -245,10 +245,12 @@ def routes() -> dict[str, list[str]]:
     from nanoserve.serve.http.responses.endpoints import add_responses
     from nanoserve.serve.http.server_load import ServerLoad
     from nanoserve.serve.http.settings import ServerSettings
+    from nanoserve.serve.http.token_endpoints import TokenEndpoints
 
     server: Any = object.__new__(ApiServer)
     server.app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     server._add_routes()
+    TokenEndpoints(server, server, server, server).add_to(server.app)
     server.app.add_api_route("/load", ServerLoad().show, methods=["GET", "HEAD"])
     add_docs(server.app)
     add_page(server.app)

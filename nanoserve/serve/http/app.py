@@ -1,26 +1,21 @@
 """HTTP endpoints of the server."""
 
-import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
 
 from nanoserve import __version__
 from nanoserve.engine.text_limit import ContextLengthError
 from nanoserve.features.metrics import exposition, start_metrics
 from nanoserve.features.request_spans import TRACE_HEADERS
 from nanoserve.serve.async_llm import AsyncLLM
-from nanoserve.serve.engine_thread import EngineAsleepError, EngineDeadError
 from nanoserve.serve.http.api_docs import add_docs
-from nanoserve.serve.http.chat_completions import chat_prompt, chat_requests
+from nanoserve.serve.http.body_reader import BodyReader
+from nanoserve.serve.http.chat_completions import chat_requests
 from nanoserve.serve.http.completions import (
     CompletionAnswer,
     check_completion,
@@ -28,16 +23,14 @@ from nanoserve.serve.http.completions import (
 )
 from nanoserve.serve.http.dashboard import LiveView, add_live
 from nanoserve.serve.http.dev_endpoints import add_dev_endpoints
-from nanoserve.serve.http.dialect import AnswerKind, BodyType, Check
+from nanoserve.serve.http.dialect import AnswerKind
+from nanoserve.serve.http.error_handlers import add_error_handlers
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.messages.endpoints import add_messages
-from nanoserve.serve.http.messages.errors import error_response
 from nanoserve.serve.http.middleware import (
     Guard,
     RequestId,
     SharedAnswer,
-    named,
-    read_body,
     request_id_of,
 )
 from nanoserve.serve.http.model_card import describe_model
@@ -46,29 +39,22 @@ from nanoserve.serve.http.page import add_page
 from nanoserve.serve.http.protocol import (
     ChatBody,
     CompletionBody,
-    DetokenizeBody,
     GenerationBody,
-    TokenizeBody,
 )
 from nanoserve.serve.http.response_format import refusal
 from nanoserve.serve.http.response_writer import EventStream, whole_response
 from nanoserve.serve.http.responses.endpoints import add_responses
 from nanoserve.serve.http.responses.store import ResponseStore
 from nanoserve.serve.http.root_path import RootPath
-from nanoserve.serve.http.server_defaults import set_defaults
 from nanoserve.serve.http.server_load import CountRequests, ServerLoad
 from nanoserve.serve.http.settings import ServerSettings
 from nanoserve.serve.http.templates import Templates
+from nanoserve.serve.http.token_endpoints import TokenEndpoints
 from nanoserve.serve.http.tools.reasoning import special_tokens_of
 from nanoserve.serve.http.tools.tool_choice import tool_use_of
 from nanoserve.serve.http.tools.tool_constraints import constrain
 from nanoserve.serve.http.tools.tool_output import chat_answer
-from nanoserve.serve.http.unknown_fields import UnknownNames, check_fields
-from nanoserve.serve.http.unsupported_endpoints import missing_endpoint
 
-T = TypeVar("T")
-
-_OTHER_ITEMS = 2**16  # in addition to a prompt and a bias for each token; see `BodyCost`
 _METRICS_SECONDS = 0.25  # least time between two reads of the engine's metrics
 _TURN_SECONDS = 0.01  # tokenizing time of one request before other requests get a turn
 
@@ -84,10 +70,12 @@ class ApiServer:
         self.names = settings.served_model_name or [llm.engine.config.model]
         self.templates = Templates(settings, self._tokenizer)
         self.reasoning_parser = self.templates.reasoning_parser
-        self._reading = ThreadPoolExecutor(1, thread_name_prefix="nanoserve bodies")
+        engine = llm.engine
+        longest = engine.input_processor.max_model_len + engine.model_config.vocab_size
+        self.bodies = BodyReader(settings, self.templates, self.names, longest)
+        self.tokens = TokenEndpoints(llm, self._tokenizer, self.bodies, self.prepare)
         self.is_draining = False  # running requests may finish, new ones are rejected
         self._started = int(time.time())
-        self._unknown_names = UnknownNames()
         self._measure()
         self._metrics = SharedAnswer(self._read_metrics, _METRICS_SECONDS)
         self._load = ServerLoad()
@@ -99,6 +87,7 @@ class ApiServer:
             redirect_slashes=False,
         )
         self._add_routes()
+        self.tokens.add_to(self.app)
         self.responses = ResponseStore(*settings.response_limits)
         add_responses(self.app, self, self.responses)
         add_messages(self.app, self)
@@ -110,8 +99,7 @@ class ApiServer:
             add_docs(self.app, settings.root_path)
         add_page(self.app)
         self.live = self._show_live()
-        for kind in (ApiError, HTTPException, EngineDeadError, EngineAsleepError, Exception):
-            self.app.add_exception_handler(kind, _error_response)
+        add_error_handlers(self.app)
         # Each middleware wraps those before it.
         self.app.add_middleware(CountRequests, load=self._load)
         self.app.add_middleware(Guard, settings=settings)
@@ -157,8 +145,6 @@ class ApiServer:
         for path, endpoint in (
             ("/v1/completions", self.completions),
             ("/v1/chat/completions", self.chat_completions),
-            ("/tokenize", self.tokenize),
-            ("/detokenize", self.detokenize),
         ):
             add(path, endpoint, methods=["POST"], response_model=None)
 
@@ -197,18 +183,20 @@ class ApiServer:
 
     async def model(self, name: str) -> dict[str, Any]:
         """Return one of the served names; 404 for any other."""
-        self._check_model(name)
+        self.bodies.check_model(name)
         return self._about(name)
 
     async def completions(self, request: Request) -> Response:
         """Return the continuation of prompts, or with `stream` server-sent events of it."""
-        body = await self.read(request, CompletionBody)
+        body = await self.bodies.read(request, CompletionBody)
         check_completion(body, self.settings.max_prompts, self.settings.max_n)
         return await self._generate(request, body, completion_requests, CompletionAnswer)
 
     async def chat_completions(self, request: Request) -> Response:
         """Return an answer to a conversation, or with `stream` server-sent events of it."""
-        return await self.answer_chat(request, await self.read(request, ChatBody), chat_answer)
+        return await self.answer_chat(
+            request, await self.bodies.read(request, ChatBody), chat_answer
+        )
 
     async def answer_chat(
         self, request: Request, body: ChatBody, answer_kind: AnswerKind
@@ -226,7 +214,7 @@ class ApiServer:
         if use is not None:
             specials += use.format.special_tokens
             config = self.llm.engine.config.structured_outputs_config
-            use = await self._prepare(partial(constrain, body, use, special_id, config))
+            use = await self.prepare(partial(constrain, body, use, special_id, config))
         make = partial(chat_requests, kept_specials=specials, reasoning_parser=reasoning_parser)
         answer = partial(answer_kind, use, reasoning_parser)
         return await self._generate(request, body, make, answer)
@@ -234,44 +222,6 @@ class ApiServer:
     def drain(self) -> None:
         """Reject new requests from now on; running ones may finish."""
         self.is_draining = True
-
-    async def tokenize(self, request: Request) -> dict[str, Any]:
-        """Return the token ids of a string or of a conversation, as vLLM does."""
-        body = await self.read(request, TokenizeBody)
-        if (body.prompt is None) == (body.messages is None):
-            raise ApiError(400, "pass either prompt or messages", "prompt")
-        engine = self.llm.engine
-
-        def token_ids() -> list[int]:
-            if body.messages is not None:
-                return chat_prompt(body, engine)["prompt_token_ids"]
-            engine.input_processor.text_limit.check(body.prompt)
-            return self._tokenizer.encode(body.prompt, body.add_special_tokens is not False)
-
-        tokens = await self._prepare(token_ids, body.is_large)
-        max_model_len = engine.input_processor.max_model_len
-        answer = {"count": len(tokens), "max_model_len": max_model_len, "tokens": tokens}
-        if body.return_token_strs:
-            answer["token_strs"] = list(map(self._tokenizer.backend.id_to_token, tokens))
-        return answer
-
-    async def detokenize(self, request: Request) -> dict[str, str]:
-        """Return the text of at most `max_model_len` token ids.
-
-        vLLM has no limit. Millions of ids would occupy the tokenizer for seconds, and no prompt or
-        output of the model has more tokens than its context.
-        """
-        body = await self.read(request, DetokenizeBody)
-        vocab_size = self.llm.engine.model_config.vocab_size
-        most = self.llm.engine.input_processor.max_model_len
-        if len(body.tokens) > most:
-            message = f"tokens has {len(body.tokens)} ids; at most max_model_len={most} are allowed"
-            raise ApiError(400, message, "tokens")
-        for token_id in body.tokens:
-            if not 0 <= token_id < vocab_size:
-                raise ApiError(400, f"tokens: {token_id} is not in [0, {vocab_size})", "tokens")
-        decode = self._tokenizer.decode
-        return {"prompt": await self._prepare(lambda: decode(body.tokens, False), body.is_large)}
 
     async def _generate(
         self,
@@ -347,12 +297,7 @@ class ApiServer:
         limit = self.llm.engine.input_processor.max_model_len
         if max_tokens is not None and num_prompt_tokens + max_tokens > limit:
             error = ContextLengthError.of(limit, num_prompt_tokens, max_tokens)
-            raise _too_long(error, body.most_tokens[0])
-
-    def _check_model(self, name: str) -> None:
-        if name not in self.names:
-            message = f"the model {name!r:.200} does not exist; available: {', '.join(self.names)}"
-            raise ApiError(404, message, "model", "model_not_found")
+            raise ApiError.too_long(error, body.most_tokens[0])
 
     def _about(self, name: str) -> dict[str, Any]:
         length = self.llm.engine.input_processor.max_model_len
@@ -365,55 +310,6 @@ class ApiServer:
             shows_tools=self.templates.shows_tools,
             reasons=self.reasoning_parser is not None,
         )
-
-    async def read(
-        self, request: Request, kind: type[BodyType], check: Check = check_fields
-    ) -> BodyType:
-        """Return the body of a request, validated as far as possible without the engine.
-
-        check: see `checked`.
-        """
-        engine = self.llm.engine
-        longest = engine.input_processor.max_model_len + engine.model_config.vocab_size
-        received = await read_body(request, self.settings, longest + _OTHER_ITEMS)
-
-        def read() -> BodyType:
-            body = kind.model_validate_json(received.content)
-            return self.checked(body, received.is_large, check)
-
-        return await self.read_in_turn(read, received.is_large)
-
-    async def read_in_turn(self, read: Callable[[], T], is_large: bool) -> T:
-        """Call `read()`, off the event loop for a large body; a `ValueError` returns 400."""
-        try:
-            if not is_large:
-                return read()
-            # One thread, so one large body at a time. The event loop runs between two of them.
-            return await asyncio.get_running_loop().run_in_executor(self._reading, read)
-        except ValueError as error:
-            raise ApiError.of(error) from None
-
-    def checked(self, body: BodyType, is_large: bool, check: Check = check_fields) -> BodyType:
-        """Return a body with the server's defaults.
-
-        check: raises `ApiError` for fields that are not supported. Another one is raised for a
-        model that is not served.
-        """
-        if body.model is not None:
-            self._check_model(body.model)
-        body.note_size(is_large)
-        set_defaults(body, self.settings)
-        template = self.templates.source
-        if isinstance(body, ChatBody):
-            template = self.templates.apply(body)
-        check(body, self._unknown_names, template)
-        return body
-
-    async def count_tokens(self, body: ChatBody) -> int:
-        """Return the number of tokens of a conversation."""
-        make = partial(chat_prompt, body, self.llm.engine)
-        prompt = await self._prepare(make, body.is_large, body.prompt_field)
-        return len(prompt["prompt_token_ids"])
 
     def abort(self, request_id: str) -> None:
         """End a request of the engine."""
@@ -439,53 +335,21 @@ class ApiServer:
                     return False
             return True
 
-        while not await self._prepare(take, is_large, prompt_field):
+        while not await self.prepare(take, is_large, prompt_field):
             pass
         return made
 
-    async def _prepare(
+    async def prepare(
         self, make: Callable[[], Any], is_large: bool = False, prompt_field: str = "prompt"
     ) -> Any:
         """Call `make()` off the event loop and return its result; a `ValueError` returns 400."""
         try:
             return await self.llm.prepare(make, is_large)
         except ContextLengthError as error:
-            raise _too_long(error, prompt_field) from None
+            raise ApiError.too_long(error, prompt_field) from None
         except ValueError as error:
             raise ApiError.of(error) from None
 
 
-def _too_long(error: ContextLengthError, param: str) -> ApiError:
-    """Return the error for a prompt that exceeds the context.
-
-    The message repeats the error code, because some clients (LangChain) look for it there.
-    """
-    code = "context_length_exceeded"
-    return ApiError(400, f"{error} ({code})", param, code)
-
-
 def _later(seconds: int) -> dict[str, str]:
     return {"retry-after": str(seconds)}
-
-
-async def _error_response(request: Request, error: Exception) -> JSONResponse:
-    """Convert any exception to an error response in OpenAI's format."""
-    if isinstance(error, HTTPException):
-        error = _of_routing(request, error)
-    elif isinstance(error, ValueError):  # faults of the client were reported as `ApiError` before
-        error = ApiError.internal()
-    answer = ApiError.of(error)
-    if answer.status == 500:
-        answer.headers = named(answer.headers, request.scope)
-    return error_response(answer, request.url.path, request_id_of(request.scope))
-
-
-def _of_routing(request: Request, error: HTTPException) -> ApiError:
-    """Return the error for an unknown path or an unsupported method."""
-    if error.status_code == 404:
-        return missing_endpoint(request.method, request.url.path)
-    message, headers = str(error.detail), dict(error.headers or {})
-    allowed = ", ".join(sorted(Headers(headers).get("allow", "").replace(",", " ").split()))
-    if error.status_code == 405 and allowed:
-        message = f"{request.method} {request.url.path!r:.100} is not supported: use {allowed}"
-    return ApiError(error.status_code, message, headers=headers)

@@ -2,7 +2,7 @@
 
 `ChatBody` is the internal form of a conversation: messages as chat templates take them, tools, a
 constraint, sampling parameters. /v1/chat/completions reads it from a request as it is. Another API
-reads its own body, translates it with `ApiServer.checked`, and writes its own answer from the
+reads its own body, translates it with `BodyReader.checked`, and writes its own answer from the
 blocks of the output (`nanoserve.serve.http.tools.blocks`). So whatever chat completions can do, the
 others can.
 """
@@ -10,21 +10,19 @@ others can.
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol
 
 from fastapi import Request, Response
 
 from nanoserve.compat.request_names import FOREIGN, Foreign
+from nanoserve.serve.http.body_reader import BodyReader
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.protocol import Body, ChatBody
 from nanoserve.serve.http.response_writer import AnswerWriter
 from nanoserve.serve.http.templates import Templates
-from nanoserve.serve.http.unknown_fields import UnknownNames
+from nanoserve.serve.http.token_endpoints import TokenEndpoints
 from nanoserve.utils.parameter_table import PARAMETERS
 
-T = TypeVar("T")
-BodyType = TypeVar("BodyType", bound=Body)
-Check = Callable[[Any, UnknownNames, str], None]
 # Called with (tools that may be called, reasoning parser, body, model, requests, tokenizer).
 AnswerKind = Callable[..., AnswerWriter]
 
@@ -38,23 +36,17 @@ _ONE_ANSWER = Foreign("an answer of this API is one: send several requests", (1,
 
 
 class ChatServer(Protocol):
-    """The methods of `ApiServer` that the endpoints of other APIs need."""
+    """The part of `ApiServer` that the endpoints of other APIs need."""
 
-    async def read(self, request: Request, kind: type[BodyType], check: Check) -> BodyType: ...
-
-    async def read_in_turn(self, read: Callable[[], T], is_large: bool) -> T: ...
-
-    def checked(self, body: BodyType, is_large: bool, check: Check = ...) -> BodyType: ...
+    bodies: BodyReader
+    templates: Templates
+    tokens: TokenEndpoints
 
     async def answer_chat(
         self, request: Request, body: ChatBody, answer_kind: AnswerKind
     ) -> Response: ...
 
-    async def count_tokens(self, body: ChatBody) -> int: ...
-
     def abort(self, request_id: str) -> None: ...
-
-    templates: Templates
 
 
 class DialectBody(Body):

@@ -68,6 +68,15 @@ class ApiError(Exception):
         return cls.internal()
 
     @classmethod
+    def too_long(cls, error: ContextLengthError, param: str) -> "ApiError":
+        """Return the error for a prompt that exceeds the context; `param` is its field.
+
+        The message repeats the error code, because some clients (LangChain) look for it there.
+        """
+        code = "context_length_exceeded"
+        return cls(400, f"{error} ({code})", param, code)
+
+    @classmethod
     def internal(cls) -> "ApiError":
         """Return the response to a fault of the server itself."""
         return cls(500, "internal server error; see the server's log for details")

@@ -28,7 +28,7 @@ class MessagesEndpoints:
 
     async def create(self, request: Request) -> Response:
         """Answer a request. An answer may go on to the end of the context, whatever max_tokens."""
-        body = await self._api.read(request, MessagesBody, check_messages_fields)
+        body = await self._api.bodies.read(request, MessagesBody, check_messages_fields)
         with renamed_fields(FIELD_NAMES):
             chat = await self._translated(body)
             chat.reach_end()
@@ -36,13 +36,15 @@ class MessagesEndpoints:
 
     async def count(self, request: Request) -> dict[str, Any]:
         """Return the number of tokens of the prompt of such a request."""
-        body = await self._api.read(request, CountBody, check_messages_fields)
+        body = await self._api.bodies.read(request, CountBody, check_messages_fields)
         with renamed_fields(FIELD_NAMES):
-            return {"input_tokens": await self._api.count_tokens(await self._translated(body))}
+            return {
+                "input_tokens": await self._api.tokens.count_tokens(await self._translated(body))
+            }
 
     async def _translated(self, body: MessagesBody) -> ChatBody:
         def translate() -> ChatBody:
             fields = body.chat_fields(self._api.templates)
-            return self._api.checked(ChatBody.model_validate(fields), body.is_large)
+            return self._api.bodies.checked(ChatBody.model_validate(fields), body.is_large)
 
-        return await self._api.read_in_turn(translate, body.is_large)
+        return await self._api.bodies.read_in_turn(translate, body.is_large)

@@ -46,17 +46,17 @@ class ResponsesEndpoints:
 
     async def create(self, request: Request) -> Response:
         """Answer a request; the response can be continued by its id unless store is false."""
-        body = await self._api.read(request, ResponsesBody, check_responses_fields)
+        body = await self._api.bodies.read(request, ResponsesBody, check_responses_fields)
         with renamed_fields(FIELD_NAMES):
             turn, chat = await self._translated(body)
             return await self._api.answer_chat(request, chat, partial(ResponsesAnswer, turn))
 
     async def count(self, request: Request) -> dict[str, Any]:
         """Return the number of tokens of the input of such a request."""
-        body = await self._api.read(request, ResponsesBody, check_responses_fields)
+        body = await self._api.bodies.read(request, ResponsesBody, check_responses_fields)
         with renamed_fields(FIELD_NAMES):
             _, chat = await self._translated(body)
-            number = await self._api.count_tokens(chat)
+            number = await self._api.tokens.count_tokens(chat)
         return {"object": "response.input_tokens", "input_tokens": number}
 
     async def retrieve(self, request: Request, response_id: str) -> dict[str, Any]:
@@ -123,10 +123,10 @@ class ResponsesEndpoints:
         def translate() -> tuple[Turn, ChatBody]:
             items = normalized(body.input, self._store.item)
             fields = body.chat_fields(self._store.conversation(link) + items)
-            chat = self._api.checked(ChatBody.model_validate(fields), is_large)
+            chat = self._api.bodies.checked(ChatBody.model_validate(fields), is_large)
             return Turn(body, items, link, self._store), chat
 
-        return await self._api.read_in_turn(translate, is_large)
+        return await self._api.bodies.read_in_turn(translate, is_large)
 
     def _link(self, response_id: str | None) -> Any:
         if response_id is None:
