@@ -35,7 +35,8 @@ def add_responses(app: FastAPI, api: ChatServer, store: ResponseStore) -> None:
         ("GET", f"{one}/input_items", endpoints.input_items),
     ]
     for method, place, endpoint in routes:
-        app.add_api_route(place, endpoint, methods=[method], response_model=None)
+        methods = [method, "HEAD"] if method == "GET" else [method]
+        app.add_api_route(place, endpoint, methods=methods, response_model=None)
 
 
 class ResponsesEndpoints:
