@@ -58,8 +58,22 @@ def test_the_fields_of_openai_are_known() -> None:
 
 def test_the_fields_of_anthropic_are_known() -> None:
     types = pytest.importorskip("anthropic.types", reason="pip install anthropic")
-    from anthropic.types import message_create_params
+    from anthropic.types import beta, message_create_params
+    from anthropic.types.beta import message_create_params as beta_params
 
+    for place, kind in (
+        ("", beta_params.MessageCreateParamsBase),
+        ("tools", beta.BetaToolParam),
+        ("thinking", beta.BetaThinkingConfigEnabledParam),
+        ("output_config", beta.BetaOutputConfigParam),
+        ("messages.content", beta.BetaTextBlockParam),
+        ("messages.content", beta.BetaToolUseBlockParam),
+        ("messages.content", beta.BetaToolResultBlockParam),
+        ("messages.content", beta.BetaThinkingBlockParam),
+    ):
+        # `betas` is a header.
+        unknown = names_of(kind) - known_names(messages_fields, MessagesBody, place)
+        assert not unknown - {"betas"}, place
     for place, kind in {
         "": message_create_params.MessageCreateParamsBase,
         "tools": types.ToolParam,
