@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, get_type_hints
 
 import pytest
-from scripted_llm import scripted_llm
+from scripted_model import scripted_llm
 from serving import Served, ask, served
 from type_fuzz import random_value, spoiled
 
