@@ -2,25 +2,23 @@
 
 import asyncio
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from pydantic import BaseModel, Field
-from scripted_model import TEMPLATE, Script
+from scripted_model import scripted_llm
 from serving import served
 
 pytest.importorskip("openai", reason="pip install openai")
 pytest.importorskip("fastapi", reason="pip install 'nanoserve[serve]'")
 pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
 
-from nanoserve.serve.async_llm import AsyncLLM
-
 pytestmark = pytest.mark.size("full")
 
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Paris"}}\n</tool_call>'
 REPORT = '{"text": "It is sunny", "level": 3}'
-SCRIPT = Script({"How is the weather?": CALL, "sunny in Paris": REPORT})
-QUESTION = "How is the weather?"
+QUESTION = "How is the weather? script: call"
 
 
 class Report(BaseModel):
@@ -35,35 +33,37 @@ asked: list[str] = []
 def weather(city: str) -> str:
     """Tell how the weather is in a city."""
     asked.append(city)
-    return f"sunny in {city}"
+    return f"sunny in {city}, script: report"
 
 
 @pytest.fixture(scope="module")
-def url():
-    options = {"num_kv_blocks": 400, "max_model_len": 1536, "max_num_seqs": 4}
-    llm = AsyncLLM("tiny-qwen3", chat_template=TEMPLATE, logits_processors=[SCRIPT], **options)
-    with served(llm) as server:
-        yield f"{server.url}/v1"
-    llm.shutdown()
+def url() -> Iterator[str]:
+    """Without /v1, as Anthropic's SDK takes it."""
+    with scripted_llm(max_model_len=2048) as (llm, script):
+        script.texts |= {"call": CALL, "report": REPORT}
+        with served(llm) as server:
+            yield server.url
 
 
-@pytest.fixture(autouse=True)
-def nothing_asked():
+def check(answer: Any, expected: Any = EXPECTED) -> None:
+    """The tool was called once."""
+    assert answer == expected and asked == ["Paris"]
     asked.clear()
-    yield
-    assert asked == ["Paris"]
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_openai_agents(url: str, streams: bool) -> None:
+@pytest.mark.parametrize("api", ["chat_completions", "responses"])
+def test_openai_agents(url: str, api: Any, streams: bool) -> None:
+    """Its own choice of a class for a model is the one of /v1/responses."""
     agents: Any = pytest.importorskip("agents", reason="pip install openai-agents")
     import openai
 
     async def run() -> Any:
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="x", max_retries=0) as client:
+            agents.set_default_openai_client(client, use_for_tracing=False)
             agent = agents.Agent(
                 name="reporter",
-                model=agents.OpenAIChatCompletionsModel("tiny", client),
+                model="tiny",
                 model_settings=agents.ModelSettings(temperature=0, max_tokens=120),
                 tools=[agents.function_tool(weather)],
                 output_type=Report,
@@ -76,40 +76,74 @@ def test_openai_agents(url: str, streams: bool) -> None:
             return result.final_output
 
     agents.set_tracing_disabled(True)
-    assert asyncio.run(run()) == EXPECTED
+    if api != "responses":
+        agents.set_default_openai_api(api)
+    try:
+        check(asyncio.run(run()))
+    finally:
+        agents.set_default_openai_api("responses")
+
+
+def langchain_model(url: str, api: str) -> Any:
+    common = {"api_key": "x", "model": "tiny", "temperature": 0, "max_tokens": 120}
+    if api == "messages":
+        module = pytest.importorskip(
+            "langchain_anthropic", reason="pip install langchain-anthropic"
+        )
+        return module.ChatAnthropic(base_url=url, max_retries=0, **common)
+    module = pytest.importorskip("langchain_openai", reason="pip install langchain-openai")
+    is_new = api == "responses"
+    return module.ChatOpenAI(
+        base_url=f"{url}/v1", max_retries=0, use_responses_api=is_new, **common
+    )
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_langchain(url: str, streams: bool) -> None:
+@pytest.mark.parametrize("api", ["chat_completions", "responses", "messages"])
+def test_langchain(url: str, api: str, streams: bool) -> None:
     langchain: Any = pytest.importorskip("langchain.agents", reason="pip install langchain")
-    langchain_openai: Any = pytest.importorskip(
-        "langchain_openai", reason="pip install langchain-openai"
-    )
     from langchain.agents.structured_output import ProviderStrategy
 
-    model = langchain_openai.ChatOpenAI(
-        base_url=url, api_key="none", model="tiny", temperature=0, max_tokens=120, max_retries=0
-    )
+    model = langchain_model(url, api)
     agent = langchain.create_agent(model, tools=[weather], response_format=ProviderStrategy(Report))
     messages = {"messages": [{"role": "user", "content": QUESTION}]}
     if streams:
-        *_, last = agent.stream(messages, stream_mode="values")
+        parts = list(agent.stream(messages, stream_mode=["messages", "values"]))
+        assert sum(mode == "messages" for mode, _ in parts) > 3
+        last = [part for mode, part in parts if mode == "values"][-1]
     else:
         last = agent.invoke(messages)
-    assert last["structured_response"] == EXPECTED
+    check(last["structured_response"])
+
+
+def pydantic_ai_model(url: str, api: str) -> Any:
+    if api == "messages":
+        anthropic = pytest.importorskip(
+            "pydantic_ai.models.anthropic", reason="pip install 'pydantic-ai-slim[anthropic]'"
+        )
+        from anthropic import AsyncAnthropic
+        from pydantic_ai.profiles import ModelProfile
+        from pydantic_ai.providers.anthropic import AnthropicProvider
+
+        client = AsyncAnthropic(base_url=url, api_key="x", max_retries=0)
+        profile = ModelProfile(supports_json_schema_output=True)
+        provider = AnthropicProvider(anthropic_client=client)
+        return anthropic.AnthropicModel("tiny", provider=provider, profile=profile)
+    from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    kind = OpenAIResponsesModel if api == "responses" else OpenAIChatModel
+    return kind("tiny", provider=OpenAIProvider(base_url=f"{url}/v1", api_key="x"))
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_pydantic_ai(url: str, streams: bool) -> None:
+@pytest.mark.parametrize("api", ["chat_completions", "responses", "messages"])
+def test_pydantic_ai(url: str, api: str, streams: bool) -> None:
     pydantic_ai: Any = pytest.importorskip(
         "pydantic_ai", reason="pip install 'pydantic-ai-slim[openai]'"
     )
-    from pydantic_ai.models.openai import OpenAIChatModel
-    from pydantic_ai.providers.openai import OpenAIProvider
-
-    model = OpenAIChatModel("tiny", provider=OpenAIProvider(base_url=url, api_key="none"))
     agent = pydantic_ai.Agent(
-        model,
+        pydantic_ai_model(url, api),
         output_type=pydantic_ai.NativeOutput(Report),
         tools=[weather],
         model_settings={"temperature": 0, "max_tokens": 120},
@@ -121,4 +155,28 @@ def test_pydantic_ai(url: str, streams: bool) -> None:
         async with agent.run_stream(QUESTION) as result:
             return await result.get_output()
 
-    assert asyncio.run(run()) == EXPECTED
+    check(asyncio.run(run()))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_llama_index(url: str, streams: bool) -> None:
+    workflow: Any = pytest.importorskip(
+        "llama_index.core.agent.workflow", reason="pip install llama-index-core"
+    )
+    like: Any = pytest.importorskip(
+        "llama_index.llms.openai_like", reason="pip install llama-index-llms-openai-like"
+    )
+    model = like.OpenAILike(
+        model="tiny",
+        api_base=f"{url}/v1",
+        api_key="x",
+        is_chat_model=True,
+        is_function_calling_model=True,
+        max_retries=0,
+    )
+
+    async def run() -> Any:
+        agent = workflow.FunctionAgent(tools=[weather], llm=model, streaming=streams)
+        return str(await agent.run(QUESTION))
+
+    check(asyncio.run(run()), REPORT)

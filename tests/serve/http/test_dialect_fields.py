@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import Any, get_type_hints
 
 import pytest
-from scripted_llm import scripted_llm
+from scripted_model import scripted_llm
 from serving import Served, ask, served
 from type_fuzz import random_value, spoiled
 
@@ -58,8 +58,22 @@ def test_the_fields_of_openai_are_known() -> None:
 
 def test_the_fields_of_anthropic_are_known() -> None:
     types = pytest.importorskip("anthropic.types", reason="pip install anthropic")
-    from anthropic.types import message_create_params
+    from anthropic.types import beta, message_create_params
+    from anthropic.types.beta import message_create_params as beta_params
 
+    for place, kind in (
+        ("", beta_params.MessageCreateParamsBase),
+        ("tools", beta.BetaToolParam),
+        ("thinking", beta.BetaThinkingConfigEnabledParam),
+        ("output_config", beta.BetaOutputConfigParam),
+        ("messages.content", beta.BetaTextBlockParam),
+        ("messages.content", beta.BetaToolUseBlockParam),
+        ("messages.content", beta.BetaToolResultBlockParam),
+        ("messages.content", beta.BetaThinkingBlockParam),
+    ):
+        # `betas` is a header.
+        unknown = names_of(kind) - known_names(messages_fields, MessagesBody, place)
+        assert not unknown - {"betas"}, place
     for place, kind in {
         "": message_create_params.MessageCreateParamsBase,
         "tools": types.ToolParam,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from event_streams import parsed, streamed
-from scripted_llm import Scripts, scripted_llm
+from scripted_model import Script, scripted_llm
 from serving import JSON, Served, ask, served
 
 pytest.importorskip("fastapi", reason="a server needs pip install 'nanoserve[serve]'")
@@ -41,7 +41,7 @@ DELTAS = {
 
 
 @pytest.fixture(scope="module")
-def scripted() -> Iterator[tuple[Served, Scripts]]:
+def scripted() -> Iterator[tuple[Served, Script]]:
     with scripted_llm() as (llm, scripts):
         scripts.texts |= TEXTS
         with served(llm, reasoning_parser="qwen3") as server:
@@ -49,7 +49,7 @@ def scripted() -> Iterator[tuple[Served, Scripts]]:
 
 
 @pytest.fixture(scope="module")
-def tiny(scripted: tuple[Served, Scripts]) -> Served:
+def tiny(scripted: tuple[Served, Script]) -> Served:
     return scripted[0]
 
 
@@ -122,7 +122,7 @@ def test_a_stream_is_the_message(tiny: Served, script: str, by_size: Any) -> Non
         assert len({u["input_tokens"] + u["cache_read_input_tokens"] for u in usages}) == 1
 
 
-def test_tools_go_round(scripted: tuple[Served, Scripts]) -> None:
+def test_tools_go_round(scripted: tuple[Served, Script]) -> None:
     server, scripts = scripted
     answer = create(server, "call", system=[{"type": "text", "text": "Be brief."}])
     call = answer["content"][-1]
@@ -160,7 +160,7 @@ def test_why_an_answer_ends(tiny: Served) -> None:
     assert sum(full["usage"].values()) == 1024
 
 
-def test_thinking_is_switched(scripted: tuple[Served, Scripts]) -> None:
+def test_thinking_is_switched(scripted: tuple[Served, Script]) -> None:
     server, scripts = scripted
     create(server, "text", thinking={"type": "disabled"})
     assert scripts.prompts[-1].endswith("</think>\n\n")
@@ -175,7 +175,7 @@ def test_thinking_is_switched(scripted: tuple[Served, Scripts]) -> None:
     assert answer["content"] == message["content"] and not message["content"][0]["thinking"]
 
 
-def test_the_last_message_is_continued(scripted: tuple[Served, Scripts]) -> None:
+def test_the_last_message_is_continued(scripted: tuple[Served, Script]) -> None:
     server, scripts = scripted
     create(server, "", messages=[said("script: text"), said("The", "assistant")])
     assert scripts.prompts[-1].endswith("The")
@@ -207,7 +207,7 @@ def test_the_events_are_those_of_the_sdk(tiny: Served) -> None:
         types.Message.model_validate(create(tiny, script))
 
 
-def test_requests_as_claude_code_sends_them(scripted: tuple[Served, Scripts]) -> None:
+def test_requests_as_claude_code_sends_them(scripted: tuple[Served, Script]) -> None:
     server, scripts = scripted
     cached = {"cache_control": {"type": "ephemeral"}}
     headers = JSON | {"anthropic-version": "2023-06-01", "anthropic-beta": "claude-code-20250219"}
@@ -267,6 +267,9 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"stop_sequences": [""]}, "stop_sequences"),
     ({"context_management": {"edits": [{"type": "clear_tool_uses_20250919"}]}}, "shorten messages"),
     ({"mcp_servers": [{"url": "x"}]}, "runs no tools"),
+    ({"thread": {"type": "create"}}, "thread is not supported: send the whole conversation"),
+    ({"compaction": {}}, "compaction is not supported"),
+    ({"messages": [said("x", "system") | {"clear_at": "next_user_message"}]}, "messages.0.clear_at"),
     ({"container": "c"}, "runs no tools"),
     ({"n": 2}, "several requests"),
     ({"temperature": -1}, "temperature"),
@@ -306,7 +309,7 @@ def test_harmless_fields(tiny: Served) -> None:
     )
 
 
-def test_errors_have_the_names_of_that_api(scripted: tuple[Served, Scripts]) -> None:
+def test_errors_have_the_names_of_that_api(scripted: tuple[Served, Script]) -> None:
     server, llm = scripted[0], scripted[0].api.llm
     long = {"messages": [said("x y " * 2000)]}
     status, _, answer = ask(server, "/v1/messages", body("") | long)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from event_streams import open_stream, streamed
-from scripted_llm import Scripts, scripted_llm
+from scripted_model import Script, scripted_llm
 from serving import JSON, Served, ask, served, wait_until
 
 pytest.importorskip("fastapi", reason="a server needs pip install 'nanoserve[serve]'")
@@ -38,7 +38,7 @@ KINDS = {
 
 
 @pytest.fixture(scope="module")
-def scripted() -> Iterator[tuple[Served, Scripts]]:
+def scripted() -> Iterator[tuple[Served, Script]]:
     with scripted_llm(max_model_len=2048) as (llm, scripts):
         scripts.texts |= TEXTS
         with served(llm, reasoning_parser="qwen3") as server:
@@ -46,7 +46,7 @@ def scripted() -> Iterator[tuple[Served, Scripts]]:
 
 
 @pytest.fixture(scope="module")
-def tiny(scripted: tuple[Served, Scripts]) -> Served:
+def tiny(scripted: tuple[Served, Script]) -> Served:
     return scripted[0]
 
 
@@ -128,7 +128,7 @@ def test_a_stream_is_the_response(tiny: Served, script: str, by_size: Any) -> No
         assert (details["reasoning_tokens"] > 0) == (KINDS[script][0] == "reasoning" and length > 8)
 
 
-def test_a_conversation_goes_on_by_its_id(scripted: tuple[Served, Scripts]) -> None:
+def test_a_conversation_goes_on_by_its_id(scripted: tuple[Served, Script]) -> None:
     """Instructions are those of each request; the calls and the reasoning are kept."""
     server, scripts = scripted
     first = create(server, "call", instructions="Be brief.")
@@ -170,7 +170,7 @@ def test_fifty_turns_take_more_and_more_from_the_prefix_cache(tiny: Served, by_s
         assert cached[-1] > cached[-2], turn
 
 
-def test_reasoning_goes_round_without_the_store(scripted: tuple[Served, Scripts]) -> None:
+def test_reasoning_goes_round_without_the_store(scripted: tuple[Served, Script]) -> None:
     """Also for a client that keeps nothing of it but what is called encrypted."""
     server, scripts = scripted
     answer = create(server, "call", include=["reasoning.encrypted_content"], store=False)
@@ -225,7 +225,7 @@ def test_what_is_stored_can_be_read_and_forgotten(tiny: Served) -> None:
     assert len(get(f"{third['id']}/input_items")[1]["data"]) == 6
 
 
-def test_the_store_is_bounded(scripted: tuple[Served, Scripts]) -> None:
+def test_the_store_is_bounded(scripted: tuple[Served, Script]) -> None:
     llm = scripted[0].api.llm
     with served(llm, max_stored_responses=2) as server:
         ids = [create(server, "text")["id"] for _ in range(3)]
@@ -320,7 +320,7 @@ def test_the_events_are_those_of_the_sdk(tiny: Served) -> None:
         types.Response.model_validate(create(tiny, script))
 
 
-def test_requests_as_codex_sends_them(scripted: tuple[Served, Scripts]) -> None:
+def test_requests_as_codex_sends_them(scripted: tuple[Served, Script]) -> None:
     """Stateless: each request has all items, and only the sealed reasoning."""
     server, scripts = scripted
     shell = {"type": "function", "name": "weather", "description": "x", "strict": False}
@@ -430,7 +430,7 @@ def test_neutral_and_harmless_fields(tiny: Served) -> None:
     assert answer["prompt_cache_key"] == "k" and answer["max_tool_calls"] == 3
 
 
-def test_a_key_and_a_full_queue(scripted: tuple[Served, Scripts]) -> None:
+def test_a_key_and_a_full_queue(scripted: tuple[Served, Script]) -> None:
     with served(scripted[0].api.llm, api_key=["k"]) as server:
         assert ask(server, "/v1/responses", body("text"))[0] == 401
         for key in ({"authorization": "Bearer k"}, {"x-api-key": "k"}):

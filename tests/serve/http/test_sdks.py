@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import pytest
 from pydantic import BaseModel
-from scripted_llm import Scripts, scripted_llm
+from scripted_model import Script, scripted_llm
 from serving import Served, served
 
 pytest.importorskip("fastapi", reason="a server needs pip install 'nanoserve[serve]'")
@@ -27,7 +27,7 @@ class Level(BaseModel):
 
 
 @pytest.fixture(scope="module")
-def scripted() -> Iterator[tuple[Served, Scripts]]:
+def scripted() -> Iterator[tuple[Served, Script]]:
     with scripted_llm(max_model_len=2048) as (llm, scripts):
         scripts.texts |= TEXTS
         with served(llm, reasoning_parser="qwen3", api_key=["key"]) as server:
@@ -35,7 +35,7 @@ def scripted() -> Iterator[tuple[Served, Scripts]]:
 
 
 @pytest.fixture
-def openai_client(scripted: tuple[Served, Scripts]) -> Iterator[Any]:
+def openai_client(scripted: tuple[Served, Script]) -> Iterator[Any]:
     openai = pytest.importorskip("openai", reason="pip install openai")
     url = f"{scripted[0].url}/v1"
     with openai.OpenAI(base_url=url, api_key="key", max_retries=0) as client:
@@ -43,7 +43,7 @@ def openai_client(scripted: tuple[Served, Scripts]) -> Iterator[Any]:
 
 
 @pytest.fixture
-def anthropic_client(scripted: tuple[Served, Scripts]) -> Iterator[Any]:
+def anthropic_client(scripted: tuple[Served, Script]) -> Iterator[Any]:
     anthropic = pytest.importorskip("anthropic", reason="pip install anthropic")
     url = scripted[0].url
     with anthropic.Anthropic(base_url=url, api_key="key", max_retries=0) as client:
@@ -114,7 +114,7 @@ def test_openai_errors(openai_client: Any) -> None:
 
 
 def test_an_agent_with_a_tool_and_one_with_an_output_type(
-    scripted: tuple[Served, Scripts],
+    scripted: tuple[Served, Script],
 ) -> None:
     agents = pytest.importorskip("agents", reason="pip install openai-agents")
     import openai

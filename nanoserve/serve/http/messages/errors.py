@@ -25,7 +25,11 @@ def error_content(error: ApiError) -> dict[str, Any]:
     if error.code == "context_length_exceeded":
         message = f"prompt is too long: {message}"  # coding agents search for these words
     kind = _TYPES.get(error.status, "api_error" if error.status > 500 else "invalid_request_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    content: dict[str, Any] = {"type": kind, "message": message}
+    if error.param == "thread":  # by this code the client library goes on without it
+        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        content["details"] = details
+    return {"type": "error", "error": content}
 
 
 def is_messages(path: str) -> bool:

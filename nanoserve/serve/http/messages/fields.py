@@ -1,6 +1,5 @@
 """Names of the fields of /v1/messages, and which of them are refused."""
 
-from collections.abc import Iterator
 from typing import Any
 
 from nanoserve.compat.request_names import Foreign
@@ -10,6 +9,7 @@ from nanoserve.serve.http.unknown_fields import UnknownNames, check_names
 
 _NO_SERVER_TOOLS = "the server runs no tools: give the model a tool with an input_schema"
 _WHOLE = "an answer continues the last message if that is the assistant's"
+_NO_SUMMARY = "the server does not summarize: ask the model for a summary in a message"
 _KEEP_THOUGHTS = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 
 # Refused by this API, in addition to what chat completions refuse.
@@ -19,6 +19,8 @@ OWN = {
     "context_management": Foreign(
         "the context is not edited: shorten messages", ({}, {"edits": []}, _KEEP_THOUGHTS)
     ),
+    "compaction": Foreign(_NO_SUMMARY),
+    "thread": Foreign("send the whole conversation in messages"),  # clients do so after this error
     "stop": Foreign("use stop_sequences", ([],)),
     "max_completion_tokens": Foreign("use max_tokens"),
     "response_format": Foreign('use output_config={"format": {"type": "json_schema", ...}}'),
@@ -38,7 +40,11 @@ OWN = {
 }
 FOREIGN = foreign_names(OWN, "max_tokens")
 # Anthropic's fields without an influence on the answer, in addition to those of chat completions.
-HARMLESS = frozenset({"diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id"})
+# `fallbacks` are for a model that declines by a policy of its own.
+HARMLESS = frozenset(
+    {"diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id"}
+    | {"billing_policy", "fallbacks", "fallback_credit_token"}
+)
 _CACHED = frozenset({"type", "cache_control"})
 _NO_CALLERS = Foreign("only the model itself calls tools", (["direct"],))
 # By object: its known names, and the refused ones.
@@ -53,13 +59,20 @@ PLACES: dict[str, tuple[frozenset[str], dict[str, Foreign]]] = {
         },
     ),
     "tool_choice": (frozenset({"type", "name", "disable_parallel_tool_use"}), {}),
-    "thinking": (frozenset({"type", "budget_tokens", "display"}), {}),
+    # Thoughts are bound to no conversation, so that none fails a check of its binding.
+    "thinking": (frozenset({"type", "budget_tokens", "display", "block_binding"}), {}),
     "output_config": (
         frozenset({"effort", "format"}),
         {"task_budget": Foreign("use max_tokens")},
     ),
     "output_config.format": (frozenset({"type", "schema"}), {}),
-    "messages": (frozenset({"role", "content"}), {}),
+    "messages": (
+        frozenset({"role", "content"}),
+        {
+            "clear_at": Foreign("leave the message out of later requests", ("never",)),
+            "output_config": Foreign("use output_config of the request", ({},)),
+        },
+    ),
     "messages.content": (
         _CACHED | {"text", "citations", "thinking", "signature", "data", "id", "name", "input"}
         | {"tool_use_id", "content", "is_error", "caller"},
@@ -79,16 +92,22 @@ def check_messages_fields(body: MessagesBody, unknown: UnknownNames, template: s
     for place in ("tool_choice", "thinking", "output_config"):
         _check_place(getattr(body, place), place, unknown)
     _check_place((body.output_config or {}).get("format"), "output_config.format", unknown)
-    for path, block in _blocks(body):
-        _check_place(block, "messages.content", unknown, path)
-
-
-def _blocks(body: MessagesBody) -> Iterator[tuple[str, Any]]:
-    """Yield all content blocks, with their places."""
     for number, message in enumerate(body.messages):
-        content = message.get("content")
-        for index, block in enumerate(content if isinstance(content, list) else ()):
-            yield f"messages.{number}.content.{index}", block
+        place = f"messages.{number}"
+        _check_place(message, "messages", unknown, place)
+        _check_blocks(message.get("content"), f"{place}.content", unknown)
+    _check_blocks(body.system, "system", unknown)
+
+
+def _check_blocks(content: Any, place: str, unknown: UnknownNames) -> None:
+    """Check the blocks of a content, and those inside of the results of tools."""
+    for index, block in enumerate(content if isinstance(content, list) else ()):
+        path = f"{place}.{index}"
+        _check_place(block, "messages.content", unknown, path)
+        if isinstance(block, dict) and block.get("type") == "tool_result":
+            inner = block.get("content")
+            for number, part in enumerate(inner if isinstance(inner, list) else ()):
+                _check_place(part, "messages.content", unknown, f"{path}.content.{number}")
 
 
 def _check_place(given: Any, place: str, unknown: UnknownNames, path: str = "") -> None:
