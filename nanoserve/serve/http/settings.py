@@ -122,6 +122,6 @@ class ServerSettings:
             ("allowed_methods", self.allowed_methods, _METHOD, "'GET'"),
             ("allowed_headers", self.allowed_headers, _HEADER, "'authorization'"),
         ):
-            for value in values:
-                is_name = pattern.fullmatch(value) is not None
-                require(is_name, f"{name}={shown(value)} must be '*', or like {example}")
+            for one in values:
+                is_name = pattern.fullmatch(one) is not None
+                require(is_name, f"{name}={shown(one)} must be '*', or like {example}")
