@@ -109,8 +109,13 @@ def check_sockets(args: Namespace, default_host: str, default_port: int) -> None
     has_port = args.host != default_host or args.port != default_port
     message = f"--uds {args.uds} is instead of --host and --port; remove one or the other"
     require(args.uds is None or not has_port, message)
+    require(args.uds != "", "--uds needs the path of a socket")
     contradicts = args.access_log and getattr(args, "disable_uvicorn_access_log", False)
     require(not contradicts, "--access-log and --disable-uvicorn-access-log exclude each other")
+    level = args.uvicorn_log_level
+    hides = level in _LEVELS[: _LEVELS.index("info")]
+    message = f"--access-log writes lines of level info, which --uvicorn-log-level {level} hides"
+    require(not (args.access_log and hides), message)
 
 
 def read_log_config(path: str | None) -> dict[str, Any] | None:
@@ -139,10 +144,16 @@ class WithoutPaths(logging.Filter):
     """A filter of uvicorn's access log that leaves out requests for some paths."""
 
     def __init__(self, paths: str, root_path: str = "") -> None:
-        """`paths`: separated by commas, without the prefix `root_path`."""
+        """`paths`: separated by commas, without the prefix `root_path`.
+
+        Raises `ValueError` for one that does not begin with a slash.
+        """
         super().__init__()
         self._root_path = root_path
         self._paths = {path.strip() for path in paths.split(",") if path.strip()}
+        for path in self._paths:
+            message = f"--disable-access-log-for-endpoints: {path!r:.80} must be like '/health'"
+            require(path.startswith("/"), message)
 
     def filter(self, record: logging.LogRecord) -> bool:
         # uvicorn's arguments: client, method, path with query, version, status.

@@ -262,10 +262,11 @@ class Terminal:
         """Wait for more text; return False if there is none, as the program has ended."""
         assert select.select([self._ours], [], [], 60)[0], self.seen
         try:
-            self.seen += os.read(self._ours, 10_000).decode()
-        except OSError:
-            return False
-        return True
+            text = os.read(self._ours, 10_000).decode()
+        except OSError:  # of Linux, where macOS returns nothing
+            text = ""
+        self.seen += text
+        return text != ""
 
     def type(self, *lines: str) -> None:
         """Type each line when the prompt has appeared."""

@@ -38,8 +38,8 @@ def test_a_root_path_is_a_path(path: Any) -> None:
     with pytest.raises(ValueError, match=r"root_path=.*must be a path such as '/llm'"):
         ServerSettings(root_path=path)
     assert ServerSettings(root_path="/a/b-c.d").root_path == "/a/b-c.d"
-    for own in ("/v1", "/v1/chat", "/page"):
-        with pytest.raises(ValueError, match="like the server's own paths"):
+    for own in ("/v1", "/v1/chat", "/page"):  # and the others: see tests/serve/http/test_operations
+        with pytest.raises(ValueError, match="one of the server's own paths"):
             ServerSettings(root_path=own)
 
 
@@ -48,6 +48,9 @@ def test_what_only_other_pages_need_is_refused_without_them() -> None:
         with pytest.raises(ValueError, match=rf"{name}=.* needs allowed_origins"):
             ServerSettings(**{name: value})
         ServerSettings(**{name: value}, allowed_origins=["*"])
+    for name, value in (("allowed_methods", "get"), ("allowed_headers", "a b")):
+        with pytest.raises(ValueError, match=rf"{name}='{value}' must be '\*', or like"):
+            ServerSettings(**{name: ["*", value]}, allowed_origins=["*"])
 
 
 @pytest.mark.parametrize(
@@ -55,7 +58,9 @@ def test_what_only_other_pages_need_is_refused_without_them() -> None:
     [
         ("--uds x.sock --port 9", "instead of --host and --port"),
         ("--uds x.sock --host 0.0.0.0", "instead of --host and --port"),
+        ("--uds= --access-log", "needs the path of a socket"),
         ("--access-log --disable-uvicorn-access-log", "exclude each other"),
+        ("--access-log --uvicorn-log-level error", "--uvicorn-log-level error hides"),
     ],
 )
 def test_flags_that_contradict_each_other(given: str, told: str) -> None:
@@ -70,6 +75,8 @@ def test_flags_that_contradict_each_other(given: str, told: str) -> None:
         ("--middleware json:no_such_name", "no attribute 'no_such_name'"),
         ("--middleware json.dumps", "not function"),
         ("--middleware json", "'module:name'"),
+        ("--middleware json:JSONDecoder", "is called with (app): too many positional"),
+        ("--middleware asyncio.open_unix_connection", "is called with (request, call_next): "),
         ("--middleware a:b:c", "'module:name'"),
         ("--ssl-certfile c.pem", "--ssl-keyfile and --ssl-certfile"),
         ("--ssl-ca-certs c.pem", "--ssl-keyfile and --ssl-certfile"),
@@ -124,6 +131,8 @@ def test_paths_are_left_out_of_the_access_log() -> None:
         record = logging.LogRecord("uvicorn.access", logging.INFO, "", 0, "%s", arguments, None)
         assert without.filter(record) is is_logged
     assert WithoutPaths("").filter(logging.makeLogRecord({"args": None}))
+    with pytest.raises(ValueError, match="'metrics' must be like '/health'"):
+        WithoutPaths("/health,metrics")
 
 
 def test_a_file_configures_the_log(tmp_path: Path) -> None:

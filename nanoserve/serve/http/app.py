@@ -116,9 +116,9 @@ class ApiServer:
                 expose_headers=["x-request-id"],
             )
         add_middleware(self.app, settings.middleware)
-        self.app.add_middleware(RequestId)  # so that each response has one
         if settings.root_path:
             self.app.add_middleware(RootPath, root_path=settings.root_path)
+        self.app.add_middleware(RequestId)  # last, so that each response has an id
 
     def _measure(self) -> None:
         name, prefix = self.names[0], self.settings.metrics_prefix

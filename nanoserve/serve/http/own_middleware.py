@@ -26,6 +26,12 @@ def load_middleware(location: str) -> Callable[..., Any]:
         raise ValueError(f"middleware={location!r:.200} {rule} ({error}); {hint}") from error
     if not inspect.isclass(found) and not inspect.iscoroutinefunction(found):
         raise ValueError(f"middleware={location!r:.200} {rule}, not {type(found).__name__}")
+    arguments = ("app",) if inspect.isclass(found) else ("request", "call_next")
+    try:
+        inspect.signature(found).bind(*arguments)
+    except (TypeError, ValueError) as error:  # a `ValueError`: nothing is known of its arguments
+        message = f"is called with ({', '.join(arguments)}): {error}"
+        raise ValueError(f"middleware={location!r:.200} {message}") from error
     return found
 
 

@@ -8,7 +8,7 @@ class RootPath:
     """ASGI middleware that removes a prefix from paths, so that nothing behind it knows of it.
 
     A proxy may remove the prefix itself or keep it: paths without it are served as well. The
-    middleware wraps all others, since the check of API keys depends on paths.
+    middleware wraps all others that look at paths, such as the check of API keys.
     """
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:

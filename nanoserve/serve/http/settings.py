@@ -26,6 +26,15 @@ _LISTS = (
     *("allowed_origins", "allowed_methods", "allowed_headers"),
 )
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*")
+# The server's own paths, which no prefix may hide; all others begin with /v1/.
+_OWN_PATHS = {
+    *("/v1", "/page", "/tokenize", "/detokenize", "/version", "/metrics", "/load", "/live"),
+    *("/health", "/healthz", "/ping", "/readyz", "/livez", "/docs", "/openapi.json"),
+    *("/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping", "/server_info"),
+    *("/reset_prefix_cache", "/update_weights"),
+}
+_METHOD = re.compile(r"\*|[A-Z]+")
+_HEADER = re.compile(r"\*|[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _ORIGIN = re.compile(r"\*|null|[a-z][a-z0-9+.-]*://[^/\s?#]+", re.IGNORECASE)
 _NO_KWARGS = {
     *("messages", "tools", "documents", "chat_template", "tokenize", "return_dict", "mark_text"),
@@ -112,8 +121,8 @@ class ServerSettings:
         rule = "must be a path such as '/llm', without a slash at the end"
         is_path = isinstance(root, str) and _ROOT_PATH.fullmatch(root) is not None
         require(is_path, f"root_path={shown(root)} {rule}")
-        is_own = root in ("/v1", "/page") or root.startswith("/v1/")
-        own = "must not begin like the server's own paths, which are served without it, too"
+        is_own = root in _OWN_PATHS or root.startswith("/v1/")
+        own = "must not be one of the server's own paths, which are served without it, too"
         require(not is_own, f"root_path={shown(root)} {own}")
         for name, value, default in (
             ("allow_credentials", self.allow_credentials, False),
@@ -122,3 +131,10 @@ class ServerSettings:
         ):
             has_effect = bool(origins) or value == default
             require(has_effect, f"{name}={shown(value)} needs allowed_origins, which is empty")
+        for name, values, pattern, example in (
+            ("allowed_methods", self.allowed_methods, _METHOD, "'GET'"),
+            ("allowed_headers", self.allowed_headers, _HEADER, "'authorization'"),
+        ):
+            for one in values:
+                is_name = pattern.fullmatch(one) is not None
+                require(is_name, f"{name}={shown(one)} must be '*', or like {example}")

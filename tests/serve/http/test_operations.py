@@ -10,6 +10,7 @@ import ssl
 import subprocess
 import tempfile
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -63,7 +64,7 @@ def test_paths_have_a_prefix_or_none(full: Served) -> None:
         assert get(full, path, KEY)[0] == 200
     assert get(full, "/page/v1x/health")[0] == 404  # a file of the page that there is not
     status, headers, _ = get(full, "/page/v1")
-    assert status == 307 and headers["location"] == "v1/"
+    assert status == 307 and headers["location"] == "v1/" and headers["x-request-id"]
     assert b"<!doctype html>" in get(full, "/page/v1/")[2]
     assert get(full, "/page/v1/page/main.js")[0] == 200
     status, _, answer = ask(full, "/page/v1/v1/completions", BODY, JSON | KEY)
@@ -78,6 +79,14 @@ def test_a_prefix_opens_no_door(full: Served) -> None:
         assert get(full, path)[0] in (401, 404)
     assert ask(full, "/page/v1/v1/completions", BODY)[0] == 401
     assert get(full, "/page/v1/health")[0] == 200
+
+
+def test_a_prefix_is_none_of_the_servers_paths(full: Served) -> None:
+    for route in full.api.app.routes:
+        path = route.path.partition("/{")[0]
+        if path != "/":  # the page, which has no name of its own
+            with pytest.raises(ValueError, match="one of the server's own paths"):
+                ServerSettings(root_path=path)
 
 
 # ---------------------------------------------------------------- middleware
@@ -95,16 +104,33 @@ def test_middleware_is_a_class_or_a_function(full: Served) -> None:
     assert b"secret of a middleware" not in content
 
 
-def test_a_stream_passes_through_middleware_and_its_client_may_leave(full: Served) -> None:
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_may_leave_through_middleware(full: Served, stream: bool) -> None:
+    def load() -> Any:
+        return json.loads(get(full, "/load")[2])["server_load"]
+
     connection = http.client.HTTPConnection("127.0.0.1", full.port, timeout=60)
-    connection.request("POST", "/v1/completions", json.dumps(LONG), JSON | KEY)
-    answer = connection.getresponse()
-    assert answer.readline().startswith(b"data: {")
-    assert json.loads(get(full, "/load")[2]) == {"server_load": 1}
-    connection.close()
-    answer.close()
-    full.wait_until_idle()
-    wait_until(lambda: json.loads(get(full, "/load")[2]) == {"server_load": 0})
+    body = LONG | {"stream": stream}
+    with slow_steps(full):  # so that the answer cannot be complete before
+        connection.request("POST", "/v1/completions", json.dumps(body), JSON | KEY)
+        if stream:
+            answer = connection.getresponse()
+            assert answer.readline().startswith(b"data: {")
+            answer.close()
+        wait_until(lambda: load() == 1)
+        wait_until(lambda: full.api.llm.engine.has_unfinished_requests())
+        connection.close()
+        wait_until(lambda: load() == 0)
+        full.wait_until_idle()
+
+
+@contextmanager
+def slow_steps(server: Served) -> Iterator[None]:
+    """Let each step take 20 ms or more, and all of a long answer 18 s."""
+    observers = server.api.llm.engine.observers
+    observers.append(wait := lambda *step: time.sleep(0.02))
+    yield
+    observers.remove(wait)
 
 
 # ---------------------------------------------------------------- ids, defaults
