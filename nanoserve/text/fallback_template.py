@@ -5,6 +5,12 @@ from dataclasses import dataclass
 from nanoserve.text.special_tokens import SpecialTokens
 
 _BEGIN, _END = "<|im_start|>", "<|im_end|>"
+# The calls of a message, each as JSON in a line.
+_CALLS = (
+    "{% for call in message.tool_calls or [] %}"
+    "{{ '\\n' + {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}"
+    "{% endfor %}"
+)
 
 
 @dataclass(frozen=True)
@@ -23,7 +29,7 @@ class FallbackTemplate:
 CHATML = FallbackTemplate(
     "ChatML",
     "{% for message in messages %}"
-    f"{{{{ '{_BEGIN}' + message.role + '\\n' + message.content + '{_END}\\n' }}}}"
+    f"{{{{ '{_BEGIN}' + message.role + '\\n' + message.content }}}}{_CALLS}{{{{ '{_END}\\n' }}}}"
     "{% endfor %}"
     f"{{% if add_generation_prompt %}}{{{{ '{_BEGIN}assistant\\n' }}}}{{% endif %}}",
     stop_tokens=(_END,),
@@ -32,7 +38,8 @@ PLAIN = FallbackTemplate(
     "plain text",
     "{% for message in messages %}"
     "{% if message.role == 'system' %}{{ message.content + '\\n\\n' }}"
-    "{% else %}{{ message.role | capitalize + ': ' + message.content + '\\n\\n' }}{% endif %}"
+    "{% else %}{{ message.role | capitalize + ': ' + message.content }}"
+    f"{_CALLS}{{{{ '\\n\\n' }}}}{{% endif %}}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}",
     stop=("\nUser:",),

@@ -30,8 +30,14 @@ AnswerKind = Callable[..., AnswerWriter]
 _ALIKE = (
     *("logit_bias", "structured_outputs", "priority", "cache_salt", "chat_template_kwargs"),
     *("documents", "allow_special_tokens", "thinking_token_budget", "chat_template"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("guided_whitespace_pattern", "request_id"),
 )
 _NOT_ALIKE = ("n", "prompt_logprobs", "max_tokens")
+_ADVICE = {
+    "use prompt_logprobs": "use /v1/completions",
+    "use return_token_ids": "use /v1/chat/completions",
+}
 _ONE_ANSWER = Foreign("an answer of this API is one: send several requests", (1,))
 
 
@@ -67,18 +73,36 @@ class DialectBody(Body):
         return {name: value for name, value in given.items() if name in names}
 
 
-def foreign_names(own: Mapping[str, Foreign], max_tokens: str) -> dict[str, Foreign]:
+def foreign_names(own: Mapping[str, Foreign], advice: dict[str, str]) -> dict[str, Foreign]:
     """Return the names that an API refuses: `own`, and what chat completions refuse.
 
-    max_tokens: the API's name of that field, which is advised instead of other servers' names.
+    advice: this API's advice by the beginning of that of chat completions.
     """
     table = {"n": _ONE_ANSWER, "prompt_logprobs": Foreign("use /v1/completions"), **FOREIGN}
     for name, one in table.items():
-        if one.ours == "max_tokens":
-            table[name] = Foreign(f"use {max_tokens}", one.neutral)
-        elif one.ours == "n":
+        found = [
+            ours
+            for begin, ours in (_ADVICE | advice).items()
+            if re.match(rf"{begin}(?!\w)", one.instead)
+        ]
+        if one.ours == "n":
             table[name] = _ONE_ANSWER
+        elif found:
+            table[name] = Foreign(found[0], one.neutral)
     return {**table, **own}
+
+
+def add_text(messages: list[dict[str, Any]], role: str, text: str) -> None:
+    """Add a message of a user or of the system, or its text to the last message of this role.
+
+    Adjacent messages of one role are one message, because many chat templates want roles to
+    alternate.
+    """
+    if messages and messages[-1]["role"] == role:
+        last = messages[-1]
+        last["content"] = "\n".join(filter(None, [last["content"], text]))
+    else:
+        messages.append({"role": role, "content": text})
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from nanoserve.serve.engine_thread import EngineAsleepError, EngineDeadError
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.messages.errors import error_response
 from nanoserve.serve.http.middleware import named, request_id_of
-from nanoserve.serve.http.unsupported_endpoints import missing_endpoint
+from nanoserve.serve.http.unsupported_endpoints import is_refused, missing_endpoint
 
 
 def add_error_handlers(app: FastAPI) -> None:
@@ -32,7 +32,7 @@ async def _error_response(request: Request, error: Exception) -> JSONResponse:
 
 def _of_routing(request: Request, error: HTTPException) -> ApiError:
     """Return the error for an unknown path or an unsupported method."""
-    if error.status_code == 404:
+    if error.status_code == 404 or is_refused(request.url.path):
         return missing_endpoint(request.method, request.url.path)
     message, headers = str(error.detail), dict(error.headers or {})
     allowed = ", ".join(sorted(Headers(headers).get("allow", "").replace(",", " ").split()))

@@ -124,12 +124,14 @@ class Rendering(NamedTuple):
 
     template: None is the model's own. as_parts: True if the template gets each content as a list
     of parts, otherwise as a string. stop_token_ids, stop: ends of a message in the template.
+    variables: the server's defaults for variables of the template.
     """
 
     template: str | None = None
     as_parts: bool = False
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
+    variables: Mapping[str, Any] = {}
 
 
 class StreamOptions(BaseModel):
@@ -312,14 +314,9 @@ class ChatBody(GenerationBody):
         """The way in which the conversation is rendered; see `render_with`."""
         return Rendering()
 
-    def render_with(self, rendering: Rendering, variables: Mapping[str, Any]) -> None:
-        """Set how the conversation is rendered.
-
-        variables: of the template, for those that the request does not set.
-        """
+    def render_with(self, rendering: Rendering) -> None:
+        """Set how the conversation is rendered."""
         self.rendering = rendering
-        if variables:
-            self.chat_template_kwargs = {**variables, **(self.chat_template_kwargs or {})}
 
     def conversation(self) -> list[dict[str, Any]]:
         """Return the messages for a template. Each role is known.
@@ -359,9 +356,8 @@ class ChatBody(GenerationBody):
             if value is not None:
                 hints[name] = value
         if self.reasoning_effort is not None:
-            given = self.chat_template_kwargs or {}
-            names = [name for name in ("enable_thinking", "thinking") if name not in given]
-            hints |= dict.fromkeys(names, self.reasoning_effort != "none")
+            is_on = self.reasoning_effort != "none"
+            hints |= dict.fromkeys(("enable_thinking", "thinking"), is_on)
         return {name: value for name, value in hints.items() if looks_at(template, name)}
 
     def template_arguments(self, template: str = "") -> dict[str, Any]:
@@ -379,7 +375,7 @@ class ChatBody(GenerationBody):
             given["chat_template"] = self.rendering.template
         if self.continue_final_message:
             given.setdefault("add_generation_prompt", False)
-        return own | self.hints(template) | given
+        return {**self.rendering.variables, **self.hints(template), **own, **given}
 
 
 class TokenizeBody(ChatBody):

@@ -34,7 +34,9 @@ class Templates:
                 " or ".join(map(repr, found.stop_tokens + found.stop)),
             )
         self.source: str = self._usual.template or own or ""
-        self._usual = self._usual._replace(as_parts=self._wants_parts(self.source))
+        variables = settings.default_chat_template_kwargs
+        as_parts = self._wants_parts(self.source)
+        self._usual = self._usual._replace(as_parts=as_parts, variables=variables)
         self._known, self.reasoning_parser = formats_of(
             settings.tool_call_parser, settings.reasoning_parser, self.source
         )
@@ -44,11 +46,9 @@ class Templates:
 
         Raises `ApiError` for a template of the request's own, unless the server trusts it.
         """
-        has_messages = body.messages is not None  # a request of /tokenize may have a prompt
-        variables = self._settings.default_chat_template_kwargs if has_messages else {}
         own = body.chat_template
         if own is None:
-            body.render_with(self._usual, variables)
+            body.render_with(self._usual)
             return self.source
         if not self._settings.trust_request_chat_template:
             message = (
@@ -60,7 +60,8 @@ class Templates:
             check_template(own)  # never a file of the server
         except ValueError as error:
             raise ApiError(400, str(error), "chat_template") from error
-        body.render_with(Rendering(own, self._wants_parts(own)), variables)
+        variables = self._settings.default_chat_template_kwargs
+        body.render_with(Rendering(own, self._wants_parts(own), variables=variables))
         return own
 
     @property
@@ -73,8 +74,7 @@ class Templates:
         known, source = self._known, self.source
         if body.chat_template is not None:
             source = body.chat_template
-            settings = self._settings
-            known, _ = formats_of(settings.tool_call_parser, settings.reasoning_parser, source)
+            known, _ = formats_of(self._settings.tool_call_parser, self.reasoning_parser, source)
         # A model that is forced to call a tool can be forced to use any format.
         return known or FORMATS["hermes"], known is not None and "tools" in source
 

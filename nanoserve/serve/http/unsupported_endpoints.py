@@ -22,6 +22,7 @@ _FORWARDED = {
     **dict.fromkeys(("embeddings", "embed", "embedding", "pooling"), _NO_POOLING),
     **dict.fromkeys(("rerank", "score", "classify", "moderations"), _NO_POOLING),
     "messages/batches": _BATCH,
+    "responses/compact": "shorten the items of input",
     "complete": "use /v1/completions",
     "generate": "use /v1/completions",
     "edits": _CHAT,
@@ -96,6 +97,11 @@ def missing_endpoint(method: str, path: str) -> ApiError:
         return ApiError(400, f"{named} is not supported: {advice}", None, "unsupported_endpoint")
     advice = _under(prefix + inner, _OTHERS) or _under(inner, _OTHERS) or _ALL
     return ApiError(404, f"{named} does not exist: {advice}", None, _CODE)
+
+
+def is_refused(path: str) -> bool:
+    """Return True for a path that looks like that of an endpoint with a name in it, and is none."""
+    return path.strip("/").lower().removeprefix("v1/") in _FORWARDED
 
 
 _CODE = "unknown_endpoint"

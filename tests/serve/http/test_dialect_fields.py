@@ -2,6 +2,7 @@
 
 import logging
 import random
+import re
 from collections.abc import Iterator
 from typing import Any, get_type_hints
 
@@ -15,6 +16,7 @@ pytest.importorskip("fastapi", reason="a server needs pip install 'nanoserve[ser
 from nanoserve.compat import request_names
 from nanoserve.serve.http.messages import fields as messages_fields
 from nanoserve.serve.http.messages.request import MessagesBody
+from nanoserve.serve.http.protocol import ChatBody
 from nanoserve.serve.http.responses import fields as responses_fields
 from nanoserve.serve.http.responses.request import ResponsesBody
 
@@ -54,6 +56,17 @@ def test_the_fields_of_openai_are_known() -> None:
         assert not unknown, place
     counted = names_of(responses.InputTokenCountParams)
     assert counted - known_names(responses_fields, ResponsesBody, "") <= {"personality"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "body"), [(responses_fields, ResponsesBody), (messages_fields, MessagesBody)]
+)
+def test_each_field_of_a_chat_is_one_here_or_is_refused(fields: Any, body: Any) -> None:
+    known = body.model_fields.keys() | body.passed_on() | fields.HARMLESS | request_names.HARMLESS
+    assert ChatBody.model_fields.keys() <= known | fields.FOREIGN.keys()
+    for name, one in fields.FOREIGN.items():
+        advised = re.findall(r"\buse (\w+)\b(?! of)", one.instead)
+        assert not {*advised} & (fields.FOREIGN.keys() - known), name
 
 
 def test_the_fields_of_anthropic_are_known() -> None:

@@ -181,6 +181,38 @@ def test_the_last_message_is_continued(scripted: tuple[Served, Script]) -> None:
     assert scripts.prompts[-1].endswith("The")
 
 
+def test_adjacent_messages_of_one_role_are_one(scripted: tuple[Served, Script]) -> None:
+    server, scripts = scripted
+    messages = [
+        said("Rules.", "system"),
+        said([{"type": "text", "text": ""}]),
+        said("script: text"),
+    ]
+    create(server, "", messages=messages, system="Be brief.", tools=[])
+    prompt = scripts.prompts[-1]
+    assert prompt.startswith("<|im_start|>system\nBe brief.\nRules.<|im_end|>\n<|im_start|>user\ns")
+
+
+def test_the_fields_of_structured_outputs_hold_here_too(tiny: Served) -> None:
+    pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
+    plain = {"tools": [], "thinking": {"type": "disabled"}}
+    for field, value in (("guided_choice", ["4"]), ("structured_outputs", {"choice": ["4"]})):
+        assert create(tiny, "text", **plain, **{field: value})["content"][0]["text"] == "4"
+
+
+def test_arguments_that_are_no_object_become_one(scripted: tuple[Served, Script]) -> None:
+    server, scripts = scripted
+    scripts.texts["odd"] = '<tool_call>\n{"name": "weather", "arguments": ["Paris"]}\n</tool_call>'
+    answer = create(server, "odd")
+    (block,) = answer["content"]
+    assert block["input"] == {"arguments": ["Paris"]} and answer["stop_reason"] == "tool_use"
+    message = rebuilt(streamed(server, "/v1/messages", body("odd")))
+    assert message["content"][0]["input"] == block["input"]
+    result = {"type": "tool_result", "tool_use_id": block["id"], "content": "?"}
+    messages = [said("x"), said([block], "assistant"), said([result]), said("script: text")]
+    create(server, "", messages=messages)
+
+
 def test_forced_tools_and_formats(tiny: Served) -> None:
     pytest.importorskip("llguidance", reason="pip install 'nanoserve[guided]'")
     off = {"thinking": {"type": "disabled"}, "messages": [said("x")], "max_tokens": 200}
@@ -269,7 +301,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mcp_servers": [{"url": "x"}]}, "runs no tools"),
     ({"thread": {"type": "create"}}, "thread is not supported: send the whole conversation"),
     ({"compaction": {}}, "compaction is not supported"),
-    ({"messages": [said("x", "system") | {"clear_at": "next_user_message"}]}, "messages.0.clear_at"),
+    (
+        {"messages": [said("x", "system") | {"clear_at": "next_user_message"}]},
+        "messages.0.clear_at",
+    ),
     ({"container": "c"}, "runs no tools"),
     ({"n": 2}, "several requests"),
     ({"temperature": -1}, "temperature"),

@@ -159,6 +159,29 @@ def test_a_conversation_goes_on_by_its_id(scripted: tuple[Served, Script]) -> No
     assert status == 200 and counted["input_tokens"] == second["usage"]["input_tokens"]
 
 
+def test_arguments_that_are_no_object_become_one(scripted: tuple[Served, Script]) -> None:
+    server, scripts = scripted
+    scripts.texts["odd"] = '<tool_call>\n{"name": "weather", "arguments": ["Paris"]}\n</tool_call>'
+    first = create(server, "odd")
+    (call,) = first["output"]
+    assert json.loads(call["arguments"]) == ["Paris"]
+    output = {"type": "function_call_output", "call_id": call["call_id"], "output": "?"}
+    said = {"role": "user", "content": "script: text"}
+    create(server, "", previous_response_id=first["id"], input=[output, said])
+    assert '{"arguments": ["Paris"]}' in scripts.prompts[-1]
+
+
+def test_adjacent_messages_of_one_role_are_one(scripted: tuple[Served, Script]) -> None:
+    server, scripts = scripted
+    items = [{"role": role, "content": text} for role, text in (
+        ("developer", "Rules."), ("user", "One."), ("user", "script: text"))]  # fmt: skip
+    create(server, "", input=items, instructions="Be brief.", tools=[])
+    expected = (
+        "<|im_start|>system\nBe brief.\nRules.<|im_end|>\n<|im_start|>user\nOne.\nscript: text"
+    )
+    assert scripts.prompts[-1].startswith(expected)
+
+
 def test_fifty_turns_take_more_and_more_from_the_prefix_cache(tiny: Served, by_size: Any) -> None:
     previous, cached = None, [-1]
     for turn in range(by_size(6, 50, 50)):
@@ -401,6 +424,14 @@ def test_what_is_not_supported_is_refused_by_name(
     status, _, answer = ask(tiny, "/v1/responses", body("text") | change)
     assert status == (404 if param == "model" else 400), answer
     assert words in answer["error"]["message"] and answer["error"]["param"] == param
+
+
+@pytest.mark.parametrize("number", ["NaN", "1e999", "-Infinity"])
+def test_numbers_that_json_cannot_have_are_refused(tiny: Served, number: str) -> None:
+    for field in (f'"text": {{"x": {number}}}', f'"reasoning": {{"x": {number}}}'):
+        content = f'{{"model": "tiny", "input": "script: text", {field}}}'.encode()
+        status, _, answer = ask(tiny, "/v1/responses", content, JSON)
+        assert status == 400 and answer["error"]["param"] in ("text", "reasoning")
 
 
 def test_neutral_and_harmless_fields(tiny: Served) -> None:

@@ -16,6 +16,7 @@ pytest.importorskip("fastapi", reason="a server needs pip install 'nanoserve[ser
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.cli.serve import parse_args
 from nanoserve.serve.async_llm import AsyncLLM
+from nanoserve.serve.http.protocol import ChatBody, Rendering
 from nanoserve.serve.http.settings import ServerSettings
 from nanoserve.serve.http.templates import Templates
 from nanoserve.text.fallback_template import CHATML, PLAIN, fallback_for
@@ -53,6 +54,19 @@ def test_a_server_has_the_template_and_the_arguments_that_it_was_given(server: S
     assert prompt_of(server, chat_template_kwargs={"other": 1}) == "Hi|N"
     usage = ask(server, "/v1/chat/completions", HELLO)["usage"]
     assert usage["prompt_tokens"] == ask(server, "/tokenize", HELLO)["count"]
+
+
+def test_a_request_has_precedence_over_the_server_and_its_effort_is_in_between() -> None:
+    def arguments(**fields: Any) -> Any:
+        variables = {"enable_thinking": False, "note": "N"}
+        body = ChatBody(messages=[], **fields)
+        body.render_with(Rendering(variables=variables))
+        return body.template_arguments("{{ enable_thinking }}")
+
+    assert arguments() == {"enable_thinking": False, "note": "N"}
+    assert arguments(reasoning_effort="high")["enable_thinking"] is True
+    own = {"chat_template_kwargs": {"enable_thinking": False}}
+    assert arguments(reasoning_effort="high", **own)["enable_thinking"] is False
 
 
 def test_tools_are_shown_by_the_template_that_was_given(server: Served) -> None:
@@ -204,3 +218,8 @@ def test_a_generic_template_is_plain_text_without_special_tokens(bare: Path, cap
     assert fallback_for(known.special_tokens) is CHATML
     text = known.apply_chat_template(TURNS[:2], chat_template=PLAIN.text)
     assert text == "Be short.\n\nUser: Hi <|im_end|>\n\nAssistant:"
+    function = {"name": "f", "arguments": {"a": 1}}
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": function}]}
+    for template in (PLAIN.text, CHATML.text):
+        text = known.apply_chat_template([called], chat_template=template)
+        assert '\n{"name": "f", "arguments": {"a": 1}}' in text

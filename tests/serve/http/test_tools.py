@@ -164,8 +164,8 @@ def test_what_is_no_tool_is_refused_by_name(client) -> None:
     assert "a-z" in refused(client, tools=function(name="with space"), **required)
     assert "schema" in refused(client, tools=function(name="f", parameters=[]), **required)
     assert "tools[0]" in refused(client, tools=[{"type": "web_search"}], **required)
-    many = [function(name=f"f{number}")[0] for number in range(129)]
-    assert "129" in refused(client, tools=many, **required)
+    many = [function(name=f"f{number}")[0] for number in range(513)]
+    assert "513" in refused(client, tools=many, **required)
     unknown = function(name="f", parameters={"type": "object", "not": {"type": "null"}})
     assert "not" in refused(client, tools=unknown, **required)
     told = refused(client, tools=TOOLS, extra_body={"guided_choice": ["a"]}, **required)

@@ -9,7 +9,14 @@ from nanoserve.serve.http.messages.errors import error_event
 from nanoserve.serve.http.messages.request import MessagesBody
 from nanoserve.serve.http.protocol import ChatBody
 from nanoserve.serve.http.tools.block_answer import BlockAnswer
-from nanoserve.serve.http.tools.blocks import Block, Change, Step, arguments_so_far
+from nanoserve.serve.http.tools.blocks import (
+    NO_OBJECT,
+    Block,
+    Change,
+    Step,
+    is_no_object,
+    object_so_far,
+)
 from nanoserve.serve.http.tools.tool_choice import ToolUse
 
 # Clients keep blocks of thinking only with a signature. Here it proves nothing, and is not checked.
@@ -58,8 +65,9 @@ class MessagesAnswer(BlockAnswer):
         if self.finish_reason == "length":
             is_full = self.num_output_tokens < self._given.max_tokens
             return ("model_context_window_exceeded" if is_full else "max_tokens"), None
-        if isinstance(self.stop_reason, str):
-            return "stop_sequence", self.stop_reason
+        reason = self.stop_reason
+        if isinstance(reason, str) and reason in (self._given.stop_sequences or ()):
+            return "stop_sequence", reason
         has_called = any(block.kind == "call" for block in self.output.blocks)
         return ("tool_use" if has_called else "end_turn"), None
 
@@ -80,7 +88,7 @@ class MessagesAnswer(BlockAnswer):
             thinking = "" if self._given.hides_thinking else block.text
             return {"type": "thinking", "thinking": thinking, "signature": _SIGNATURE}
         call = {"type": "tool_use", "id": block.call_id, "name": block.name}
-        return call | {"input": arguments_so_far(block.text)}
+        return call | {"input": object_so_far(block.text)}
 
     # ---------------------------------------------------------------- events
 
@@ -97,17 +105,22 @@ class MessagesAnswer(BlockAnswer):
         if step.change is Change.GROW:
             delta = self._delta(step)
             return _event("content_block_delta", index=index, delta=delta) if delta else b""
-        events = b""
+        last = b""
         if block.kind == "reasoning":
             signed = {"type": "signature_delta", "signature": _SIGNATURE}
-            events = _event("content_block_delta", index=index, delta=signed)
-        return events + _event("content_block_stop", index=index)
+            last = _event("content_block_delta", index=index, delta=signed)
+        elif block.kind == "call" and block.is_complete and is_no_object(block.text):
+            closed = {"type": "input_json_delta", "partial_json": NO_OBJECT[1]}
+            last = _event("content_block_delta", index=index, delta=closed)
+        return last + _event("content_block_stop", index=index)
 
     def _delta(self, step: Step) -> dict[str, str] | None:
         if step.block.kind == "text":
             return {"type": "text_delta", "text": step.text}
         if step.block.kind == "call":
-            return {"type": "input_json_delta", "partial_json": step.text}
+            is_first = step.text == step.block.text
+            opening = NO_OBJECT[0] if is_first and is_no_object(step.text) else ""
+            return {"type": "input_json_delta", "partial_json": opening + step.text}
         if self._given.hides_thinking:
             return None
         return {"type": "thinking_delta", "thinking": step.text}

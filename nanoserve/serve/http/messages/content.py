@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from nanoserve.serve.http.dialect import add_text
 from nanoserve.serve.http.errors import ApiError
 
 _TEXT_ONLY = "this model reads only text"
@@ -36,14 +37,20 @@ def system_text(system: str | list[dict[str, Any]] | None) -> str:
     return "\n".join(block["text"] for block in blocks)
 
 
-def messages_of(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def messages_of(
+    given: list[dict[str, Any]], system: str | list[dict[str, Any]] | None = None
+) -> list[dict[str, Any]]:
     """Return the messages of a request as those of a chat.
 
     Results of tools become messages of their own. Adjacent messages of a user are one message, as
-    in the original API, because many chat templates want roles to alternate. Raises `ApiError`
-    for a block that is not supported, and for a result of a call that is not there.
+    in the original API. Raises `ApiError` for a block that is not supported, and for a result of a
+    call that is not there.
+
+    system: the field of this name, which comes first.
     """
     messages: list[dict[str, Any]] = []
+    if text := system_text(system):
+        add_text(messages, "system", text)
     call_ids: set[str] = set()
     for number, message in enumerate(given):
         place, role = f"messages.{number}", message.get("role")
@@ -59,17 +66,10 @@ def messages_of(given: list[dict[str, Any]]) -> list[dict[str, Any]]:
             if block["type"] == "tool_result":
                 messages.append(_result(block, call_ids, f"{place}.content.{index}"))
             else:
-                _add_text(messages, role, block["text"])
+                add_text(messages, role, block["text"])
         if not blocks:
-            _add_text(messages, role, "")
+            add_text(messages, role, "")
     return messages
-
-
-def _add_text(messages: list[dict[str, Any]], role: str, text: str) -> None:
-    if messages and messages[-1]["role"] == role:
-        messages[-1]["content"] += f"\n{text}"
-    else:
-        messages.append({"role": role, "content": text})
 
 
 def _assistant(blocks: list[dict[str, Any]]) -> dict[str, Any]:

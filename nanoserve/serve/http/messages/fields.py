@@ -37,8 +37,19 @@ OWN = {
     "return_token_ids": Foreign("use /v1/chat/completions", (False,)),
     "return_tokens_as_token_ids": Foreign("use /v1/chat/completions", (False,)),
     "prompt": Foreign("use messages"),
+    "stream_options": Foreign(
+        "streams end with their usage", ({}, {"include_usage": True}, {"include_usage": False})
+    ),
 }
-FOREIGN = foreign_names(OWN, "max_tokens")
+_ADVICE = {
+    "use stop": "use stop_sequences",
+    "use response_format": OWN["response_format"].instead,
+    "use reasoning_effort": 'use thinking={"type": ...}, or output_config={"effort": ...}',
+    "use logprobs": "use /v1/chat/completions",
+    "use prompt": "use messages",
+    "send it as a message": "use system",
+}
+FOREIGN = foreign_names(OWN, _ADVICE)
 # Anthropic's fields without an influence on the answer, in addition to those of chat completions.
 # `fallbacks` are for a model that declines by a policy of its own.
 HARMLESS = frozenset(

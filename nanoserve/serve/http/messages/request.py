@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from nanoserve.serve.http.dialect import DialectBody
 from nanoserve.serve.http.errors import ApiError
-from nanoserve.serve.http.messages.content import messages_of, system_text
+from nanoserve.serve.http.messages.content import messages_of
 from nanoserve.serve.http.protocol import Int, looks_at
 from nanoserve.serve.http.templates import Templates
 from nanoserve.serve.http.tools.reasoning import REASONING
@@ -31,7 +31,7 @@ class MessagesBody(DialectBody):
     """Request body of `POST /v1/messages`."""
 
     prompt_field: ClassVar[str] = "messages"
-    same: ClassVar[frozenset[str]] = DialectBody.same - {"stop"}
+    same: ClassVar[frozenset[str]] = (DialectBody.same - {"stop"}) | {"verbosity"}
 
     messages: list[dict[str, Any]]
     max_tokens: Int
@@ -53,11 +53,9 @@ class MessagesBody(DialectBody):
 
     def chat_fields(self, templates: Templates) -> dict[str, Any]:
         """Return the request as fields of `ChatBody`; `templates`: those of the server."""
-        messages = messages_of(self.messages)
-        if not messages:
+        if not self.messages:
             raise ApiError(400, "messages is empty; pass at least one message", "messages")
-        if text := system_text(self.system):
-            messages.insert(0, {"role": "system", "content": text})
+        messages = messages_of(self.messages, self.system)
         output = self.output_config or {}
         choice, is_single = _tool_choice(self.tool_choice)
         fields = {

@@ -33,7 +33,17 @@ OWN = {
     "return_token_ids": Foreign("use /v1/chat/completions", (False,)),
     "return_tokens_as_token_ids": Foreign("use /v1/chat/completions", (False,)),
 }
-FOREIGN = foreign_names(OWN, "max_output_tokens")
+_ADVICE = {
+    "use max_tokens": "use max_output_tokens",
+    "max_tokens": "max_output_tokens limits an answer",
+    "use response_format": _TEXT_FORMAT,
+    "use reasoning_effort": 'use reasoning={"effort": ...}',
+    "use logprobs": 'use include=["message.output_text.logprobs"]',
+    "use prompt": "use input",
+    "send the text in messages": "use input",
+    "send it as a message": "use instructions",
+}
+FOREIGN = foreign_names(OWN, _ADVICE)
 # OpenAI's fields without an influence on the answer, in addition to those of chat completions.
 HARMLESS = frozenset(
     {"access_programs", "background_options", "image", "client_metadata", "stream_id"}

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 from uuid import uuid4
 
+from nanoserve.serve.http.dialect import add_text
 from nanoserve.serve.http.errors import ApiError
-from nanoserve.serve.http.tools.blocks import arguments_so_far
+from nanoserve.serve.http.tools.blocks import is_no_object, object_so_far
 from nanoserve.text.chat import text_of
 
 _ROLES = ("user", "assistant", "system", "developer")
@@ -133,13 +134,15 @@ def _unsealed(sealed: str) -> list[str]:
         return []
 
 
-def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the items as messages of a chat.
+def messages_of(items: list[dict[str, Any]], instructions: str = "") -> list[dict[str, Any]]:
+    """Return the instructions, if any, and the items as messages of a chat.
 
     The reasoning, the text and the calls of one answer are several items, and one message. Raises
     `ApiError` for the output of a call that is not there.
     """
     messages: list[dict[str, Any]] = []
+    if instructions:
+        add_text(messages, "system", instructions)
     call_ids: set[str] = set()
     for item in items:
         kind = item["type"]
@@ -152,7 +155,8 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         elif kind == "reasoning" and not _reasoning_of(item):
             continue  # another server has encrypted it
         elif kind == "message" and item["role"] != "assistant":
-            messages.append({"role": item["role"], "content": _content(item)})
+            role = "system" if item["role"] == "developer" else item["role"]
+            add_text(messages, role, _content(item))
         else:
             if not messages or not _continues(messages[-1], item):
                 messages.append({"role": "assistant", "content": ""})
@@ -185,10 +189,18 @@ def _add_to(message: dict[str, Any], item: dict[str, Any]) -> None:
 
 def _arguments(item: dict[str, Any]) -> Any:
     """Return the arguments of a call; if it was cut off, those that it has."""
-    if item["status"] != "incomplete":
-        return item["arguments"]
-    arguments = arguments_so_far(item["arguments"])
-    return json.dumps(arguments if isinstance(arguments, dict) else {})
+    text = item["arguments"]
+    if item["status"] == "incomplete" or (is_no_object(text) and _is_json(text)):
+        return json.dumps(object_so_far(text))
+    return text  # the template's form of it is made, and checked, later
+
+
+def _is_json(text: str) -> bool:
+    try:
+        json.loads(text)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def _reasoning_of(item: dict[str, Any]) -> str:

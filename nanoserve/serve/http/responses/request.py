@@ -1,5 +1,6 @@
 """The request of /v1/responses, and its translation to a chat."""
 
+import json
 from typing import Any, ClassVar
 
 from nanoserve.serve.http.dialect import DialectBody
@@ -77,6 +78,8 @@ class ResponsesBody(DialectBody):
         if self.top_logprobs and not self.has_logprobs:
             message = f"top_logprobs needs include=[{LOGPROBS!r}]"
             raise ApiError(400, message, "top_logprobs")
+        for name in ("text", "tools", "tool_choice", "reasoning"):  # the response repeats them
+            _check_numbers(name, getattr(self, name))
         pairs = self.metadata or {}
         if len(pairs) > _MOST_METADATA or any(
             len(key) > 64 or len(value) > 512 for key, value in pairs.items()
@@ -100,9 +103,7 @@ class ResponsesBody(DialectBody):
 
         items: the normalized items of the whole conversation, without `instructions`.
         """
-        messages = messages_of(items)
-        if self.instructions:
-            messages.insert(0, {"role": "system", "content": self.instructions})
+        messages = messages_of(items, self.instructions or "")
         if not messages:
             raise ApiError(400, "input is empty; pass a string or at least one item", "input")
         text, reasoning = self.text or {}, self.reasoning or {}
@@ -124,6 +125,15 @@ class ResponsesBody(DialectBody):
         }
         given = {name: value for name, value in fields.items() if value is not None}
         return self.extra_fields() | given
+
+
+def _check_numbers(name: str, value: Any) -> None:
+    """Raise `ApiError` for a number that JSON cannot have."""
+    try:
+        json.dumps(value, allow_nan=False)
+    except ValueError as error:
+        message = f"{name}: NaN and numbers beyond 1.8e308 are not supported"
+        raise ApiError(400, message, name) from error
 
 
 def _response_format(given: Any) -> dict[str, Any] | None:

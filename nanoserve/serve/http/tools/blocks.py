@@ -162,12 +162,23 @@ class BlockStream:
             yield from self._close(not is_cut)
 
 
-def arguments_so_far(text: str) -> Any:
-    """Return the value of the arguments of a call, which may be incomplete.
+# Around arguments that are no object, in APIs whose calls have only objects.
+NO_OBJECT = ('{"arguments": ', "}")
 
-    Members that have not ended are left out. A text that is not JSON is returned as it is.
+
+def is_no_object(arguments: str) -> bool:
+    """Return True if the arguments of a call, as far as they are known, are another JSON value."""
+    begun = arguments.lstrip()
+    return bool(begun) and not begun.startswith("{")
+
+
+def object_so_far(arguments: str) -> dict[str, Any]:
+    """Return the arguments of a call, which may be incomplete, as an object.
+
+    Members that have not ended are left out. What is no object becomes one, as with `NO_OBJECT`.
     """
     try:
-        return from_json(text or "{}", allow_partial=True)
+        value = from_json(arguments or "{}", allow_partial=True)
     except ValueError:
-        return text
+        value = arguments
+    return value if isinstance(value, dict) else {"arguments": value}

@@ -82,6 +82,8 @@ def thought_at_end(prompt: str | None, parser: str, continued: str = "") -> Thou
     closed = max(continued.rfind(tag) for tag in form.closes)
     if opened != closed:  # at least one tag was found
         return Thought.OPEN if opened > closed else Thought.CLOSED
+    if continued and form.start is Thought.OPEN:
+        return Thought.CLOSED  # the beginning of the answer is there already
     return form.start
 
 

@@ -9,8 +9,8 @@ from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.tools.parsers import ToolFormat
 from nanoserve.text.tool_arguments import arguments_of
 
-_NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
-_MOST_TOOLS = 128
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,128}")
+_MOST_TOOLS = 512
 _MOST_ARGUMENTS = 2**18  # cost of all calls in a conversation, in units of `BodyCost`
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 _CHOICES = ("none", "auto", "required")
@@ -99,7 +99,7 @@ def tool_use_of(
     if not must_call and not is_shown:
         message = (
             "tools: the chat template of this model does not support tools, or its format of calls "
-            "is unknown (--tool-call-parser of the server). tool_choice='required' forces a call"
+            "is unknown (--tool-call-parser of the server). tool_choice can force a call"
         )
         raise ApiError(400, message, "tools", "unsupported")
     allowed = [one for one in functions if wanted is None or one.name in wanted]
@@ -166,7 +166,7 @@ def _function_of(tool: dict[str, Any], number: int) -> Function:
         raise ApiError(400, message, "tools", "unsupported")
     name, parameters = function.get("name"), function.get("parameters")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
-        message = f"tools[{number}]: name={name!r:.80} must be 1 to 64 of a-z, A-Z, 0-9, _ and -"
+        message = f"tools[{number}]: name={name!r:.80} must be 1 to 128 of a-z, A-Z, 0-9, _ and -"
         raise ApiError(400, message, "tools")
     if parameters is not None and not isinstance(parameters, dict):
         field = f"tools[{number}].function.parameters"

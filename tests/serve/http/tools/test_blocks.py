@@ -9,7 +9,7 @@ import pytest
 
 from nanoserve.serve.http.protocol import ChatBody
 from nanoserve.serve.http.tools import harmony
-from nanoserve.serve.http.tools.blocks import BlockStream, Change, arguments_so_far
+from nanoserve.serve.http.tools.blocks import BlockStream, Change, is_no_object, object_so_far
 from nanoserve.serve.http.tools.output_parser import OutputParser
 from nanoserve.serve.http.tools.parsers import FORMATS
 from nanoserve.serve.http.tools.tool_choice import Function, ToolUse
@@ -176,9 +176,11 @@ def test_an_output_that_alternates_for_pages_costs_no_more_than_its_bound() -> N
 
 def test_arguments_that_break_off() -> None:
     whole = json.dumps({"a": [1, {"b": "x"}], "c": None})
-    assert arguments_so_far(whole) == json.loads(whole)
-    assert arguments_so_far("") == {}
+    assert object_so_far(whole) == json.loads(whole)
+    assert object_so_far("") == {}
     for length in range(1, len(whole)):
-        value = arguments_so_far(whole[:length])
+        value = object_so_far(whole[:length])
         assert isinstance(value, dict)
-    assert arguments_so_far("no JSON") == "no JSON"
+    assert object_so_far("no JSON") == {"arguments": "no JSON"}
+    assert object_so_far('["a"]') == {"arguments": ["a"]}
+    assert not is_no_object("") and not is_no_object(' {"a') and is_no_object(" [")
