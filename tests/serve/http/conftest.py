@@ -43,8 +43,26 @@ def browser() -> Iterator[Any]:
         launched.close()
 
 
+@pytest.fixture(scope="module")
+def _tab(browser: Any, server: Served) -> Iterator[Tab]:
+    tab = Tab(browser, server)
+    yield tab
+    tab.context.close()
+
+
+@pytest.fixture
+def tab(_tab: Tab) -> Iterator[Tab]:
+    """A page on which nothing has happened yet."""
+    _tab.start_again()
+    yield _tab
+    wrong = [*_tab.wrong]
+    _tab.wrong.clear()
+    assert wrong == []
+
+
 @pytest.fixture
 def open_tab(browser: Any, server: Served) -> Iterator[Callable[..., Tab]]:
+    """For pages with options of their own."""
     with contextlib.ExitStack() as closing:
         tabs: list[Tab] = []
 
@@ -58,15 +76,9 @@ def open_tab(browser: Any, server: Served) -> Iterator[Callable[..., Tab]]:
 
 
 @pytest.fixture
-def tab(open_tab: Callable[..., Tab]) -> Tab:
-    return open_tab()
-
-
-@pytest.fixture(scope="module")
-def tab_of_module(browser: Any, server: Served) -> Iterator[Tab]:
-    """For what leaves no trace on the page."""
-    tab = Tab(browser, server)
-    tab.page.click("#toggle-engine")  # others look whether anybody watches
-    yield tab
-    assert tab.wrong == []
-    tab.context.close()
+def tab_of_module(_tab: Tab) -> Iterator[Tab]:
+    """A page on which other tests have been: for functions of its modules."""
+    if _tab.page.url != f"{_tab.server.url}/":
+        _tab.start_again()
+    yield _tab
+    assert _tab.wrong == []

@@ -496,9 +496,7 @@ def test_a_busy_server_is_asked_again_when_it_says(tab: Tab) -> None:
     assert tab.answer() == "At last." and len(asked) == 2 and tab.note() == ""
 
 
-def test_a_key_is_asked_for_and_kept_for_the_session_only(open_tab: Any) -> None:
-    tab = open_tab()
-
+def test_a_key_is_asked_for_and_kept_for_the_session_only(tab: Tab) -> None:
     def guard(route: Any) -> None:
         if route.request.headers.get("authorization") == "Bearer right":
             route.continue_()
@@ -726,8 +724,8 @@ LONG = (
 
 @pytest.mark.small(width=[360])
 @pytest.mark.parametrize("width", [360, 900, 1300])
-def test_nothing_is_wider_than_the_screen(open_tab: Any, width: int) -> None:
-    tab = open_tab(viewport={"width": width, "height": 640})
+def test_nothing_is_wider_than_the_screen(tab: Tab, width: int) -> None:
+    tab.resize(width, 640)
     tab.answer_with(stream_of(LONG))
     tab.ask("a_long_question_" * 30)
     tab.answer()
@@ -754,8 +752,8 @@ def test_nothing_is_wider_than_the_screen(open_tab: Any, width: int) -> None:
 
 @pytest.mark.small(width=[360])
 @pytest.mark.parametrize("width", [360, 400, 1280])
-def test_a_schema_is_no_wider_than_the_screen(open_tab: Any, width: int) -> None:
-    tab = open_tab(viewport={"width": width, "height": 640}, color_scheme="dark")
+def test_a_schema_is_no_wider_than_the_screen(tab: Tab, width: int) -> None:
+    tab.resize(width, 640)
     page = tab.page
     over = (
         "[...document.querySelectorAll('body, #composer, #has-schema, #settings, #settings form')]"
@@ -770,10 +768,12 @@ def test_a_schema_is_no_wider_than_the_screen(open_tab: Any, width: int) -> None
     assert page.is_visible("text=Undo") and page.evaluate(over) == []
 
 
-def test_dark_and_light(open_tab: Any) -> None:
+def test_dark_and_light(tab: Tab) -> None:
     ground = "parseInt(getComputedStyle(document.body).backgroundColor.match(/[0-9.]+/)[0])"
     for scheme, is_dark in (("dark", True), ("light", False)):
-        tab = open_tab(color_scheme=scheme)
+        tab.start_again()
+        tab.page.emulate_media(color_scheme=scheme)
+        tab.page.reload()
         assert (tab.page.evaluate(ground) < 128) is is_dark
         tab.page.click("#theme")
         assert (tab.page.evaluate(ground) < 128) is not is_dark

@@ -77,6 +77,7 @@ def test_versions_of_a_question_are_kept_with_their_answers(tab: Tab) -> None:
     assert shown(tab) == ["first", "one", "and then", "two"]
 
 
+@FULL
 def test_answers_are_kept_unless_they_are_empty(tab: Tab) -> None:
     tab.answer_with("abort", *map(stream_of, ("one", "two")))
     page = tab.page
@@ -189,7 +190,7 @@ def test_text_files_are_attached_and_sent_as_text(tab: Tab) -> None:
     ("content", "notice"),
     [
         (b"\x89PNG\r\n\x1a\n\x00", "not a text file"),
-        (b"x" * 300_000, "at most 256 KB"),
+        pytest.param(b"x" * 300_000, "at most 256 KB", marks=FULL),
         pytest.param(b"\xff\xff", "not a text file", marks=FULL),
         pytest.param(b" \n", "is empty", marks=FULL),
     ],
@@ -499,8 +500,8 @@ def test_many_formulas_do_not_block_the_page(tab: Tab) -> None:
 
 @pytest.mark.small(width=[400])
 @pytest.mark.parametrize("width", [400, 1280])
-def test_a_notice_covers_neither_the_field_nor_the_answer(open_tab: Any, width: int) -> None:
-    tab = open_tab(viewport={"width": width, "height": 700})
+def test_a_notice_covers_neither_the_field_nor_the_answer(tab: Tab, width: int) -> None:
+    tab.resize(width, 700)
     page = tab.page
     tab.answer_with(stream_of("\n\n".join(f"line {number}" for number in range(40))))
     tab.ask("one")
@@ -522,8 +523,8 @@ def test_a_notice_covers_neither_the_field_nor_the_answer(open_tab: Any, width: 
         assert theme["y"] + theme["height"] <= notice["y"]
 
 
-def test_a_scrollbar_moves_nothing(open_tab: Any) -> None:
-    tab = open_tab(viewport={"width": 1280, "height": 700})
+def test_a_scrollbar_moves_nothing(tab: Tab) -> None:
+    tab.resize(1280, 700)
     tab.answer_with(stream_of("short"), stream_of("\n\n".join("long" for _ in range(60))))
     places = []
     for question in ("one", "two"):
