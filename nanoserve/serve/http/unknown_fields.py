@@ -9,6 +9,7 @@ once. `nanoserve.compat.request_names` lists all known names.
 import logging
 from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
+from functools import partial
 from typing import Any
 
 from nanoserve.compat.request_names import FOREIGN, HARMLESS, PLACES, Foreign, has_no_effect
@@ -25,6 +26,9 @@ from nanoserve.serve.http.protocol import (
 )
 
 logger = logging.getLogger(__name__)
+
+# By object of a request: its known names, and the refused ones.
+Places = Mapping[str, tuple[frozenset[str], dict[str, Foreign]]]
 
 _MOST_LOGGED = 200  # names, each once
 _LONGEST_LOGGED = 64  # characters of a name
@@ -128,12 +132,21 @@ def check_names(
             unknown.note(place, name, known)
 
 
-def _check_place(
-    given: Any, place: str, unknown: UnknownNames, template: str = "", path: str = ""
+def check_place(
+    places: Places,
+    given: Any,
+    place: str,
+    unknown: UnknownNames,
+    template: str = "",
+    path: str = "",
 ) -> None:
+    """Check the names in `given`, if it is an object. `place`: its key in `places`."""
     if isinstance(given, Mapping):
-        known, foreign = PLACES[place]
+        known, foreign = places[place]
         check_names(given, place, known, foreign, unknown, template, path)
+
+
+_check_place = partial(check_place, PLACES)
 
 
 def _check_formats(body: GenerationBody, unknown: UnknownNames) -> None:

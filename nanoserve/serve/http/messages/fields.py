@@ -1,11 +1,12 @@
 """Names of the fields of /v1/messages, and which of them are refused."""
 
+from functools import partial
 from typing import Any
 
 from nanoserve.compat.request_names import Foreign
 from nanoserve.serve.http.dialect import foreign_names
 from nanoserve.serve.http.messages.request import MessagesBody
-from nanoserve.serve.http.unknown_fields import UnknownNames, check_names
+from nanoserve.serve.http.unknown_fields import Places, UnknownNames, check_names, check_place
 
 _NO_SERVER_TOOLS = "the server runs no tools: give the model a tool with an input_schema"
 _WHOLE = "an answer continues the last message if that is the assistant's"
@@ -59,7 +60,7 @@ HARMLESS = frozenset(
 _CACHED = frozenset({"type", "cache_control"})
 _NO_CALLERS = Foreign("only the model itself calls tools", (["direct"],))
 # By object: its known names, and the refused ones.
-PLACES: dict[str, tuple[frozenset[str], dict[str, Foreign]]] = {
+PLACES: Places = {
     "tools": (
         _CACHED | {"name", "description", "input_schema", "strict", "defer_loading"}
         | {"eager_input_streaming"},
@@ -92,6 +93,9 @@ PLACES: dict[str, tuple[frozenset[str], dict[str, Foreign]]] = {
 }  # fmt: skip
 
 
+_check_place = partial(check_place, PLACES)
+
+
 def check_messages_fields(body: MessagesBody, unknown: UnknownNames, template: str = "") -> None:
     """Raise `ApiError` for a field of the request that is not supported."""
     given = body.model_extra or {}
@@ -99,13 +103,13 @@ def check_messages_fields(body: MessagesBody, unknown: UnknownNames, template: s
     check_names(given, "", known, FOREIGN, unknown)
     for number, tool in enumerate(body.tools or ()):
         if tool.get("type") in (None, "custom"):
-            _check_place(tool, "tools", unknown, f"tools[{number}]")
+            _check_place(tool, "tools", unknown, path=f"tools[{number}]")
     for place in ("tool_choice", "thinking", "output_config"):
         _check_place(getattr(body, place), place, unknown)
     _check_place((body.output_config or {}).get("format"), "output_config.format", unknown)
     for number, message in enumerate(body.messages):
         place = f"messages.{number}"
-        _check_place(message, "messages", unknown, place)
+        _check_place(message, "messages", unknown, path=place)
         _check_blocks(message.get("content"), f"{place}.content", unknown)
     _check_blocks(body.system, "system", unknown)
 
@@ -114,14 +118,8 @@ def _check_blocks(content: Any, place: str, unknown: UnknownNames) -> None:
     """Check the blocks of a content, and those inside of the results of tools."""
     for index, block in enumerate(content if isinstance(content, list) else ()):
         path = f"{place}.{index}"
-        _check_place(block, "messages.content", unknown, path)
+        _check_place(block, "messages.content", unknown, path=path)
         if isinstance(block, dict) and block.get("type") == "tool_result":
             inner = block.get("content")
             for number, part in enumerate(inner if isinstance(inner, list) else ()):
-                _check_place(part, "messages.content", unknown, f"{path}.content.{number}")
-
-
-def _check_place(given: Any, place: str, unknown: UnknownNames, path: str = "") -> None:
-    if isinstance(given, dict):
-        known, foreign = PLACES[place]
-        check_names(given, place, known, foreign, unknown, path=path)
+                _check_place(part, "messages.content", unknown, path=f"{path}.content.{number}")

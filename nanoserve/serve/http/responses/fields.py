@@ -1,11 +1,11 @@
 """Names of the fields of /v1/responses, and which of them are refused."""
 
-from typing import Any
+from functools import partial
 
 from nanoserve.compat.request_names import Foreign
 from nanoserve.serve.http.dialect import foreign_names
 from nanoserve.serve.http.responses.request import ResponsesBody
-from nanoserve.serve.http.unknown_fields import UnknownNames, check_names
+from nanoserve.serve.http.unknown_fields import Places, UnknownNames, check_names, check_place
 
 _SEND_ITEMS = "use previous_response_id, or send all items in input"
 _NO_PROMPTS = "prompts are not stored: send instructions and input"
@@ -49,7 +49,7 @@ HARMLESS = frozenset(
     {"access_programs", "background_options", "image", "client_metadata", "stream_id"}
 )
 # By object: its known names, and the refused ones.
-PLACES: dict[str, tuple[frozenset[str], dict[str, Foreign]]] = {
+PLACES: Places = {
     "text": (frozenset({"format", "verbosity"}), {}),
     "text.format": (
         frozenset({"type", "name", "schema", "strict", "description"}),
@@ -95,6 +95,9 @@ PLACES: dict[str, tuple[frozenset[str], dict[str, Foreign]]] = {
 }
 
 
+_check_place = partial(check_place, PLACES)
+
+
 def check_responses_fields(body: ResponsesBody, unknown: UnknownNames, template: str = "") -> None:
     """Raise `ApiError` for a field of the request that is not supported."""
     known = body.passed_on() | HARMLESS | ResponsesBody.model_fields.keys()
@@ -107,15 +110,9 @@ def check_responses_fields(body: ResponsesBody, unknown: UnknownNames, template:
     _check_place(given.get("prompt_cache_options"), "prompt_cache_options", unknown)
     for number, tool in enumerate(body.tools or ()):
         if tool.get("type") == "function":
-            _check_place(tool, "tools", unknown, f"tools[{number}]")
+            _check_place(tool, "tools", unknown, path=f"tools[{number}]")
 
     for number, item in enumerate(body.input if isinstance(body.input, list) else ()):
         place = f"input.{item.get('type') or 'message'}"
         if place in PLACES:
-            _check_place(item, place, unknown, f"input[{number}]")
-
-
-def _check_place(given: Any, place: str, unknown: UnknownNames, path: str = "") -> None:
-    if isinstance(given, dict):
-        known, foreign = PLACES[place]
-        check_names(given, place, known, foreign, unknown, path=path)
+            _check_place(item, place, unknown, path=f"input[{number}]")
