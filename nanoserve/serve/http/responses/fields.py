@@ -77,12 +77,19 @@ PLACES: dict[str, tuple[frozenset[str], dict[str, Foreign]]] = {
         frozenset({"type", "id", "summary", "content", "encrypted_content", "status"}),
         {},
     ),
+    "input.content": (
+        frozenset(
+            {"type", "text", "annotations", "logprobs", "refusal", "prompt_cache_breakpoint"}
+        ),
+        {},
+    ),
     "stream_options": (frozenset({"include_obfuscation", "include_usage"}), {}),
     "prompt_cache_options": (
         frozenset({"mode", "ttl", "comparison_response_id"}),
         {"prewarm": Foreign("an ordinary request fills the prefix cache", (False,))},
     ),
 }
+_MOST_PARTS = 64  # of one item that are looked at for unknown names
 
 
 def check_responses_fields(body: ResponsesBody, unknown: UnknownNames, template: str = "") -> None:
@@ -103,6 +110,10 @@ def check_responses_fields(body: ResponsesBody, unknown: UnknownNames, template:
         place = f"input.{item.get('type') or 'message'}"
         if place in PLACES:
             _check_place(item, place, unknown, f"input[{number}]")
+        for name in ("content", "summary", "output"):
+            parts = item.get(name)
+            for part in parts[:_MOST_PARTS] if isinstance(parts, list) else ():
+                _check_place(part, "input.content", unknown, f"input[{number}].{name}")
 
 
 def _check_place(given: Any, place: str, unknown: UnknownNames, path: str = "") -> None:
