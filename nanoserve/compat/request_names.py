@@ -344,6 +344,20 @@ PLACES: dict[str, tuple[frozenset[str], dict[str, Foreign]]] = {
         ),
         {},
     ),
+    "messages.tool_calls": (
+        _names(
+            "id type function index status cache_control provider_specific_fields extra_content "
+            "caller metadata"
+        ),
+        {},
+    ),
+    "messages.tool_calls.function": (
+        _names(
+            "name arguments parsed_arguments description parameters strict "
+            "provider_specific_fields thought_signature"
+        ),
+        {},
+    ),
     "tools": (
         _names("type function cache_control defer_loading eager_input_streaming"),
         {},

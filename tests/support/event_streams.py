@@ -37,6 +37,18 @@ def streamed(server: Served, path: str, body: Any, headers: Any = None) -> list[
     return parsed(text)
 
 
+def of_chat(content: bytes) -> list[dict[str, Any]]:
+    """The chunks of a stream of chat completions."""
+    lines = [line.removeprefix("data: ") for line in content.decode().split("\n") if line]
+    return [json.loads(line) for line in lines if line != "[DONE]" and not line.startswith(":")]
+
+
+def leave(sock: socket.socket) -> None:
+    """Reset a connection."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
+    sock.close()
+
+
 @contextmanager
 def open_stream(server: Served, path: str, body: Any) -> Iterator[Iterator[dict[str, Any]]]:
     """The events of a stream as they come; the connection is reset at the end of the block."""
@@ -45,12 +57,13 @@ def open_stream(server: Served, path: str, body: Any) -> Iterator[Iterator[dict[
     connection.request("POST", path, content, JSON)
     answer = connection.getresponse()
     assert answer.status == 200, answer.read()
+    read = of_chat if path.startswith("/v1/chat") else parsed
 
     def events() -> Iterator[dict[str, Any]]:
         lines: list[bytes] = []
         for line in answer:
             if line == b"\n":
-                yield from parsed(b"".join(lines))
+                yield from read(b"".join(lines))
                 lines = []
             else:
                 lines.append(line)
@@ -59,7 +72,6 @@ def open_stream(server: Served, path: str, body: Any) -> Iterator[Iterator[dict[
     try:
         yield events()
     finally:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
-        sock.close()
+        leave(sock)
         answer.close()
         connection.close()

@@ -165,6 +165,11 @@ def _check_chat(body: ChatBody, unknown: UnknownNames, template: str) -> None:
         for part in parts[:_MOST_LOOKED_AT] if isinstance(parts, list) else ():
             if isinstance(part, Mapping) and part.get("type") in (None, "text"):
                 _check_place(part, "messages.content", unknown, template)
+        calls = message.get("tool_calls")
+        for call in calls[:_MOST_LOOKED_AT] if isinstance(calls, list) else ():
+            _check_place(call, "messages.tool_calls", unknown, template)
+            function = call.get("function") if isinstance(call, Mapping) else None
+            _check_place(function, "messages.tool_calls.function", unknown, template)
     for number, tool in enumerate(body.tools or ()):
         _check_place(tool, "tools", unknown, template)
         function = tool.get("function")

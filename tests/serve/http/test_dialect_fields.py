@@ -51,6 +51,7 @@ def test_the_fields_of_openai_are_known() -> None:
         "input.function_call": responses.ResponseFunctionToolCallParam,
         "input.function_call_output": item.FunctionCallOutput,
         "input.reasoning": responses.ResponseReasoningItemParam,
+        "input.content": responses.ResponseInputTextParam,
     }.items():
         unknown = names_of(kind) - known_names(responses_fields, ResponsesBody, place)
         assert not unknown, place
@@ -170,3 +171,100 @@ def test_no_body_of_an_sdk_is_too_much(server: Served, path: str, by_size: Any) 
             assert message and len(message) < 2000 and "internal" not in message, body
     assert statuses.count(200) > len(statuses) // 50, statuses
     server.wait_until_idle()
+
+
+# A request of each API with an object of every kind, whose unknown names are logged or refused.
+TOOL_SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+TEXT = [{"type": "text", "text": "script: text"}]
+COMPLETE: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {
+        "messages": [
+            {"role": "user", "content": TEXT},
+            {
+                "role": "assistant",
+                "content": "x",
+                "tool_calls": [
+                    {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c", "content": TEXT},
+        ],
+        "tools": [{"type": "function", "function": {"name": "f", "parameters": TOOL_SCHEMA}}],
+        "tool_choice": "auto",
+        "stream_options": {"include_usage": True},
+        "stream": True,
+        "max_tokens": 4,
+    },
+    "/v1/responses": {
+        "input": [
+            {"role": "user", "content": [{"type": "input_text", "text": "script: text"}]},
+            {"type": "reasoning", "id": "rs_1", "summary": [], "content": []},
+            {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "script: text"},
+            {
+                "type": "message",
+                "role": "assistant",
+                "content": [{"type": "output_text", "text": "x", "annotations": []}],
+            },
+            {"role": "user", "content": "script: text"},
+        ],
+        "tools": [{"type": "function", "name": "f", "parameters": TOOL_SCHEMA}],
+        "text": {"format": {"type": "text"}},
+        "reasoning": {"effort": "low"},
+        "max_output_tokens": 4,
+    },
+    "/v1/messages": {
+        "messages": [
+            {"role": "user", "content": TEXT},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "x", "signature": "s"},
+                    {"type": "tool_use", "id": "c", "name": "f", "input": {}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [{"type": "tool_result", "tool_use_id": "c", "content": TEXT}],
+            },
+        ],
+        "system": TEXT,
+        "tools": [{"name": "f", "input_schema": TOOL_SCHEMA}],
+        "tool_choice": {"type": "auto"},
+        "thinking": {"type": "adaptive"},
+        "output_config": {},
+        "max_tokens": 4,
+    },
+}
+FREE = {"parameters", "input_schema", "input"}  # not fields of the API: whatever a client likes
+
+
+def with_each(value: Any, name: str, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The value with one more field, in each object of it in turn."""
+    if isinstance(value, dict):
+        yield path, value | {name: 1}
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    for key, inner in items:
+        is_free = key in FREE and not (key == "input" and isinstance(inner, list))
+        if isinstance(inner, dict | list) and not is_free:
+            for place, changed in with_each(inner, name, f"{path}.{key}"):
+                if isinstance(value, dict):
+                    yield place, value | {key: changed}
+                else:
+                    yield place, [*value[:key], changed, *value[key + 1 :]]
+
+
+@pytest.mark.parametrize("path", list(COMPLETE))
+def test_no_unknown_field_is_silent(server: Served, path: str, caplog: Any) -> None:
+    """In whatever object it is, it is logged or refused."""
+    asked, silent = COMPLETE[path], []
+    assert ask(server, path, asked)[0] == 200
+    for place, body in with_each(asked, "zzz"):
+        server.api._unknown_names._logged.clear()
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            status, _, answer = ask(server, path, body)
+        assert status in (200, 400), (place, answer)
+        if status == 200 and "'zzz'" not in caplog.text:
+            silent.append(place)
+    assert not silent

@@ -301,10 +301,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"mcp_servers": [{"url": "x"}]}, "runs no tools"),
     ({"thread": {"type": "create"}}, "thread is not supported: send the whole conversation"),
     ({"compaction": {}}, "compaction is not supported"),
-    (
-        {"messages": [said("x", "system") | {"clear_at": "next_user_message"}]},
-        "messages.0.clear_at",
-    ),
+    ({"messages": [said("x", "system") | {"clear_at": "later"}]}, "messages.0.clear_at"),
     ({"container": "c"}, "runs no tools"),
     ({"n": 2}, "several requests"),
     ({"temperature": -1}, "temperature"),

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from event_streams import open_stream, streamed
 from scripted_model import Script, scripted_llm
-from serving import JSON, Served, ask, served, wait_until
+from serving import JSON, Served, ask, served
 
 pytest.importorskip("fastapi", reason="a server needs pip install 'nanoserve[serve]'")
 
@@ -279,20 +279,6 @@ def test_a_running_response_can_be_cancelled(tiny: Served) -> None:
         assert last["output"][0]["status"] == "incomplete"
     assert ask(tiny, path, b"", method="GET")[2] == last
     tiny.wait_until_idle()
-
-
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages"])
-def test_a_client_that_leaves_at_any_event_leaves_nothing(
-    tiny: Served, path: str, by_size: Any
-) -> None:
-    question = {"messages": [{"role": "user", "content": "script: long"}], "max_tokens": 300}
-    asked = body("long") if path == "/v1/responses" else question
-    for number in range(0, by_size(8, 40, 200), by_size(3, 1, 1)):
-        with open_stream(tiny, path, asked) as events:
-            for _ in range(number):
-                next(events)
-        tiny.wait_until_idle()
-    wait_until(lambda: not tiny.api.responses.running)
 
 
 def test_json_by_a_schema(tiny: Served) -> None:

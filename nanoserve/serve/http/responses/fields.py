@@ -87,12 +87,19 @@ PLACES: Places = {
         frozenset({"type", "id", "summary", "content", "encrypted_content", "status"}),
         {},
     ),
+    "input.content": (
+        frozenset(
+            {"type", "text", "annotations", "logprobs", "refusal", "prompt_cache_breakpoint"}
+        ),
+        {},
+    ),
     "stream_options": (frozenset({"include_obfuscation", "include_usage"}), {}),
     "prompt_cache_options": (
         frozenset({"mode", "ttl", "comparison_response_id"}),
         {"prewarm": Foreign("an ordinary request fills the prefix cache", (False,))},
     ),
 }
+_MOST_PARTS = 64  # of one item that are looked at for unknown names
 
 
 _check_place = partial(check_place, PLACES)
@@ -116,3 +123,7 @@ def check_responses_fields(body: ResponsesBody, unknown: UnknownNames, template:
         place = f"input.{item.get('type') or 'message'}"
         if place in PLACES:
             _check_place(item, place, unknown, path=f"input[{number}]")
+        for name in ("content", "summary", "output"):
+            parts = item.get(name)
+            for part in parts[:_MOST_PARTS] if isinstance(parts, list) else ():
+                _check_place(part, "input.content", unknown, path=f"input[{number}].{name}")
