@@ -436,6 +436,7 @@ NO_BOUNDS = """
     nanoserve.serve.http.dashboard_state
     nanoserve.serve.http.port._QUIET_SECONDS
     nanoserve.serve.http.response_writer
+    nanoserve.serve.http.responses.fields
     nanoserve.serve.http.tools.blocks
     nanoserve.serve.http.tools.python_literal
     nanoserve.serve.http.tools.schema_types
