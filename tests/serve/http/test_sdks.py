@@ -224,3 +224,67 @@ def test_anthropic_errors(anthropic_client: Any) -> None:
     assert "bash_20250124" in str(caught.value)
     with pytest.raises(anthropic.AuthenticationError):
         anthropic_client.with_options(api_key="other").messages.create(**asked)
+
+
+def test_a_coding_agent_of_openai(scripted: tuple[Served, Script], openai_client: Any) -> None:
+    """As Codex works: stateless, streamed, each request with all items, calls before an answer."""
+    scripts = scripted[1]
+    items: list[Any] = [{"role": "user", "content": "script: call"}]
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "instructions": "You are a coding agent.",
+        "tools": [FUNCTION],
+        "tool_choice": "auto",
+        "parallel_tool_calls": True,
+        "reasoning": {"effort": "medium", "summary": "auto"},
+        "include": ["reasoning.encrypted_content"],
+        "store": False,
+        "prompt_cache_key": "session",
+    }
+    cached, kinds = [], []
+    for told in ("script: call", "script: call", TOLD, None):
+        with openai_client.responses.stream(input=items, **asked) as stream:
+            response = [*stream][-1].response
+        cached.append(response.usage.input_tokens_details.cached_tokens)
+        kinds.append([item.type for item in response.output])
+        items += [item.model_dump(exclude_none=True) for item in response.output]
+        if told is not None:
+            call_id = response.output[-1].call_id
+            items.append({"type": "function_call_output", "call_id": call_id, "output": told})
+    assert kinds == [["reasoning", "message", "function_call"]] * 3 + [["message"]]
+    assert response.output_text == TEXTS["text"]
+    assert cached[1:] == sorted(set(cached[1:])) and cached[1] > 0  # more and more
+    assert scripts.prompts[-1].count("<think>\nAsk.\n</think>") == 3
+
+
+def test_a_coding_agent_of_anthropic(
+    scripted: tuple[Served, Script], anthropic_client: Any
+) -> None:
+    """As Claude Code works: streamed, thinking, marks for the cache, a failed call among others."""
+    scripts = scripted[1]
+    mark = {"cache_control": {"type": "ephemeral"}}
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "max_tokens": 32000,
+        "system": [{"type": "text", "text": "You are a coding agent.", **mark}],
+        "tools": [TOOL | {"description": "Tells the weather."} | mark],
+        "thinking": {"type": "enabled", "budget_tokens": 1024},
+        "metadata": {"user_id": "u"},
+        "betas": ["interleaved-thinking-2025-05-14"],
+    }
+    messages: list[Any] = said("script: call")
+    cached, kinds = [], []
+    for told in ("script: call", "script: call", TOLD, None):
+        with anthropic_client.beta.messages.stream(messages=messages, **asked) as stream:
+            answer = stream.get_final_message()
+        cached.append(answer.usage.cache_read_input_tokens)
+        kinds.append([block.type for block in answer.content])
+        messages.append({"role": "assistant", "content": answer.content})
+        if told is not None:
+            result = {"type": "tool_result", "tool_use_id": answer.content[-1].id}
+            result |= {"content": [{"type": "text", "text": told}], "is_error": told == TOLD}
+            messages.append({"role": "user", "content": [result | mark]})
+    assert kinds == [["thinking", "text", "tool_use"]] * 3 + [["text"]]
+    assert answer.stop_reason == "end_turn" and answer.content[0].text == TEXTS["text"]
+    assert cached[1:] == sorted(set(cached[1:])) and cached[1] > 0
+    assert scripts.prompts[-1].count("<think>\nAsk.\n</think>") == 3
