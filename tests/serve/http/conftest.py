@@ -38,7 +38,11 @@ def browser() -> Iterator[Any]:
     if CHROMIUM is None:
         pytest.skip("there is no chromium, chromium-browser or google-chrome")
     with sync_api.sync_playwright() as playwright:
-        launched = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        launched = playwright.chromium.launch(
+            executable_path=CHROMIUM,
+            args=["--no-sandbox"],
+            ignore_default_args=["--hide-scrollbars"],  # they take room, as on most computers
+        )
         yield launched
         launched.close()
 

@@ -510,13 +510,16 @@ def test_a_notice_covers_neither_the_field_nor_the_answer(tab: Tab, width: int) 
     def box(selector: str) -> Any:
         return page.locator(selector).bounding_box()
 
-    page.set_input_files("#attach-file", files(x_dat=b"\0"))
-    page.wait_for_selector("#toast:visible")
-    page.wait_for_timeout(100)
-    notice = box("#toast")
-    assert notice["y"] + notice["height"] <= box("#composer .field")["y"]
-    actions = box("#log .assistant .actions")
-    assert actions["y"] + actions["height"] <= notice["y"]
+    # The second file is attached, so the composer becomes higher.
+    for attached, above in ((files(x_dat=b"\0"), "#composer .field"),
+                            (files(a_txt=b"x", y_dat=b"\0"), "#attachments")):  # fmt: skip
+        page.set_input_files("#attach-file", attached)
+        page.wait_for_selector(f"text=“{attached[-1]['name']}” is not a text file")
+        page.wait_for_timeout(100)
+        notice = box("#toast")
+        assert notice["y"] + notice["height"] <= box(above)["y"]
+        actions = box("#log .assistant .actions")
+        assert actions["y"] + actions["height"] <= notice["y"]
     if width < 1080:
         page.click("#menu")
         theme, notice = box("#theme"), box("#toast")

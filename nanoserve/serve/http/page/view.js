@@ -17,7 +17,9 @@ export class ConversationView {
     this.scroller = byId("scroller");
     this.follows = true; // scroll to the end while text arrives
     this.scroller.addEventListener("scroll", () => this.#scrolled());
-    new ResizeObserver(() => this.follow()).observe(this.log, { box: "border-box" });
+    const observer = new ResizeObserver(() => this.follow());
+    observer.observe(this.log, { box: "border-box" });
+    observer.observe(this.scroller); // the field below may have become higher
     byId("to-end").addEventListener("click", () => this.toEnd());
     for (const question of EXAMPLES) {
       const button = element("button", { type: "button", onclick: () => actions.ask({ content: question }) }, question);
