@@ -10,9 +10,13 @@ Parse = Callable[[str, bool], Parsed]
 
 
 def joined(parse: Parse, pieces: list[str]) -> Parsed:
-    """Nothing that was sent is taken back."""
+    """Nothing that was sent is taken back. An id is sent with the name of its call.
+
+    It is the format's; those that the server makes up are no part of a parsed text.
+    """
     text, before, told = "", NOTHING, Parsed("", "", [])
     calls: list[list[str]] = []
+    ids: list[str | None] = []
     for number, piece in enumerate([*pieces, ""]):
         text += piece
         now = parse(text, number == len(pieces))
@@ -24,10 +28,11 @@ def joined(parse: Parse, pieces: list[str]) -> Parsed:
             if name is not None:
                 assert index == len(calls)
                 calls.append([name, ""])
+                ids.append(now.calls[index].id)
             calls[index][1] += arguments
         before = now
     ends = [one.is_complete for one in before.calls]
-    whole = [ToolCall(*call, is_whole) for call, is_whole in zip(calls, ends, strict=True)]
+    whole = [ToolCall(*call, *more) for call, *more in zip(calls, ends, ids, strict=True)]
     return told._replace(calls=whole)
 
 

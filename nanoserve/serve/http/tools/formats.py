@@ -36,12 +36,14 @@ class ToolFormat:
 
     parse: returns (content, calls) of a text, which is complete if its second argument is True.
     trigger: text that begins a call within free text; None if an output is either text or calls.
+    other_starts: further texts at which `parse` begins a call, as models leave the trigger out.
     special_tokens: special tokens of the format, which the output text must keep.
     is_in_json: True if the name is written as a JSON string.
     reasoning_parser: the parser of reasoning that the format implies: a whole output has this
     format, not only its calls. reads_schemas: True if `parse` needs the schemas of the functions,
     since arguments are written without types. is_numbered: True if a model counts its calls: the
-    last 0 in `begin` stands for any number.
+    last 0 in `begin` stands for any number. names: pattern of the function names that `parse`
+    reads; None if it reads all that a request may have.
     """
 
     name: str
@@ -58,6 +60,13 @@ class ToolFormat:
     arguments: ArgumentWriter | None = None
     reads_schemas: bool = False
     is_numbered: bool = False
+    other_starts: tuple[str, ...] = ()
+    names: re.Pattern[str] | None = None
+
+    @property
+    def starts(self) -> tuple[str, ...]:
+        """All texts at which `parse` begins a call within free text."""
+        return () if self.trigger is None else (self.trigger, *self.other_starts)
 
     def for_functions(self, schemas: Mapping[str, Mapping[str, Any]]) -> "ToolFormat":
         """Return the format for functions with these schemas, by name."""
@@ -101,6 +110,7 @@ def _tagged(
         is_in_json=False,
         arguments=TaggedArguments(tags, *argument),
         reads_schemas=True,
+        other_starts=tags.starts[1:],
     )
 
 
@@ -117,6 +127,7 @@ def _in_section(name: str, section: Section, separator: str = "") -> ToolFormat:
         special_tokens=section.special_tokens,
         is_in_json=False,
         is_numbered=section.is_numbered,
+        other_starts=section.starts[1:],
     )
 
 
@@ -173,6 +184,7 @@ _FORMATS = [
         special_tokens=(pythonic.START, pythonic.END),
         is_in_json=False,
         arguments=PythonArguments(),
+        names=pythonic.NAMES,
     ),
     ToolFormat(
         "granite",
@@ -184,6 +196,7 @@ _FORMATS = [
         after="]",
         trigger=granite.TAG,
         special_tokens=(granite.TAG,),
+        other_starts=granite.TAGS[1:],
     ),
     _in_section("deepseek_v3", sections.DEEPSEEK_V3, separator="\n"),
     _in_section("deepseek_v31", sections.DEEPSEEK_V31),

@@ -29,6 +29,8 @@ _TERMINAL = re.compile(r"^(TEXT|TRIGGER|CONTENT|ANSWER): .*")
 # Texts that may be special tokens.
 _TAG = re.compile(r"</?[|｜]?[^<>|｜\s]+[|｜]?>|\[/?[A-Z_]+\]")
 _ANY = r"/(.|\n)*/"
+# Between the reasoning and the answer. Without a bound, a weak model writes nothing else.
+_SPACE = r"SPACE: /[ \n]{0,4}/"
 
 # Returns the id of a special token by its text, or None.
 SpecialId = Callable[[str], int | None]
@@ -75,7 +77,7 @@ def constraint_of_tools(
         tags = not_beginning(form.special_tokens)
         rules[:0] = ["start: calls | TEXT", rf"TEXT: /[^{first}\s](.|\n)*/{tags}"]
     elif special_id(trigger) is not None:  # free text cannot contain a special token
-        rules[:0] = ["start: TEXT | TEXT calls TEXT", f"TEXT: {_ANY}{not_within([trigger])}"]
+        rules[:0] = ["start: TEXT | TEXT calls TEXT", f"TEXT: {_ANY}{not_within(form.starts)}"]
     else:  # free text, in which the trigger must be followed by a valid call
         several = _MOST_CALLS if use.allows_several and not form.before else 1
         if form.before:
@@ -90,8 +92,8 @@ def constraint_of_tools(
         rules += [
             f"start: tagged{{0,{several}}} TEXT",
             "trigger[lazy]: TRIGGER",
-            f"TRIGGER: /(.|\\n)*{escaped(trigger)}/",
-            f"TEXT: {_ANY}{not_within([trigger])}",
+            f"TRIGGER: /(.|\\n)*{escaped(trigger)}/{not_within(form.other_starts)}",
+            f"TEXT: {_ANY}{not_within(form.starts)}",
         ]
     rules += writer.calls(use, begin, form.end)
     return _checked([_HEAD, *rules])
@@ -139,16 +141,36 @@ def behind_reasoning(
     if thought is Thought.NONE:  # what begins like reasoning is reasoning, not free text
         rules = [_TERMINAL.sub(rf"\g<0>{not_beginning(form.opens)}", rule) for rule in rules]
     close = special_id(form.closes[0])
-    thought_rules = [f"thought[lazy]: /(.|\\n)*({'|'.join(map(escaped, form.closes))})/"]
+    closes = "|".join(map(escaped, form.closes))
+    after = ["thought SPACE content"]
+    thought_rules = [
+        "thought[lazy]: THOUGHT",
+        f"THOUGHT: /(.|\\n)*({closes})/{not_within(form.ends)}",
+    ]
     if close is not None:
+        after += [f"THOUGHT {calls}" for calls in _calls_that_begin(form.ends, rules, writer)]
         thought_rules = [
             f"thought: THOUGHT <[{close}]>",
-            f"THOUGHT: {_ANY}{not_within(form.closes)}",
+            f"THOUGHT: {_ANY}{not_within(form.closes + form.ends)}",
         ]
-    opened = f"({' | '.join(map(writer.literal, form.opens))}) thought SPACE content"
-    other = "thought SPACE content" if thought is Thought.OPEN else "content"
-    start = f"start: {opened} | {other}"
-    return _checked([_HEAD, start, *thought_rules, r"SPACE: /[ \n]*/", *rules], field)
+    opened = f"({' | '.join(map(writer.literal, form.opens))}) reasoned"
+    other = "reasoned" if thought is Thought.OPEN else "content"
+    start = [f"start: {opened} | {other}", f"reasoned: {' | '.join(after)}"]
+    return _checked([_HEAD, *start, *thought_rules, _SPACE, *rules], field)
+
+
+def _calls_that_begin(ends: tuple[str, ...], rules: list[str], writer: "_Writer") -> list[str]:
+    """Return the alternatives of the rule `content` that are calls which begin with one of `ends`.
+
+    Such a token ends the reasoning without a closing tag.
+    """
+    begins = tuple(f"calls: {writer.literal(end)} " for end in ends)
+    if not any(rule.startswith(begins) for rule in rules):
+        return []
+    content = next(rule for rule in rules if rule.startswith("content: "))
+    alternatives = content.removeprefix("content: ").split(" | ")
+    found = (one.removeprefix("TEXT ") for one in alternatives)
+    return [one for one in found if one.startswith("calls")]
 
 
 def behind_analysis(

@@ -5,7 +5,7 @@ from nanoserve.serve.http.tools.parse_result import Text, ToolCall, without_begi
 from nanoserve.serve.http.tools.partial_json import skip_space
 
 TAG = "<|tool_call|>"
-_TAGS = (TAG, "<tool_call>")  # the second one is of Granite 3.0
+TAGS = (TAG, "<tool_call>")  # the second one is of Granite 3.0
 
 
 def parse(text: str, is_final: bool) -> tuple[str, list[ToolCall]]:
@@ -14,10 +14,10 @@ def parse(text: str, is_final: bool) -> tuple[str, list[ToolCall]]:
     some: list[ToolCall]
     end: int | None
     while True:
-        found = [(i, tag) for tag in _TAGS if (i := text.find(tag, at)) >= 0]
+        found = [(i, tag) for tag in TAGS if (i := text.find(tag, at)) >= 0]
         if not found:
             rest = text[at:]
-            content.add(rest if is_final else without_beginning_of(rest, _TAGS))
+            content.add(rest if is_final else without_beginning_of(rest, TAGS))
             break
         begin, tag = min(found)
         content.add(text[at:begin])

@@ -14,6 +14,7 @@ _CONSTANTS = {"True": "true", "False": "false", "None": "null"}
 _CONSTANTS |= {name: name for name in _CONSTANTS.values()}
 _WORD = re.compile(r"[\w.+-]+")
 _INTEGER = re.compile(r"[+-]?\d(_?\d)*")
+_JSON_NUMBER = re.compile(r"-?(0|[1-9]\d*)(\.\d+)?([eE][+-]?\d+)?")
 _NUMBER = re.compile(r"[+-]?(\d(_?\d)*\.?(\d(_?\d)*)?|\.\d(_?\d)*)([eE][+-]?\d+)?")
 _QUOTE = re.compile(r"'''|\"\"\"|'|\"")
 _ESCAPE = re.compile(r"\\(\n|x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|[0-7]{1,3}|.)", re.S)
@@ -132,13 +133,24 @@ def _character(escape: re.Match[str]) -> str:
 
 
 def _as_number(word: str) -> str | None:
-    """Return a number as JSON; None for other words."""
-    if _NUMBER.fullmatch(word) is None or len(word) > _MOST_DIGITS:
+    """Return a number as JSON; None for other words.
+
+    One that is too large for a float or for Python stays as it is, if it is written as in JSON.
+    """
+    if _NUMBER.fullmatch(word) is None:
         return None
+    as_written = word if is_json_number(word) else None
+    if len(word) > _MOST_DIGITS:
+        return as_written
     if _INTEGER.fullmatch(word) is not None:
         return str(int(word))
     value = float(word.replace("_", ""))
-    return repr(value) if abs(value) != float("inf") else None
+    return repr(value) if abs(value) != float("inf") else as_written
+
+
+def is_json_number(word: str) -> bool:
+    """Return True for a number as JSON writes it, however large."""
+    return _JSON_NUMBER.fullmatch(word) is not None
 
 
 def _as_key(value: str) -> str:

@@ -12,8 +12,9 @@ from nanoserve.serve.http.tools.partial_json import skip_space
 from nanoserve.serve.http.tools.python_literal import read_literal
 
 START, END = "<|python_start|>", "<|python_end|>"
-_CALL = re.compile(r"([A-Za-z_][\w.-]*)\(")
-_CALL_SO_FAR = re.compile(r"([A-Za-z_][\w.-]*)?\Z")
+NAMES = re.compile(r"[A-Za-z_][\w.-]*")  # of functions
+_CALL = re.compile(rf"({NAMES.pattern})\(")
+_CALL_SO_FAR = re.compile(rf"({NAMES.pattern})?\Z")
 _KEYWORD = re.compile(r"([A-Za-z_]\w*)\s*=(?=[^=])")
 _KEYWORD_SO_FAR = re.compile(r"([A-Za-z_]\w*\s*=?)?\Z")
 

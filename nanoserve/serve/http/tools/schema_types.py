@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from nanoserve.serve.http.tools.python_literal import as_json, read_literal
+from nanoserve.serve.http.tools.python_literal import as_json, is_json_number, read_literal
 
 _NULLS = ("null", "none")
 _MOST_FOLLOWED = 64  # schemas that are looked at for the types of one argument
@@ -65,17 +65,18 @@ def whole_value(raw: str, types: Types) -> str:
 
 def _read(word: str) -> tuple[str, str]:
     """Return a value as JSON, written as JSON or as Python, and its type; "" for other text."""
+    if is_json_number(word):  # it may be too large for a float
+        return word, "integer" if word.lstrip("-").isdigit() else "number"
     value: Any = None
     try:
-        value = json.loads(word, parse_constant=_refuse_constant)
-        json.dumps(value, allow_nan=False)  # a number may be too large
+        value = _parsed(word)
     except (ValueError, RecursionError):
         literal = read_literal(word + " ", 0)  # a space ends a number
         if literal.json is None or literal.end is None or word[literal.end :].strip():
             return "", ""
         word = literal.json
         try:
-            value = json.loads(word)
+            value = _parsed(word)
         except (ValueError, RecursionError):
             return "", ""
     if isinstance(value, str) and value[:1] in ("{", "["):  # an object that was quoted
@@ -83,6 +84,11 @@ def _read(word: str) -> tuple[str, str]:
         if kind in ("array", "object"):
             return inner, kind
     return word, _type_of(value)
+
+
+def _parsed(word: str) -> Any:
+    """Return what JSON says; only its type matters. Python refuses to convert long integers."""
+    return json.loads(word, parse_int=float, parse_constant=_refuse_constant)
 
 
 def _refuse_constant(name: str) -> None:

@@ -36,6 +36,11 @@ class Section:
     is_numbered: bool = False
 
     @property
+    def starts(self) -> tuple[str, ...]:
+        """The tokens that may begin a call, `open` first. Models leave out the first one."""
+        return self.open, self.call_open
+
+    @property
     def special_tokens(self) -> tuple[str, ...]:
         tokens = self.open, self.close, self.call_open, self.call_close
         return (*tokens, _SEP if _SEP in self.call_begin else self.arguments_open)
@@ -64,7 +69,7 @@ def parse(text: str, is_final: bool, section: Section) -> tuple[str, list[ToolCa
     A call that breaks off, or whose arguments prove not to be JSON, stays incomplete, and content
     continues there.
     """
-    starts = section.open, section.call_open
+    starts = section.starts
     content, calls, at = Text(), [], 0
     while True:
         found = [i for i in (text.find(tag, at) for tag in starts) if i >= 0]

@@ -51,7 +51,7 @@ class Tags:
 
     @property
     def starts(self) -> tuple[str, ...]:
-        """The tags that may begin a call. Models leave out the first one of two."""
+        """The tags that may begin a call, `open` first. Models leave out the first one of two."""
         return (self.open, self.name_open) if self.name_open else (self.open,)
 
     @property

@@ -60,8 +60,8 @@ class ToolUse:
         """
         if self.format.reasoning_parser is not None:
             return ()
-        if self.format.trigger is not None:
-            return (self.format.trigger,)
+        if self.format.starts:
+            return self.format.starts
         begins = (self.format.call_begin(function.name) for function in self.functions)
         return tuple(self.format.before + begin for begin in begins)
 
@@ -103,6 +103,8 @@ def tool_use_of(
         )
         raise ApiError(400, message, "tools", "unsupported")
     allowed = [one for one in functions if wanted is None or one.name in wanted]
+    for one in allowed:
+        _check_name(one, format)
     several, is_limited = allows_several is not False and not is_named, len(allowed) < len(names)
     format = format.for_functions({one.name: one.parameters for one in allowed})
     return ToolUse(format, allowed, must_call, is_named, several, is_limited)
@@ -173,6 +175,16 @@ def _function_of(tool: dict[str, Any], number: int) -> Function:
         raise ApiError(400, f"{field} must be a JSON schema", field)
     is_strict = function.get("strict") is True
     return Function(name, parameters or _NO_ARGUMENTS, is_strict, number)
+
+
+def _check_name(function: Function, format: ToolFormat) -> None:
+    """Raise `ApiError` for a name that is not recognized in a call of this format."""
+    if format.names is None or format.names.fullmatch(function.name) is not None:
+        return
+    field = f"tools[{function.number}].function.name"
+    message = f"{field}={function.name!r} cannot be called in the format {format.name!r} of this "
+    message += "model, in which a name begins with a letter or _; rename the function"
+    raise ApiError(400, message, field, "unsupported")
 
 
 def _wanted(choice: str | dict[str, Any] | None) -> tuple[list[str] | None, str]:

@@ -18,11 +18,13 @@ from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.features.structured.config import StructuredOutputsConfig
 from nanoserve.features.structured.grammar import count_legal
 from nanoserve.features.structured.guidance import Guidance
+from nanoserve.features.structured.params import StructuredOutputsParams
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.tools.grammar import behind_reasoning, constraint_of_tools
+from nanoserve.serve.http.tools.parser_state import parse_answer
 from nanoserve.serve.http.tools.parsers import FORMATS
 from nanoserve.serve.http.tools.reasoning import REASONING, Thought
-from nanoserve.serve.http.tools.tool_choice import Function, ToolUse
+from nanoserve.serve.http.tools.tool_choice import Function, ToolUse, tool_use_of
 from nanoserve.text.tokenizer import Tokenizer
 
 NAMES = [name for name, one in FORMATS.items() if one.name == name and name != "openai"]
@@ -205,8 +207,6 @@ def test_what_a_format_cannot_follow_is_refused_by_name(
 
 @pytest.mark.parametrize("name", ["mistral", "granite", "seed_oss"])
 def test_a_grammar_begins_behind_each_spelling_of_a_thought(name: str, guidance: Any) -> None:
-    from nanoserve.features.structured.params import StructuredOutputsParams
-
     form, params = REASONING[name], StructuredOutputsParams(choice=["yes", "no"])
     behind = behind_reasoning(params, Thought.NONE, lambda text: None, form=form)
     whole = guidance[1].compile(behind.source(StructuredOutputsConfig()))
@@ -215,3 +215,98 @@ def test_a_grammar_begins_behind_each_spelling_of_a_thought(name: str, guidance:
             assert legal(guidance, whole, f"{begin} Is it no? {end} yes")
     assert legal(guidance, whole, "no") and not legal(guidance, whole, "maybe")
     assert not legal(guidance, whole, f"{form.opens[0]} Well. yes")
+    assert legal(guidance, whole, f"{form.opens[0]} Well. {form.closes[0]}\n\n no")
+    spaces = f"{form.opens[0]} Well. {form.closes[0]}{' ' * 5}no"
+    assert not legal(guidance, whole, spaces), "a model might write nothing else"
+
+
+CALLED = [
+    Function("f", {"properties": {"a": {"type": "integer"}}, "required": ["a"]}, True),
+    Function("g", {"properties": {}}, True),
+]
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+@pytest.mark.parametrize("must_call", [False, True])
+@pytest.mark.parametrize("thought", [Thought.OPEN, Thought.NONE])
+def test_a_section_of_calls_ends_a_thought_of_kimi(
+    is_special: bool, must_call: bool, thought: Thought
+) -> None:
+    """The parser ends it there, so no call is hidden in what a grammar takes for a thought."""
+    form, thoughts = FORMATS["kimi_k2"], REASONING["kimi_k2"]
+    backend = TokenizerBackend.from_str(
+        Tokenizer(bundled_checkpoint("tiny-qwen3")).backend.to_str()
+    )
+    specials = [*form.special_tokens, *thoughts.tags] if is_special else []
+    backend.add_special_tokens([AddedToken(tag, special=True) for tag in specials])
+    ids = {tag: backend.token_to_id(tag) for tag in specials}
+    constraint = constraint_of_tools(ToolUse(form, CALLED, must_call, False, True), ids.get)
+    assert constraint is not None
+    behind = behind_reasoning(constraint, thought, ids.get, form=thoughts)
+    library = Guidance(backend, backend.get_vocab_size())
+    whole = library.compile(behind.source(StructuredOutputsConfig()))
+
+    def is_legal(text: str) -> bool:
+        return legal((backend, library), whole, opening + text)
+
+    opening = "" if thought is Thought.OPEN else "<think>"
+    call = f'{form.before}{form.call_begin("f")}{{"a": 5}}{form.end}{form.after}'
+    wrong = call.replace("5", '"x"')
+    assert is_legal(f"Hm.</think>{call}") and not is_legal(f"Hm.</think>{wrong}")
+    assert not is_legal(f"Hm. {wrong}") and not is_legal(f"Hm. {wrong}</think>{call}")
+    assert not is_legal(f"Hm. {form.before} a</think>{call}")
+    # Where the tags are tokens, as in the vocabulary of Kimi, it may end without a closing tag.
+    assert is_legal(f"Hm. {call}") is is_special
+    told = parse_answer(f"<think>Hm. {call}", True, form, False, thoughts)
+    assert told.reasoning == "Hm." and [one.name for one in told.calls] == ["f"]
+    params = StructuredOutputsParams(choice=["yes", "no"])
+    behind = behind_reasoning(params, thought, ids.get, form=thoughts)
+    whole = library.compile(behind.source(StructuredOutputsConfig()))
+    assert is_legal("Hm.</think>yes") and not is_legal(f"Hm. {form.before} a</think>yes")
+
+
+@pytest.mark.parametrize("name", ["pythonic", "qwen3_coder", "hermes"])
+@pytest.mark.parametrize(
+    "number", ["1e999", "-1.5E+400", "9" * 4500, "0." + "3" * 5000, "1e-999", "-0", "7"]
+)
+def test_numbers_of_any_size_stay_numbers(name: str, number: str, guidance: Any) -> None:
+    schema = {"properties": {"a": {"type": "number"}}, "required": ["a"]}
+    form = FORMATS[name].for_functions({"f": schema})
+    arguments = {"pythonic": f"a={number}", "hermes": f'{{"a": {number}}}'}.get(name, "")
+    if form.reads_schemas:
+        arguments = f"<parameter=a>\n{number}\n</parameter>\n"
+    text = form.before + form.call_begin("f") + arguments + form.end + form.after
+    if len(number) < 100:  # a grammar takes a while for more
+        whole = compiled(guidance[1], name, Function("f", schema, True))
+        assert legal(guidance, whole, text)
+    content, [call] = form.parse(text, True)
+    assert content == "" and call.is_complete
+    as_written = f'{{"a": {number}}}'
+    if name == "pythonic" and number in ("1e-999", "-0"):  # Python's own spelling of the value
+        assert json.loads(call.arguments) == json.loads(as_written)
+    else:
+        assert call.arguments == as_written
+
+
+@pytest.mark.parametrize("choice", ["auto", "required", "none"])
+def test_a_name_that_pythonic_cannot_read_is_refused(choice: str, guidance: Any) -> None:
+    tools = [
+        {"type": "function", "function": {"name": name}} for name in ("a-b", "class", "1st", "-")
+    ]
+    form = FORMATS["pythonic"]
+    for number in (2, 3):
+        given = [*tools[:2], *tools[3:], *tools[2:3]] if number == 3 else tools
+        asked = given, choice, None
+        if choice == "none":
+            assert tool_use_of(*asked, form, True) is None
+            continue
+        with pytest.raises(ApiError, match="begins with a letter or _") as caught:
+            tool_use_of(*asked, form, True)
+        assert caught.value.param == "tools[2].function.name" and caught.value.status == 400
+        assert tool_use_of(*asked, FORMATS["hermes"], True) is not None
+    use = tool_use_of(tools[:2], "required", None, form, True)
+    assert use is not None
+    whole = compiled(guidance[1], "pythonic", *use.functions)
+    text = "[a-b(), class()]"
+    assert legal(guidance, whole, text)
+    assert [one.name for one in form.parse(text, True)[1]] == ["a-b", "class"]
