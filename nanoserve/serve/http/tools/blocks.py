@@ -5,6 +5,8 @@ return the reasoning, the content and the calls of a text without their order. I
 results for the beginnings of the text, so that every way to cut a stream yields the same blocks.
 """
 
+import math
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -176,9 +178,19 @@ def object_so_far(arguments: str) -> dict[str, Any]:
     """Return the arguments of a call, which may be incomplete, as an object.
 
     Members that have not ended are left out. What is no object becomes one, as with `NO_OBJECT`.
+    A number beyond the largest float becomes that float, since JSON has no infinity.
     """
     try:
-        value = from_json(arguments or "{}", allow_partial=True)
+        value = _finite(from_json(arguments or "{}", allow_partial=True))
     except ValueError:
         value = arguments
     return value if isinstance(value, dict) else {"arguments": value}
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _finite(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return list(map(_finite, value))
+    is_beyond = isinstance(value, float) and not math.isfinite(value)
+    return math.copysign(sys.float_info.max, value) if is_beyond else value

@@ -3,6 +3,7 @@
 import itertools
 import json
 import random
+import sys
 from typing import Any
 
 import pytest
@@ -88,6 +89,7 @@ TEXTS: dict[str, tuple[str | None, str | None, str, list[tuple[str, ...]]]] = {
 }
 
 BODY = ChatBody(messages=[])
+MOST = sys.float_info.max
 
 
 def stream_of(tools: str | None, reasoning: str | None) -> BlockStream:
@@ -183,4 +185,5 @@ def test_arguments_that_break_off() -> None:
         assert isinstance(value, dict)
     assert object_so_far("no JSON") == {"arguments": "no JSON"}
     assert object_so_far('["a"]') == {"arguments": ["a"]}
+    assert object_so_far('{"a": [1e999, -1e999], "b": 0.5}') == {"a": [MOST, -MOST], "b": 0.5}
     assert not is_no_object("") and not is_no_object(' {"a') and is_no_object(" [")

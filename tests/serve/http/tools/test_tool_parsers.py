@@ -394,7 +394,8 @@ def test_the_end_of_a_prompt_tells_whether_a_thought_is_open() -> None:
         begun = (f"{opens}a", Thought.OPEN), (f"{opens}a{closes} {{", Thought.CLOSED)
         for text, state in begun:
             assert thought_at_end("...assistant\n" + text, name, text) is state
-        assert thought_at_end("...assistant\nYes", name, "Yes") is usual
+        answering = Thought.CLOSED if usual is Thought.OPEN else usual
+        assert thought_at_end("...assistant\nYes", name, "Yes") is answering
 
 
 def test_a_template_tells_the_format() -> None:
