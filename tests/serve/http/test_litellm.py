@@ -1,14 +1,20 @@
 """LiteLLM as a library, with each of the three APIs, and with one API bridged to another."""
 
 import asyncio
+import json
 import os
+import socket
+import subprocess
+import sys
+import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from pydantic import BaseModel
 from scripted_model import scripted_llm
-from serving import served
+from serving import served, wait_until
 
 pytest.importorskip("fastapi", reason="a server needs pip install 'nanoserve[serve]'")
 
@@ -128,3 +134,83 @@ def test_messages(litellm: Any, url: str, provider: str) -> None:
         assert b"message_stop" in received and b"text_delta" in received
 
     asyncio.run(run())
+
+
+KEY = "sk-" + "3f9a" * 12  # it refuses to start without one
+
+
+@pytest.fixture(scope="module")
+def proxy(litellm: Any, url: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """LiteLLM's proxy in front of the server, with a model for each of its APIs."""
+    for name in ("soundfile", "backoff"):
+        pytest.importorskip(name, reason="pip install soundfile 'litellm[proxy]'")
+    folder = tmp_path_factory.mktemp("proxy")
+    bases = {"hosted_vllm": f"{url}/v1", "openai": f"{url}/v1", "anthropic": url}
+    models = [
+        {
+            "model_name": provider,
+            "litellm_params": {"model": f"{provider}/tiny", "api_base": base, "api_key": "x"},
+        }
+        for provider, base in bases.items()
+    ]
+    (folder / "config.yaml").write_text(json.dumps({"model_list": models}))  # which is YAML, too
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [str(Path(sys.executable).parent / "litellm"), "--config", "config.yaml"]
+    command += ["--port", str(port), "--host", "127.0.0.1"]
+    environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": KEY}
+    with open(folder / "log", "wb") as log:
+        process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+        try:
+            at = f"http://127.0.0.1:{port}"
+            wait_until(lambda: process.poll() is not None or is_up(at), seconds=120)
+            assert process.poll() is None, (folder / "log").read_text()[-2000:]
+            yield at
+        finally:
+            process.terminate()
+            process.wait(30)
+
+
+def is_up(at: str) -> bool:
+    try:
+        return urllib.request.urlopen(f"{at}/health/liveliness", timeout=5).status == 200
+    except OSError:
+        return False
+
+
+def events_of(answer: str) -> list[dict[str, Any]]:
+    lines = [line.removeprefix("data: ") for line in answer.splitlines()]
+    return [json.loads(line) for line in lines if line.startswith("{")]
+
+
+def piece_of(event: dict[str, Any]) -> str:
+    """The piece of text that an event of one of the three APIs has."""
+    if event.get("choices"):
+        return event["choices"][0]["delta"].get("content") or ""
+    delta = event.get("delta")
+    if event.get("type") == "response.output_text.delta":
+        return delta
+    return delta.get("text", "") if isinstance(delta, dict) else ""
+
+
+@pytest.mark.parametrize("provider", ["hosted_vllm", "openai", "anthropic"])
+def test_the_proxy(proxy: str, provider: str) -> None:
+    """The three APIs of the proxy, each answered by one of the three here."""
+    question = said("script: text")
+    bodies: dict[str, dict[str, Any]] = {
+        "/v1/chat/completions": {"messages": question, "max_tokens": 100},
+        "/v1/responses": {"input": question, "max_output_tokens": 100},
+        "/v1/messages": {"messages": question, "max_tokens": 100},
+    }
+    for path, body in bodies.items():
+        for streams in (False, True):
+            content = json.dumps(body | {"model": provider, "stream": streams}).encode()
+            headers = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
+            request = urllib.request.Request(proxy + path, content, headers)
+            answer = urllib.request.urlopen(request, timeout=60).read().decode()
+            text = "".join(map(piece_of, events_of(answer))) if streams else answer
+            assert TEXTS["text"] in text, (path, answer)
+            ends = {"/v1/responses": "response.completed", "/v1/messages": "message_stop"}
+            if streams:
+                assert ends.get(path, "[DONE]") in answer, (path, answer[-500:])
