@@ -140,13 +140,11 @@ class ResponsesAnswer(BlockAnswer):
 
     def _item(self, block: Block, has_ended: bool = True) -> dict[str, Any]:
         """Return a block as an item, complete or not."""
-        kind = _PREFIXES[block.kind]
-        while len(self._ids) <= block.index:
-            self._ids.append(new_id(_PREFIXES[self.output.blocks[len(self._ids)].kind]))
         status = "completed" if block.is_complete else "incomplete"
         if not (has_ended or block.is_complete):
             status = "in_progress"
-        item: dict[str, Any] = {"id": self._ids[block.index], "type": kind, "status": status}
+        item: dict[str, Any] = {"id": self._id_of(block), "type": _PREFIXES[block.kind]}
+        item["status"] = status
         if block.kind == "text":
             return item | {"role": "assistant", "content": [self._part(block)]}
         if block.kind == "call":
@@ -154,6 +152,11 @@ class ResponsesAnswer(BlockAnswer):
             return item | call
         seal = sealed(block.text) if self._given.encrypts_reasoning else None
         return item | {"summary": [], "content": [self._part(block)], "encrypted_content": seal}
+
+    def _id_of(self, block: Block) -> str:
+        while len(self._ids) <= block.index:
+            self._ids.append(new_id(_PREFIXES[self.output.blocks[len(self._ids)].kind]))
+        return self._ids[block.index]
 
     def _part(self, block: Block) -> dict[str, Any]:
         if block.kind == "reasoning":
@@ -220,8 +223,7 @@ class ResponsesAnswer(BlockAnswer):
         if block.kind == "call":
             return self._call_events(step)
         name = "output_text" if block.kind == "text" else "reasoning_text"
-        place = {"item_id": self._item(block)["id"], "output_index": block.index}
-        place["content_index"] = 0
+        place = {"item_id": self._id_of(block), "output_index": block.index, "content_index": 0}
         if step.change is Change.GROW:
             more = self._new_logprobs() if block.kind == "text" else {}
             return self._event(f"response.{name}.delta", **place, delta=step.text, **more)
@@ -237,10 +239,9 @@ class ResponsesAnswer(BlockAnswer):
 
     def _call_events(self, step: Step) -> bytes:
         block, name = step.block, "response.function_call_arguments"
-        item = self._item(block, step.change is Change.END)
-        place = {"item_id": item["id"], "output_index": block.index}
+        place = {"item_id": self._id_of(block), "output_index": block.index}
         if step.change is Change.BEGIN:
-            empty = item | {"arguments": ""}
+            empty = self._item(block, False) | {"arguments": ""}
             return self._event("response.output_item.added", output_index=block.index, item=empty)
         if step.change is Change.GROW:
             return self._event(f"{name}.delta", **place, delta=step.text)
