@@ -269,17 +269,21 @@ def test_a_collector_receives_the_spans_of_a_server(engine_process: bool) -> Non
             headers = JSON | SAMPLED | {"x-request-id": "mine"}
             assert ask(server, "/v1/completions", body, headers)[0] == 200
             messages = [{"role": "user", "content": "What is a KV cache?"}]
+            body = {"model": "tiny", "messages": messages, "max_tokens": 2}
+            assert ask(server, "/v1/messages", body, headers)[0] == 200
+            body = {"input": "What is a KV cache?", "max_output_tokens": 2}
+            assert ask(server, "/v1/responses", body, headers)[0] == 200
             chat = {"messages": messages, "max_tokens": 2, "stream": True}
             assert ask(server, "/v1/chat/completions", chat)[0] == 200
             assert ask(server, "/v1/chat/completions", {"messages": []})[0] == 400
         llm.shutdown()  # sends what is queued
-        wait_until(lambda: len(collector.spans()) == 3)
-        first, second, third = sorted(collector.spans(), key=lambda span: span.start_time_unix_nano)
-    for span in (first, second):
+        wait_until(lambda: len(collector.spans()) == 5)
+        *ours, last = sorted(collector.spans(), key=lambda span: span.start_time_unix_nano)
+    for span in ours:
         assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, PARENT)
         (named,) = (one for one in span.attributes if one.key == "gen_ai.request.id")
         assert named.value.string_value == "mine"
-    assert third.trace_id.hex() != TRACE and not third.parent_span_id
+    assert last.trace_id.hex() != TRACE and not last.parent_span_id
 
 
 def test_nobody_waits_for_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,6 +9,7 @@ from nanoserve.serve.engine_thread import EngineAsleepError, EngineDeadError
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.messages.errors import error_response
 from nanoserve.serve.http.middleware import named, request_id_of
+from nanoserve.serve.http.root_path import path_of
 from nanoserve.serve.http.unsupported_endpoints import is_refused, missing_endpoint
 
 
@@ -27,7 +28,7 @@ async def _error_response(request: Request, error: Exception) -> JSONResponse:
     answer = ApiError.of(error)
     if answer.status == 500:
         answer.headers = named(answer.headers, request.scope)
-    return error_response(answer, request.url.path, request_id_of(request.scope))
+    return error_response(answer, path_of(request.scope), request_id_of(request.scope))
 
 
 def _of_routing(request: Request, error: HTTPException) -> ApiError:

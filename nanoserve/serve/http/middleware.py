@@ -15,6 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from nanoserve.serve.http.body_cost import PIECE, BodyCost
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.messages.errors import error_response, is_messages
+from nanoserve.serve.http.root_path import path_of
 from nanoserve.serve.http.settings import ServerSettings
 
 # Paths that need no key: the status and the page itself reveal nothing about requests.
@@ -164,12 +165,16 @@ class RequestId:
 
         async def send_named(message: Message) -> None:
             if message["type"] == "http.response.start":
-                names = (_HEADER, b"request-id") if is_messages(scope["path"]) else (_HEADER,)
-                own = [(name, request_id) for name in names]
+                own = [(name, request_id) for name in _id_headers(scope)]
                 message["headers"] = [*message.get("headers", ()), *own]
             await send(message)
 
         await self._app(scope, receive, send_named)
+
+
+def _id_headers(scope: Scope) -> tuple[bytes, ...]:
+    """Return the names of the headers with the id of a request."""
+    return (_HEADER, b"request-id") if is_messages(path_of(scope)) else (_HEADER,)
 
 
 def request_id_of(scope: Scope) -> str | None:
@@ -179,7 +184,8 @@ def request_id_of(scope: Scope) -> str | None:
 
 def named(headers: dict[str, str] | None, scope: Scope) -> dict[str, str]:
     """Return `headers` with the request id, for a response made outside the middleware."""
-    known = {_HEADER.decode(): scope[_KEY]} if _KEY in scope else {}
+    names = _id_headers(scope) if _KEY in scope else ()
+    known = {name.decode(): scope[_KEY] for name in names}
     return {**(headers or {}), **known}
 
 

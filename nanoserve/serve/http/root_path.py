@@ -3,12 +3,14 @@
 from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+_KEY = "nanoserve.path"
+
 
 class RootPath:
     """ASGI middleware that removes a prefix from paths, so that nothing behind it knows of it.
 
-    A proxy may remove the prefix itself or keep it: paths without it are served as well. The
-    middleware wraps all others that look at paths, such as the check of API keys.
+    A proxy may remove the prefix itself or keep it: paths without it are served as well. What wraps
+    this middleware, such as the handler of unexpected exceptions, calls `path_of`.
     """
 
     def __init__(self, app: ASGIApp, root_path: str) -> None:
@@ -24,9 +26,16 @@ class RootPath:
         if path.startswith(f"{self._root_path}/"):
             raw = scope.get("raw_path")
             prefix = self._root_path.encode()
-            scope = {
+            scope[_KEY] = path.removeprefix(self._root_path)
+            scope = {  # a copy: the access log has the client's path
                 **scope,
-                "path": path.removeprefix(self._root_path),
+                "path": scope[_KEY],
                 "raw_path": raw.removeprefix(prefix) if isinstance(raw, bytes) else raw,
             }
         await self._app(scope, receive, send)
+
+
+def path_of(scope: Scope) -> str:
+    """Return the path of a request without the prefix, also outside of the middleware."""
+    path: str = scope.get(_KEY) or scope["path"]
+    return path

@@ -69,6 +69,11 @@ def test_paths_have_a_prefix_or_none(full: Served) -> None:
     assert get(full, "/page/v1/page/main.js")[0] == 200
     status, _, answer = ask(full, "/page/v1/v1/completions", BODY, JSON | KEY)
     assert status == 200 and answer["choices"]
+    for prefix in ("", "/page/v1"):  # in the format of that API
+        for query, kind in (("", "invalid_request_error"), ("?fail=1", "api_error")):
+            _, headers, answer = ask(full, f"{prefix}/v1/messages{query}", BODY, JSON | KEY)
+            assert answer["error"]["type"] == kind
+            assert headers["request-id"] == headers["x-request-id"] == answer["request_id"]
     status, _, answer = ask(full, "/page/v1/nothing", BODY, JSON | KEY)
     assert status == 404 and "'/nothing'" in answer["error"]["message"]
 
