@@ -16,6 +16,7 @@ from fastapi import FastAPI, Response
 from fastapi.routing import APIRoute
 
 from nanoserve import __version__
+from nanoserve.serve.http.messages.errors import is_messages
 from nanoserve.serve.http.messages.request import CountBody, MessagesBody
 from nanoserve.serve.http.protocol import (
     Body,
@@ -51,6 +52,18 @@ _ERROR = {
                 "code": {"type": ["string", "null"]},
             },
         }
+    },
+}
+_MESSAGES_ERROR = {
+    "type": "object",
+    "description": "An error in the format of the Messages API.",
+    "properties": {
+        "type": {"const": "error"},
+        "error": {
+            "type": "object",
+            "properties": {"type": {"type": "string"}, "message": {"type": "string"}},
+        },
+        "request_id": {"type": ["string", "null"]},
     },
 }
 _STYLE = (
@@ -91,7 +104,7 @@ def add_docs(app: FastAPI, root_path: str = "") -> None:
 
 def openapi(app: FastAPI, root_path: str = "") -> dict[str, Any]:
     """Return the OpenAPI document of the routes of `app` that are not hidden from it."""
-    schemas: dict[str, Any] = {"Error": _ERROR}
+    schemas: dict[str, Any] = {"Error": _ERROR, "MessagesError": _MESSAGES_ERROR}
     paths: dict[str, Any] = {}
     for route in app.routes:
         if not isinstance(route, APIRoute) or not route.include_in_schema:
@@ -117,6 +130,7 @@ def openapi(app: FastAPI, root_path: str = "") -> dict[str, Any]:
 
 def _operation(route: APIRoute, path: str, method: str, schemas: dict[str, Any]) -> dict[str, Any]:
     text = inspect.cleandoc(route.endpoint.__doc__ or "")
+    error = "MessagesError" if is_messages(path) else "Error"
     operation: dict[str, Any] = {
         "operationId": f"{method.lower()}{path.replace('/', '_').strip('{}')}",
         "summary": text.partition("\n")[0],
@@ -125,7 +139,7 @@ def _operation(route: APIRoute, path: str, method: str, schemas: dict[str, Any])
             "200": {"description": "Success"},
             "default": {
                 "description": "An error",
-                "content": {"application/json": {"schema": {"$ref": f"{_SCHEMAS}Error"}}},
+                "content": {"application/json": {"schema": {"$ref": f"{_SCHEMAS}{error}"}}},
             },
         },
     }

@@ -113,7 +113,7 @@ class ApiServer:
                 allow_credentials=settings.allow_credentials,
                 allow_methods=settings.allowed_methods,
                 allow_headers=settings.allowed_headers,
-                expose_headers=["x-request-id"],
+                expose_headers=["x-request-id", "request-id"],
             )
         add_middleware(self.app, settings.middleware)
         if settings.root_path:

@@ -235,7 +235,10 @@ def test_the_schema_has_every_route_and_field(full: Served) -> None:
     schemas = told["components"]["schemas"]
     for path, body in BODIES.items():
         operation = told["paths"][path]["post"]
-        assert operation["summary"].endswith(".") and operation["responses"]["default"]
+        assert operation["summary"].endswith(".")
+        error = operation["responses"]["default"]["content"]["application/json"]["schema"]
+        name = "MessagesError" if path.startswith("/v1/messages") else "Error"
+        assert error == {"$ref": f"#/components/schemas/{name}"}
         schema = operation["requestBody"]["content"]["application/json"]["schema"]
         assert schema == {"$ref": f"#/components/schemas/{body.__name__}"}
         assert schemas[body.__name__]["properties"].keys() == body.model_fields.keys()
