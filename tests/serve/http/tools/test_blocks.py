@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+pytest.importorskip("fastapi", reason="pip install 'nanoserve[serve]'")
+
 from nanoserve.serve.http.protocol import ChatBody
 from nanoserve.serve.http.tools import harmony
 from nanoserve.serve.http.tools.blocks import BlockStream, Change, is_no_object, object_so_far
