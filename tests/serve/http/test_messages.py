@@ -105,7 +105,7 @@ def test_a_stream_is_the_message(tiny: Served, script: str, by_size: Any) -> Non
     assert [block["type"] for block in whole["content"]] == KINDS[script]
     assert whole["stop_reason"] == ("tool_use" if "tool_use" in KINDS[script] else "end_turn")
     num_tokens = whole["usage"]["output_tokens"]
-    lengths = {num_tokens + 1, *range(1, num_tokens + 1, by_size(num_tokens // 2, 1, 1))}
+    lengths = {num_tokens + 1, *range(1, num_tokens + 1, by_size(num_tokens // 2, 3, 1))}
     for length in lengths:
         answer = create(tiny, script, max_tokens=length)
         message = rebuilt(streamed(tiny, "/v1/messages", body(script, max_tokens=length)))

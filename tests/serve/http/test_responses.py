@@ -108,7 +108,7 @@ def test_a_stream_is_the_response(tiny: Served, script: str, by_size: Any) -> No
     whole = create(tiny, script)
     assert [item["type"] for item in whole["output"]] == KINDS[script]
     num_tokens = whole["usage"]["output_tokens"]
-    lengths = {num_tokens + 1, *range(1, num_tokens + 1, by_size(num_tokens // 2, 1, 1))}
+    lengths = {num_tokens + 1, *range(1, num_tokens + 1, by_size(num_tokens // 2, 3, 1))}
     for length in lengths:
         answer = create(tiny, script, max_output_tokens=length)
         events = streamed(tiny, "/v1/responses", body(script, max_output_tokens=length))
