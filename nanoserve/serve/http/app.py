@@ -69,7 +69,6 @@ class ApiServer:
         self._tokenizer = llm.engine.tokenizer
         self.names = settings.served_model_name or [llm.engine.config.model]
         self.templates = Templates(settings, self._tokenizer)
-        self.reasoning_parser = self.templates.reasoning_parser
         engine = llm.engine
         longest = engine.input_processor.max_model_len + engine.model_config.vocab_size
         self.bodies = BodyReader(settings, self.templates, self.names, longest)
@@ -208,7 +207,7 @@ class ApiServer:
         """
         own = body.tools, body.tool_choice, body.parallel_tool_calls
         use = tool_use_of(*own, *self.templates.tool_format(body))
-        reasoning_parser = self.reasoning_parser
+        reasoning_parser = self.templates.reasoning_parser
         specials = () if reasoning_parser is None else special_tokens_of(reasoning_parser)
         special_id = self._tokenizer.special_tokens.id_of
         if use is not None:
@@ -308,7 +307,7 @@ class ApiServer:
             self.llm.engine.model_config,
             has_template=self._tokenizer.has_chat_template,
             shows_tools=self.templates.shows_tools,
-            reasons=self.reasoning_parser is not None,
+            reasons=self.templates.reasoning_parser is not None,
         )
 
     def abort(self, request_id: str) -> None:

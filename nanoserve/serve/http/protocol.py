@@ -38,6 +38,8 @@ _HINTS = {
     "reasoning_effort": ("none", "minimal", "low", "medium", "high", "xhigh", "max"),
     "verbosity": ("low", "medium", "high"),
 }
+# Variables by which chat templates turn reasoning on and off.
+THINKING_SWITCHES = ("enable_thinking", "thinking")
 # Arguments of transformers' `apply_chat_template` that are not variables of a template.
 _NOT_FOR_CLIENTS = (
     *("chat_template", "tokenize", "return_dict", "mark_text", "messages", "conversation"),
@@ -357,7 +359,7 @@ class ChatBody(GenerationBody):
                 hints[name] = value
         if self.reasoning_effort is not None:
             is_on = self.reasoning_effort != "none"
-            hints |= dict.fromkeys(("enable_thinking", "thinking"), is_on)
+            hints |= dict.fromkeys(THINKING_SWITCHES, is_on)
         return {name: value for name, value in hints.items() if looks_at(template, name)}
 
     def template_arguments(self, template: str = "") -> dict[str, Any]:

@@ -15,6 +15,7 @@ from typing import Any
 from nanoserve.compat.request_names import FOREIGN, HARMLESS, PLACES, Foreign, has_no_effect
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.protocol import (
+    THINKING_SWITCHES,
     Body,
     ChatBody,
     CompletionBody,
@@ -177,7 +178,7 @@ def _check_chat(body: ChatBody, unknown: UnknownNames, template: str) -> None:
     _check_place(body.tool_choice, "tool_choice", unknown)
     if isinstance(body.tool_choice, Mapping):
         _check_place(body.tool_choice.get("allowed_tools"), "tool_choice.allowed_tools", unknown)
-    variables = {"enable_thinking", "thinking", "reasoning_effort", "documents"}
+    variables = {*THINKING_SWITCHES, "reasoning_effort", "documents"}
     for name in list(body.chat_template_kwargs or ())[:_MOST_LOOKED_AT]:
         if not looks_at(template, name):
             seen = {variable for variable in variables if looks_at(template, variable)}

@@ -5,18 +5,17 @@ from typing import Any
 
 from nanoserve.compat.request_names import Foreign
 from nanoserve.serve.http.dialect import foreign_names
-from nanoserve.serve.http.messages.request import MessagesBody
+from nanoserve.serve.http.messages.request import NO_SERVER_TOOLS, MessagesBody
 from nanoserve.serve.http.unknown_fields import Places, UnknownNames, check_names, check_place
 
-_NO_SERVER_TOOLS = "the server runs no tools: give the model a tool with an input_schema"
 _WHOLE = "an answer continues the last message if that is the assistant's"
 _NO_SUMMARY = "the server does not summarize: ask the model for a summary in a message"
 _KEEP_THOUGHTS = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
 
 # Refused by this API, in addition to what chat completions refuse.
 OWN = {
-    "container": Foreign(_NO_SERVER_TOOLS),
-    "mcp_servers": Foreign(_NO_SERVER_TOOLS, ([],)),
+    "container": Foreign(NO_SERVER_TOOLS),
+    "mcp_servers": Foreign(NO_SERVER_TOOLS, ([],)),
     "context_management": Foreign(
         "the context is not edited: shorten messages", ({}, {"edits": []}, _KEEP_THOUGHTS)
     ),

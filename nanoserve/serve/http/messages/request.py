@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from nanoserve.serve.http.dialect import DialectBody
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.messages.content import messages_of
-from nanoserve.serve.http.protocol import Int, looks_at
+from nanoserve.serve.http.protocol import THINKING_SWITCHES, Int, looks_at
 from nanoserve.serve.http.templates import Templates
 from nanoserve.serve.http.tools.reasoning import REASONING
 
@@ -21,10 +21,8 @@ FIELD_NAMES = {
     r"tools\[(\d+)\]\.function": r"tools[\1]",
 }
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-# Variables by which chat templates turn reasoning on and off.
-_SWITCHES = ("enable_thinking", "thinking")
 _IS_ON = {"enabled": True, "adaptive": True, "disabled": False}
-_NO_SERVER_TOOLS = "the server runs no tools: give the model a tool with an input_schema"
+NO_SERVER_TOOLS = "the server runs no tools: give the model a tool with an input_schema"
 
 
 class MessagesBody(DialectBody):
@@ -96,7 +94,9 @@ class MessagesBody(DialectBody):
             raise ApiError(400, message, "thinking", "unsupported")
         template = extra.get("chat_template")
         source = template if isinstance(template, str) else templates.source
-        names = [name for name in _SWITCHES if looks_at(source, name)] or [_SWITCHES[0]]
+        names = [name for name in THINKING_SWITCHES if looks_at(source, name)] or [
+            THINKING_SWITCHES[0]
+        ]
         own = extra.get("chat_template_kwargs") or {}
         if not isinstance(own, dict):  # `ChatBody` refuses it
             return {}
@@ -128,7 +128,7 @@ def _chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | No
 def _chat_tool(tool: dict[str, Any], number: int) -> dict[str, Any]:
     place, kind = f"tools[{number}]", tool.get("type")
     if kind not in (None, "custom"):
-        message = f"{place}: type={kind!r:.80} is not supported: {_NO_SERVER_TOOLS}"
+        message = f"{place}: type={kind!r:.80} is not supported: {NO_SERVER_TOOLS}"
         raise ApiError(400, message, f"{place}.type", "unsupported")
     if not isinstance(tool.get("name"), str) or not isinstance(tool.get("input_schema"), dict):
         message = f"{place} must be {{'name': ..., 'description': ..., 'input_schema': {{...}}}}"

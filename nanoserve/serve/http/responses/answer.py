@@ -18,7 +18,7 @@ from nanoserve.serve.http.tools.blocks import Block, Change, Step
 from nanoserve.serve.http.tools.tool_choice import ToolUse
 from nanoserve.text.token_bytes import TextPositions
 
-_PREFIXES = {"text": "message", "reasoning": "reasoning", "call": "function_call"}
+_ITEM_TYPES = {"text": "message", "reasoning": "reasoning", "call": "function_call"}
 _NO_LOGPROBS = (
     f"include={LOGPROBS!r} needs an answer without tools and reasoning; /v1/chat/completions has "
     "the log-probabilities of all tokens"
@@ -143,7 +143,7 @@ class ResponsesAnswer(BlockAnswer):
         status = "completed" if block.is_complete else "incomplete"
         if not (has_ended or block.is_complete):
             status = "in_progress"
-        item: dict[str, Any] = {"id": self._id_of(block), "type": _PREFIXES[block.kind]}
+        item: dict[str, Any] = {"id": self._id_of(block), "type": _ITEM_TYPES[block.kind]}
         item["status"] = status
         if block.kind == "text":
             return item | {"role": "assistant", "content": [self._part(block)]}
@@ -155,7 +155,7 @@ class ResponsesAnswer(BlockAnswer):
 
     def _id_of(self, block: Block) -> str:
         while len(self._ids) <= block.index:
-            self._ids.append(new_id(_PREFIXES[self.output.blocks[len(self._ids)].kind]))
+            self._ids.append(new_id(_ITEM_TYPES[self.output.blocks[len(self._ids)].kind]))
         return self._ids[block.index]
 
     def _part(self, block: Block) -> dict[str, Any]:

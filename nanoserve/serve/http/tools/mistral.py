@@ -1,6 +1,7 @@
 """A parser for the calls of Mistral, a list of objects or named calls after `[TOOL_CALLS]`."""
 
 import re
+from collections.abc import Callable
 
 from nanoserve.serve.http.tools.parse_result import (
     Text,
@@ -12,6 +13,8 @@ from nanoserve.serve.http.tools.partial_json import read_object, read_value, ski
 
 TAG, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 _NAME = re.compile(r"[\w./-]+")
+# Called with (text, position, is it all?).
+ReadCalls = Callable[[str, int, bool], tuple[list[ToolCall], int | None]]
 _CALL_ID = re.compile(r"\[CALL_ID\][\w-]*")
 
 
@@ -21,17 +24,23 @@ def parse(text: str, is_final: bool) -> tuple[str, list[ToolCall]]:
     Older models write a list of objects. Newer models write a tag, a name and arguments per call.
     Text after a tag that is neither is content.
     """
+    return parse_after_tags(text, is_final, (TAG,), _read_calls)
+
+
+def parse_after_tags(
+    text: str, is_final: bool, tags: tuple[str, ...], read: ReadCalls
+) -> tuple[str, list[ToolCall]]:
+    """Return (content, calls), where calls follow any of the tags; `read` reads them."""
     content, calls, at = Text(), [], 0
     while True:
-        begin = text.find(TAG, at)
-        if begin < 0:
+        found = [(i, tag) for tag in tags if (i := text.find(tag, at)) >= 0]
+        if not found:
             rest = text[at:]
-            content.add(rest if is_final else without_beginning_of(rest, (TAG,)))
+            content.add(rest if is_final else without_beginning_of(rest, tags))
             break
+        begin, tag = min(found)
         content.add(text[at:begin])
-        first = skip_space(text, begin + len(TAG))
-        read = read_objects if text[first : first + 1] in ("[", "{") else _read_named
-        some, end = read(text, first, is_final)
+        some, end = read(text, skip_space(text, begin + len(tag)), is_final)
         if some:
             content.end_piece()
             calls += some
@@ -40,13 +49,18 @@ def parse(text: str, is_final: bool) -> tuple[str, list[ToolCall]]:
                 content.add(text[begin:])
             break
         if not some:
-            content.add(TAG)
-            end = begin + len(TAG)
+            content.add(tag)
+            end = begin + len(tag)
         at = end
     return content.joined(is_final), calls
 
 
-# Both return the calls that begin at `at`, and the position after them: None if they may continue.
+# These return the calls that begin at `at`, and the position after them: None if they may continue.
+
+
+def _read_calls(text: str, at: int, is_final: bool) -> tuple[list[ToolCall], int | None]:
+    read = read_objects if text[at : at + 1] in ("[", "{") else _read_named
+    return read(text, at, is_final)
 
 
 def read_objects(text: str, at: int, is_final: bool) -> tuple[list[ToolCall], int | None]:
