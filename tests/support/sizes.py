@@ -186,7 +186,7 @@ BRINGS = {
     "pip install 'nanoserve[cpu]'": ("numba",),
     "pip install of what they compare with": (
         *("compressed_tensors", "bitsandbytes", "accelerate", "jsonschema", "openai"),
-        *("anthropic", "agents"),
+        *("anthropic", "agents", "langchain", "pydantic", "litellm", "llama"),
         *("mypy", "basedpyright", "playwright", "setuptools"),
     ),
 }
