@@ -260,9 +260,10 @@ def test_log_probabilities_are_those_of_transformers(case: str, made: Made) -> N
     with LLM(path, skip_tokenizer_init=True, device="cpu") as llm:
         (output,) = llm.generate([prompt], params, use_tqdm=False)
     expected = model(torch.tensor([prompt])).logits[0].log_softmax(dim=-1)
-    # A recurrent state sums up over all tokens: from the same model in float64, transformers' own
-    # float32 differs by 6e-5, ours by up to 1.6e-4, depending on the processor.
-    bound = 5e-4 if model.config.model_type.startswith(("qwen3_next", "qwen3_5")) else 1e-4
+    # Rounding grows in a recurrent state. From the values in float64, transformers' in float32
+    # differ by 6e-5, and ours by 6e-5 to 1.6e-4, depending on backend and processor. (With other
+    # prompts both differ by up to 5e-4.)
+    bound = 3e-4 if model.config.model_type.startswith(("qwen3_next", "qwen3_5")) else 1e-4
     for position, entries in enumerate(output.prompt_logprobs[1:]):
         for token_id, entry in entries.items():
             assert abs(entry.logprob - float(expected[position, token_id])) < bound

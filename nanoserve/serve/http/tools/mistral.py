@@ -13,9 +13,10 @@ from nanoserve.serve.http.tools.partial_json import read_object, read_value, ski
 
 TAG, ARGUMENTS = "[TOOL_CALLS]", "[ARGS]"
 _NAME = re.compile(r"[\w./-]+")
-# Called with (text, position, is it all?).
-ReadCalls = Callable[[str, int, bool], tuple[list[ToolCall], int | None]]
 _CALL_ID = re.compile(r"\[CALL_ID\][\w-]*")
+# Called with a text, a position and whether the text is complete: returns the calls that begin
+# there, and the position after them, which is None if they may continue.
+ReadCalls = Callable[[str, int, bool], tuple[list[ToolCall], int | None]]
 
 
 def parse(text: str, is_final: bool) -> tuple[str, list[ToolCall]]:
@@ -30,7 +31,7 @@ def parse(text: str, is_final: bool) -> tuple[str, list[ToolCall]]:
 def parse_after_tags(
     text: str, is_final: bool, tags: tuple[str, ...], read: ReadCalls
 ) -> tuple[str, list[ToolCall]]:
-    """Return (content, calls), where calls follow any of the tags; `read` reads them."""
+    """Return (content, calls); `read` reads the calls after each of the tags."""
     content, calls, at = Text(), [], 0
     while True:
         found = [(i, tag) for tag in tags if (i := text.find(tag, at)) >= 0]
@@ -53,9 +54,6 @@ def parse_after_tags(
             end = begin + len(tag)
         at = end
     return content.joined(is_final), calls
-
-
-# These return the calls that begin at `at`, and the position after them: None if they may continue.
 
 
 def _read_calls(text: str, at: int, is_final: bool) -> tuple[list[ToolCall], int | None]:
