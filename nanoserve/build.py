@@ -7,6 +7,7 @@ vLLM's option names are translated first: see `nanoserve.compat.options.engine_c
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from nanoserve.checkpoint.checkpoint import Checkpoint
@@ -35,6 +36,7 @@ FEATURES: Registry[PrepareFeature] = Registry(
     {
         "pipeline_parallel_size": "nanoserve.features.parallel.pipeline_schedule:prepare_pipeline",
         "speculative_config": "nanoserve.features.speculative.extension:prepare_speculation",
+        "pooler_config": "nanoserve.features.pooling.prepare:prepare_pooling",
         "kv_events_config": "nanoserve.features.kv_events.publisher:prepare_kv_events",
         "enable_return_routed_experts": "nanoserve.features.routed_experts:prepare_routed_experts",
         "otlp_traces_endpoint": "nanoserve.features.request_spans:prepare_request_spans",
@@ -53,6 +55,8 @@ def build_engine(config: EngineConfig) -> GuardedEngine:
     checkpoint = Checkpoint.open(config.model, config, config.revision)
     model_config = checkpoint.model_config(config, supported_architectures())
     config = supported_options(config, model_config)
+    if model_config.pooling is not None:  # perhaps chosen by runner="auto"
+        config = replace(config, runner="pooling", pooler_config=config.pooler_config or {})
     SamplingParams(**model_config.default_sampling)  # raises if recommended values are invalid
     if model_config.multimodal_architecture is not None:
         logger.warning(

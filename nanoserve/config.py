@@ -48,6 +48,7 @@ _CHOICES = {
     "quantization_group_size": (32, 64, 128),
     "quantization_activations": ("int8", "none"),
     "generation_config": ("auto", "vllm"),
+    "runner": ("auto", "generate", "pooling"),
     "kv_cache_dtype": ("auto", "int8", "fp8", "fp8_e4m3"),
     "logprobs_mode": ("raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"),
     "distributed_executor_backend": ("mp", "ray"),
@@ -130,6 +131,12 @@ class EngineConfig:
     # with nanoserve's attention, which is slower), or "auto": transformers' class for architectures
     # that nanoserve does not have.
     model_impl: str = "auto"
+    # What the engine does: "generate" (text), "pooling" (embeddings, classes and scores), or "auto":
+    # pooling for base models, classifiers and checkpoints of sentence-transformers.
+    runner: str = "auto"
+    # How hidden states are pooled, as an object with "pooling_type", "normalize" and
+    # "use_activation"; see nanoserve/pooling_params.py. Default: as the checkpoint says.
+    pooler_config: dict[str, Any] | None = None
     # Source of the weights: "auto", "safetensors" or "dummy" (random weights, for benchmarks).
     load_format: str = "auto"
     # Quantize unquantized weights as they are loaded: "int8" (one scale per row), "int4" (one scale
@@ -321,6 +328,10 @@ class EngineConfig:
             self.chat_template = load_chat_template(
                 self.chat_template, has_tokenizer=not self.skip_tokenizer_init
             )
+        if self.pooler_config is not None:
+            from nanoserve.pooling_params import check_pooler_config
+
+            check_pooler_config(self.pooler_config)
         is_revision = self.revision is None or is_text(self.revision)
         require(is_revision, f"revision={self.revision!r} must be a branch, a tag or a commit")
         if self.trace is not None:
@@ -352,6 +363,10 @@ class EngineConfig:
             self.enable_prefix_caching or not self._publishes_kv_events,
             "kv_events_config with enable_kv_cache_events=True needs enable_prefix_caching=True: "
             "the events report changes of the prefix cache",
+        )
+        require(
+            self.pooler_config is None or self.runner != "generate",
+            f"pooler_config={shown(self.pooler_config)} needs runner='pooling'",
         )
         if self.pipeline_parallel_size > 1 or self.distributed_executor_backend is not None:
             _check_parallel(self)

@@ -129,6 +129,8 @@ class RequestOutput:
         processor or of decoding its text; a `ValueError` if its constraints, or processors, left no
         token to sample; a `FloatingPointError` if the model computed logits that are NaN or
         infinite.
+    pooled: the result of a pooling request, float32: a vector, or with pooling type ALL a vector
+        for each token. Such a request has one completion, without tokens.
     """
 
     request_id: str
@@ -139,6 +141,7 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: Exception | None = None
+    pooled: np.ndarray | None = field(default=None, compare=False)
 
     @property
     def num_cached_tokens(self) -> int | None:

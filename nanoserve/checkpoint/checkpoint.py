@@ -17,6 +17,7 @@ from nanoserve.checkpoint.hub import fetch_all_but_weights, fetch_weights
 from nanoserve.checkpoint.model_config import ConfigFiles, ModelConfig, read_config_files
 from nanoserve.checkpoint.overrides import config_with_overrides
 from nanoserve.checkpoint.packaged import BUNDLED, packaged_file
+from nanoserve.checkpoint.pooling_config import only_pools
 from nanoserve.config import EngineConfig
 from nanoserve.utils.checks import require
 from nanoserve.utils.registry import import_location
@@ -25,8 +26,9 @@ if TYPE_CHECKING:
     from nanoserve.checkpoint.gguf.container import GGUFFile
 
 
-# Imported on first use, because importing transformers takes seconds.
+# Imported on first use: importing transformers takes seconds, and few engines pool.
 _THROUGH_TRANSFORMERS = "nanoserve.checkpoint.transformers_config:transformers_model_config"
+_FOR_POOLING = "nanoserve.checkpoint.pooling_model:pooling_model_config"
 
 
 @dataclass(frozen=True)
@@ -87,11 +89,16 @@ class Checkpoint:
     def model_config(self, config: EngineConfig, supported: Collection[str]) -> ModelConfig:
         """Return the settings of the config files, with the overrides of `config` applied.
 
-        If `model_impl` says so, or if nanoserve has no class for the architecture, the model runs
+        A model that pools (`runner`) has no LM head: see `nanoserve.checkpoint.pooling_model`. If
+        `model_impl` says so, or if nanoserve has no class for the architecture, the model runs
         through transformers: see `nanoserve.checkpoint.transformers_config`. See also
         `ModelConfig.from_files` for the settings that are rejected.
         """
         named = architecture_of({**self.config_files.config, **(config.hf_overrides or {})})
+        folder = None if self.folder.is_file() else self.folder
+        pools = config.runner == "pooling"
+        if pools or (config.runner == "auto" and only_pools(named, folder)):
+            return import_location(_FOR_POOLING)(self.config_files, folder, config, supported)
         is_known = named in supported
         if config.model_impl == "transformers" or (config.model_impl == "auto" and not is_known):
             require(

@@ -81,7 +81,7 @@ def expected_tensors(
 
     stored: the names in the checkpoint, which show whether it has stacks of experts.
 
-    Most tensors fill one parameter. Where a checkpoint stores several linears as one tensor, the
+    Most tensors fill one parameter, but several layers may read the same one. Where a checkpoint stores several linears as one tensor, the
     model's class declares it: `fused_tensors = {"gate_up_proj": ("gate_proj", "up_proj")}` means
     that gate_up_proj has the rows of gate_proj, followed by the rows of up_proj.
     """
@@ -89,7 +89,8 @@ def expected_tensors(
     for path, module in model.named_modules():
         if hasattr(module, "checkpoint_tensors"):
             tensors = tensors_of(module, path, stored)
-            expected |= {name: [tensor] for name, tensor in tensors.items()}
+            for name, tensor in tensors.items():
+                expected.setdefault(name, []).append(tensor)
     if hasattr(model, "fused_tensors"):
         expected = _as_stored(expected, model.fused_tensors)
     return {name: parts for name, parts in expected.items() if name not in model.tied_tensors}
@@ -108,13 +109,10 @@ def possible_tensors(model: nn.Module) -> set[str]:
 def _as_stored(
     expected: Mapping[str, list[CheckpointTensor]], fused_tensors: Mapping[str, tuple[str, ...]]
 ) -> dict[str, list[CheckpointTensor]]:
-    """Return the tensors by the names in the checkpoint, with their offsets in the stored tensor.
-
-    `expected` has exactly one tensor for each name.
-    """
+    """Return the tensors by the names in the checkpoint, with their offsets in the stored tensor."""
     stored: dict[str, list[CheckpointTensor]] = {}
     fused_names = {part: name for name, parts in fused_tensors.items() for part in parts}
-    for name, (tensor,) in expected.items():
+    for name, tensors in expected.items():
         stem, _, kind = name.rpartition(".")  # "...self_attn.q_proj" and "weight"
         part = stem.rpartition(".")[2]
         if part in fused_names:
@@ -122,10 +120,10 @@ def _as_stored(
             parts = fused_tensors[fused_name]
             rows = [expected[f"{parent}{other}.{kind}"][0].shape[0] for other in parts]
             name = f"{parent}{fused_name}.{kind}"
-            shape = (sum(rows), *tensor.shape[1:])
-            start = tensor.start + sum(rows[: parts.index(part)])
-            tensor = replace(tensor, shape=shape, start=start)
-        stored.setdefault(name, []).append(tensor)
+            shape = (sum(rows), *tensors[0].shape[1:])
+            before = sum(rows[: parts.index(part)])
+            tensors = [replace(each, shape=shape, start=each.start + before) for each in tensors]
+        stored.setdefault(name, []).extend(tensors)
     return stored
 
 

@@ -20,6 +20,7 @@ from nanoserve.checkpoint.layer_types import layers_without_rope, read_layer_typ
 from nanoserve.checkpoint.linear_attention import LinearAttentionConfig
 from nanoserve.checkpoint.mla_config import MLAConfig
 from nanoserve.checkpoint.moe_config import MoEConfig
+from nanoserve.checkpoint.pooling_config import PoolingConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.checkpoint.text_part import text_config
 from nanoserve.checkpoint.unsupported_architectures import describe_unsupported
@@ -38,6 +39,8 @@ _SCALES = (
 
 # The architecture of all models that transformers computes, as in vLLM.
 THROUGH_TRANSFORMERS = "TransformersForCausalLM"
+# The architecture of all models that pool: `pooling` has the name of the decoder.
+FOR_POOLING = "PoolingModel"
 
 
 class ConfigFiles(NamedTuple):
@@ -93,6 +96,7 @@ class ModelConfig:
     multimodal_architecture: str | None = None  # of the checkpoint, if this is its text part
     # The whole config.json, if transformers computes the model.
     transformers_config: Mapping[str, Any] | None = None
+    pooling: PoolingConfig | None = None  # of a model without an LM head
 
     if not TYPE_CHECKING:  # otherwise a type checker would accept every name
 
@@ -185,6 +189,8 @@ class ModelConfig:
     @property
     def checkpoint_architecture(self) -> str:
         """Name of the architecture in `config.json`, or of its text part."""
+        if self.pooling is not None:
+            return self.pooling.architecture
         if self.transformers_config is None:
             return self.architecture
         return architecture_of(self.transformers_config)

@@ -41,6 +41,16 @@ _STATE = (
     "runs only the gated delta rule of Qwen3-Next and Qwen3.5"
 )
 _ENCODER = "it is an encoder, which outputs embeddings, labels or masked words, but no new text"
+_NO_ENCODERS = (
+    "needs a whole text in one step, and no KV cache; run it with sentence-transformers, vLLM or "
+    "text-embeddings-inference"
+)
+# Settings of decoders that were trained to attend to later tokens, such as EmbeddingGemma and
+# gte-Qwen2.
+_BIDIRECTIONAL = (
+    ("use_bidirectional_attention", True), ("use_bidirectional_attention", "all"),
+    ("is_causal", False),
+)  # fmt: skip
 _NO_TEXT = {
     "ForSequenceClassification": "it is a classifier or a reward model, which outputs scores and "
     "no text: use the ...ForCausalLM it was derived from",
@@ -69,6 +79,31 @@ def describe_unsupported(
     advice = _nearest(raw, name, supported) if kind is None else [kind]
     own = "to add your own model, see nanoserve.models.registry.register_model"
     return "; ".join([problem, *advice, f"supported: {supported}", own])
+
+
+def describe_unpooled(
+    raw: Mapping[str, Any], decoder: str, supported: Collection[str], model_impl: str
+) -> str | None:
+    """Return why a model cannot pool; None if it can.
+
+    decoder: the name that it would have with an LM head.
+    """
+    name = architecture_of(raw)
+    family = re.split(r"For[A-Z]|EncoderModel|Model|LMHead", name[:99])[0].lower()
+    setting = next(
+        (f"{key}={shown(raw[key])}" for key, value in _BIDIRECTIONAL if raw.get(key) == value), None
+    )
+    if setting is not None:
+        return f"{setting} means that its attention is bidirectional, which {_NO_ENCODERS}"
+    if raw.get("is_encoder_decoder") or family in _ENCODER_DECODERS.split():
+        return _DECODERS_ALONE
+    if family in _ENCODERS.split():
+        return f"it is a bidirectional encoder, which {_NO_ENCODERS}"
+    if model_impl == "transformers":
+        return "model_impl='transformers' does not pool: use 'nanoserve' or 'auto'"
+    if decoder not in supported:
+        return f"only decoders of nanoserve's own, or their base models, pool: {supported}"
+    return None
 
 
 def kind_of_model(raw: Mapping[str, Any]) -> str | None:

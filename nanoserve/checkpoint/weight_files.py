@@ -75,11 +75,22 @@ def text_weights(source: Weights) -> TextWeights:
 
     Raises `ValueError` if there is none.
     """
+    return TextWeights.of(source, _names(source))
+
+
+def base_weights(source: Weights) -> Weights:
+    """Return the weights of a model, of which a checkpoint of its layers alone has no prefix."""
+    if "embed_tokens.weight" not in _names(source):
+        return source
+    return TextWeights(source, prefix="", head="lm_head.")
+
+
+def _names(source: Weights) -> list[str]:
     names: list[str] = []
     for file in weight_files(source):
         with open_weights(file) as tensors:
             names += tensors.offset_keys()
-    return TextWeights.of(source, names)
+    return names
 
 
 INDEX = f"{SINGLE_FILE}.index.json"

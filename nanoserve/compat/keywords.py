@@ -87,7 +87,7 @@ def _limit(engine: GuardedEngine, kwargs: Mapping[str, Any]) -> tuple[int | None
     if last is not None:
         last = check_int("truncate_prompt_tokens", last, -1)
         require(last != 0, "truncate_prompt_tokens=0 leaves no token to continue from")
-        return engine.input_processor.max_model_len - 1 if last == -1 else last, True
+        return engine.input_processor.max_prompt_len if last == -1 else last, True
     if not truncation:
         require("max_length" not in kwargs, "max_length needs truncation=True")
         return None, False

@@ -50,7 +50,6 @@ _REPLICAS = (
 _RANKS = "the number of ranks is tensor_parallel_size x pipeline_parallel_size"
 _EXPERTS = "whole experts are always distributed over the ranks of tensor_parallel_size"
 _LORA = "merge the adapter into its base (peft: merge_and_unload) and load that"
-_POOLING = "nanoserve generates text; use sentence-transformers or vLLM for embeddings and scores"
 _GRAPHS = "the sizes of CUDA graphs follow from max_num_seqs; enforce_eager=True disables them"
 _COMPILED = "kernels are fused by hand and nothing is compiled by torch; remove it"
 _STATE = "no supported model has such a state"
@@ -94,8 +93,9 @@ FOREIGN: dict[str, Foreign] = {
              "weights are copied from mapped files in pieces", _is_size),
     **_known("sleep_preserve_parameter_names", "sleep() releases all weights"),
     # The model and its files.
-    **_known("task runner convert", _POOLING, _one_of("auto", "generate", "none")),
-    **_known("pooler_config override_pooler_config", _POOLING),
+    **_known("task", "pass runner='pooling', or runner='generate'", _one_of("auto", "generate")),
+    **_known("convert", "runner='pooling' takes what the checkpoint has: its hidden states, or the "
+             "scores of a ...ForSequenceClassification", _one_of("auto", "none", "embed")),
     **_known("config_format", "config.json is the only format", _one_of("auto", "hf")),
     **_known("tokenizer_mode", "the checkpoint's tokenizer.json is used, by the tokenizers library",
              _one_of("auto", "hf")),

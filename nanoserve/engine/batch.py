@@ -143,13 +143,14 @@ class Batch:
         """
         self.head_counts[:] = 0
         for head, name in enumerate(self.layout.heads):
-            for row, (seq, start, _, num_outputs, num_sampled) in enumerate(plan.rows):
-                count = num_outputs - num_sampled
+            for row, (seq, start, n, num_outputs, num_sampled) in enumerate(plan.rows):
+                count, skipped = num_outputs - num_sampled, n - num_outputs
                 if count and seq.prompt_head == name:
-                    span = slice(first, first + count)
-                    self.output_rows[span] = self.cu_seqlens_q[row] + np.arange(count)
+                    span, begin = slice(first, first + count), start + skipped + 1
+                    self.output_rows[span] = self.cu_seqlens_q[row] + skipped + np.arange(count)
                     self.output_slots[span] = seq.slot
-                    self.next_ids[span] = seq.token_ids[start + 1 : start + count + 1]
+                    next_ids = seq.token_ids[begin : begin + count]
+                    self.next_ids[first : first + len(next_ids)] = next_ids
                     self.head_counts[head] += count
                     first += count
 

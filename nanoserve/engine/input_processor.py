@@ -16,7 +16,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.bad_words import BadWords
 from nanoserve.engine.request import Request
-from nanoserve.engine.sequence import Sequence
+from nanoserve.engine.sequence import CacheKey, Sequence
 from nanoserve.engine.text_limit import TextLimit, prompt_too_long
 from nanoserve.outputs import Logprob, RequestMetrics
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
@@ -28,6 +28,10 @@ if TYPE_CHECKING:
 _TOKENIZERS_OUTPUT = (
     ": for the output of a tokenizer, pass prompt['input_ids'], or call apply_chat_template with "
     "return_dict=False"
+)
+_POOLS = (
+    "this engine pools (runner='pooling') and generates no text: call embed(), classify(), score() "
+    "or encode(), or create the engine with runner='generate'"
 )
 Prompt = str | AbstractSequence[int] | Mapping[str, Any]
 
@@ -74,6 +78,9 @@ class InputProcessor:
         self.max_logprobs = most if config.max_logprobs == -1 else min(config.max_logprobs, most)
         self.default_sampling = dict(model_config.default_sampling)
         self.vocab_size, self.max_model_len = model_config.vocab_size, max_model_len
+        self.pools = model_config.pooling is not None
+        # A generated token needs a position after the prompt.
+        self.max_prompt_len = max_model_len if self.pools else max_model_len - 1
         # Engine-wide logits processors may validate a request before it is queued, as in vLLM.
         processors = [p for p in config.logits_processors if hasattr(p, "validate_params")]
         self._validators = [processor.validate_params for processor in processors]
@@ -108,26 +115,16 @@ class InputProcessor:
         `ValueError` for anything invalid.
         """
         metrics = RequestMetrics(self.clock(), num_cached_prompt_tokens=self.num_cached)
-        if not isinstance(request_id, str):
-            raise ValueError(f"request_id={request_id!r} must be a string")
+        if self.pools:
+            raise ValueError(_POOLS)
+        self.check_request(request_id, priority)
         params = self.default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
-        if not is_int(priority):
-            raise ValueError(f"priority={priority!r} must be an integer")
-        if priority != 0 and not self.by_priority:
-            raise ValueError(f"priority={priority} needs scheduling_policy='priority'")
-        text, token_ids = self._tokenize(prompt, params.max_tokens)
-        cache_key: tuple[str, ...] = self.cache_root
-        if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
-            cache_key += key_of_salt(prompt["cache_salt"])
+        text, token_ids, cache_key = self.read_prompt(prompt, params.max_tokens)
         # A copy is validated again, and later assignments to the caller's object do not affect it.
         params = replace(params, output_kind=output_kind or params.output_kind)
-        self._check_prompt_length(len(token_ids), params.max_tokens)
-        cause = "" if text is None else "the tokenizer has more tokens than the model: "
-        self._check_token_ids(token_ids, f"{cause}token id")
         self._check_params(params, self.max_logprobs if max_logprobs is None else max_logprobs)
-        token_ids = [int(token_id) for token_id in token_ids]
         bad_words = self._bad_words.sequences(params.bad_words) if params.bad_words else []
         for word in bad_words:
             self._check_token_ids(word, "bad_words: token id")
@@ -153,6 +150,32 @@ class InputProcessor:
             prompt_logprobs = [None]
         extensions = () if params.structured_outputs is None else ("structured_outputs",)
         return Request(request_id, text, token_ids, params, sequences, prompt_logprobs, extensions)
+
+    def check_request(self, request_id: Any, priority: Any) -> None:
+        """Raise `ValueError` for an id or a priority that no request can have here."""
+        if not isinstance(request_id, str):
+            raise ValueError(f"request_id={request_id!r} must be a string")
+        if not is_int(priority):
+            raise ValueError(f"priority={priority!r} must be an integer")
+        if priority != 0 and not self.by_priority:
+            raise ValueError(f"priority={priority} needs scheduling_policy='priority'")
+
+    def read_prompt(
+        self, prompt: Prompt, max_tokens: int | None = None
+    ) -> tuple[str | None, list[int], CacheKey]:
+        """Return the prompt's text, None if there is none, its token ids and its cache key.
+
+        max_tokens: of the output, for messages. Raises `ValueError` for a prompt that is invalid or
+        too long.
+        """
+        text, token_ids = self._tokenize(prompt, max_tokens)
+        cache_key: CacheKey = self.cache_root
+        if isinstance(prompt, Mapping) and prompt.get("cache_salt") is not None:
+            cache_key += key_of_salt(prompt["cache_salt"])
+        self._check_prompt_length(len(token_ids), max_tokens)
+        cause = "" if text is None else "the tokenizer has more tokens than the model: "
+        self._check_token_ids(token_ids, f"{cause}token id")
+        return text, [int(token_id) for token_id in token_ids], cache_key
 
     def check_constraint(self, constraint: Any) -> None:
         """Raise `ValueError` for a grammar that is invalid or not supported by this engine."""
@@ -226,8 +249,11 @@ class InputProcessor:
 
     def _check_prompt_length(self, num_tokens: int, max_tokens: int | None) -> None:
         if num_tokens == 0:
-            raise ValueError("the prompt is empty: there is no token to continue from")
-        if num_tokens >= self.max_model_len:
+            use = "pool" if self.pools else "continue from"
+            raise ValueError(f"the prompt is empty: there is no token to {use}")
+        if num_tokens > self.max_prompt_len:
+            if self.pools:
+                max_tokens = 0
             raise prompt_too_long(self.max_model_len, num_tokens, max_tokens)
 
 

@@ -104,6 +104,8 @@ class OutputProcessor:
         for request, completions in progressed.items():
             if request.error is not None:
                 completions += self._end(request, "error", finish, now)
+            elif request.pooled is not None:
+                completions += self._end(request, "stop", finish, now)
         return [
             self._output(request, completions)
             for request, completions in progressed.items()
@@ -112,8 +114,11 @@ class OutputProcessor:
 
     def _failures(
         self, plan: Plan, result: StepResult, joined: list[int]
-    ) -> dict[Request, Exception]:
-        """Collect the results of heads and the log-probabilities; returns the failed requests."""
+    ) -> dict[Request, Exception | None]:
+        """Collect the results of heads and the log-probabilities.
+
+        Returns the requests that end here, with the error for which they do, if there is one.
+        """
         rows, failed = plan.sampled, {}
         if result.of_heads:
             failed = self._collect_from_heads(plan, result.of_heads)
@@ -149,13 +154,16 @@ class OutputProcessor:
         """Undo aborts and failures that were interrupted before their output was stored."""
         for request in self.requests.values():
             for completion in request.completions:
-                if completion.seq.finish_reason in ("abort", "error"):
+                has_ended = request.pooled is not None
+                if has_ended or completion.seq.finish_reason in ("abort", "error"):
                     self._revert(request, completion, completion.seq.num_tokens)
-            request.error = None
+            request.error = request.pooled = None
 
-    def _collect_from_heads(self, plan: Plan, of_heads: dict[str, Any]) -> dict[Request, Exception]:
-        """Call each collector with its head's results, row by row; returns the failed requests."""
-        failed: dict[Request, Exception] = {}
+    def _collect_from_heads(
+        self, plan: Plan, of_heads: dict[str, Any]
+    ) -> dict[Request, Exception | None]:
+        """Call each collector with its head's results, row by row; returns what `_failures` does."""
+        failed: dict[Request, Exception | None] = {}
         for name, values in of_heads.items():
             first = 0
             for row in plan.rows:
@@ -169,7 +177,7 @@ class OutputProcessor:
                         error = self.collectors[name](request, row, values, first)
                     except Exception as raised:  # it must not affect other requests
                         error = raised
-                    if error is not None:
+                    if error is not None or request.pooled is not None:
                         failed[request] = error
                 first += count
         return failed
@@ -245,6 +253,7 @@ class OutputProcessor:
             request.sequences[0].metrics,
             request.prompt_logprobs,
             request.error,
+            request.pooled,
         )
 
     def _complete(self, completion: Completion, text: str) -> CompletionOutput:
@@ -266,16 +275,16 @@ class OutputProcessor:
         return completion.latest
 
 
-def _note_errors(failed: dict[Request, Exception]) -> dict[Request, list[CompletionOutput]]:
+def _note_errors(failed: dict[Request, Exception | None]) -> dict[Request, list[CompletionOutput]]:
     """Store the errors of these requests; returns an empty list of completions for each."""
     for request, error in failed.items():
         _note_error(request, error)
     return {request: [] for request in failed}
 
 
-def _note_error(request: Request, error: Exception) -> None:
-    """Store and log the error that ends `request`; only the first one counts."""
-    if request.error is None:
+def _note_error(request: Request, error: Exception | None) -> None:
+    """Store and log the error, if any, that ends `request`; only the first one counts."""
+    if error is not None and request.error is None:
         logger.error("request %r failed", request.request_id, exc_info=error)
         request.error = error
 

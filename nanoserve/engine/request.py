@@ -6,6 +6,7 @@ import numpy as np
 
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.outputs import CompletionOutput, Logprob
+from nanoserve.pooling_params import PoolingParams
 from nanoserve.sampling_params import SamplingParams
 
 
@@ -72,6 +73,9 @@ class Request:
     extensions: tuple[str, ...] = ()  # names of extensions that the engine needs for it
     error: Exception | None = None  # the error that ended it: see `RequestOutput.error`
     trace_headers: dict[str, str] | None = None  # of HTTP: see `nanoserve.features.request_spans`
+    # A pooling request has parameters and a result of its own, and ends with that result.
+    pooling_params: PoolingParams | None = None
+    pooled: np.ndarray | None = None  # float32: see `RequestOutput.pooled`
     completions: list[Completion] = field(init=False)
 
     def __post_init__(self) -> None:

@@ -99,8 +99,9 @@ class Sequence:
     # Called after each appended token; one that ends the sequence, such as a stop string, returns
     # the finish reason and the stop reason.
     stop_conditions: list[StopCondition] = field(default_factory=list)
+    prompt_head: str | None = None  # head that reads hidden states of the prompt
+    reads_last: bool = False  # True if that head reads only the last token's
 
-    prompt_head: str | None = field(init=False)  # head that reads every prompt token
     num_prompt_tokens: int = field(init=False)
     max_num_tokens: int = field(init=False)
     stop_token_ids: frozenset[int] = field(init=False)
@@ -114,8 +115,8 @@ class Sequence:
         self.stop_token_ids = frozenset(params.stop_token_ids or ())
         if not params.ignore_eos:
             self.stop_token_ids |= eos_token_ids
-        wants_prompt = params.prompt_logprobs is not None and self.index == 0
-        self.prompt_head = "prompt_logprobs" if wants_prompt else None
+        if params.prompt_logprobs is not None and self.index == 0:
+            self.prompt_head = "prompt_logprobs"
 
     @property
     def num_tokens(self) -> int:
@@ -138,7 +139,8 @@ class Sequence:
     @property
     def needs_prompt_outputs(self) -> bool:
         """True if every token of the prompt must be computed, even if it is cached."""
-        return self.prompt_head is not None and len(self.token_ids) == self.num_prompt_tokens
+        reads_all = self.prompt_head is not None and not self.reads_last
+        return reads_all and len(self.token_ids) == self.num_prompt_tokens
 
     @property
     def block_table(self) -> list[int]:

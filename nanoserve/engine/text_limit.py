@@ -55,13 +55,18 @@ class ContextLengthError(ValueError):
 def prompt_too_long(
     max_model_len: int, num_tokens: int, max_tokens: int | None
 ) -> ContextLengthError:
-    """Return the error for a prompt that leaves no room for a token of output."""
+    """Return the error for a prompt that leaves no room for a token of output.
+
+    max_tokens: 0 if no output is wanted, and the prompt itself is too long.
+    """
+    room = f"leaves room for at most {max_model_len - 1} and one token of output"
+    if max_tokens == 0:
+        room = "is all that the model takes: truncate_prompt_tokens=-1 keeps the first ones"
     return ContextLengthError.of(
         max_model_len,
         num_tokens,
         max_tokens,
-        f"The prompt is too long: it has {num_tokens} tokens; max_model_len={max_model_len} leaves "
-        f"room for at most {max_model_len - 1} and one token of output.",
+        f"The prompt is too long: it has {num_tokens} tokens; max_model_len={max_model_len} {room}.",
     )
 
 

@@ -16,7 +16,7 @@ To add your own model, register its class, or the place to import the class from
 import torch
 from torch import nn
 
-from nanoserve.checkpoint.model_config import THROUGH_TRANSFORMERS, ModelConfig
+from nanoserve.checkpoint.model_config import FOR_POOLING, THROUGH_TRANSFORMERS, ModelConfig
 from nanoserve.models.layers.context import LayerContext
 from nanoserve.utils.registry import Registry
 
@@ -46,6 +46,7 @@ MODELS: Registry[type[nn.Module]] = Registry(
         "Qwen3_5MoeForCausalLM": "nanoserve.models.qwen3_5:Qwen3_5ForCausalLM",
         "SmolLM3ForCausalLM": "nanoserve.models.smollm3:SmolLM3ForCausalLM",
         THROUGH_TRANSFORMERS: "nanoserve.models.transformers.model:TransformersForCausalLM",
+        FOR_POOLING: "nanoserve.models.pooling:PoolingModel",
     },
 )
 
@@ -61,7 +62,7 @@ def register_model(architecture: str, model: str | type[nn.Module]) -> None:
 
 def supported_architectures() -> list[str]:
     """Return the names of the architectures with a class of their own, in alphabetical order."""
-    return sorted(set(MODELS.names()) - {THROUGH_TRANSFORMERS})
+    return sorted(set(MODELS.names()) - {THROUGH_TRANSFORMERS, FOR_POOLING})
 
 
 def model_class(architecture: str) -> type[nn.Module]:

@@ -43,9 +43,10 @@ def _run(
     with _report_slow("compiling for this processor, once"):
         many = FEW // model.config.hidden_size + 1
         most = min(many, executor.max_model_len, batch.layout.max_num_tokens)
+        num_sampled = int(getattr(model, "samples", True))
         for num_tokens in (1, most):
             lengths = np.array([num_tokens], dtype=np.int32)
-            pack_dummy_step(batch, lengths, block_size, num_sampled=1)
+            pack_dummy_step(batch, lengths, block_size, num_sampled)
             logits = executor.forward(batch, ForwardInputs()).logits
         # Only rank 0 has logits, and samples.
         if logits is not None and isinstance(sampler, NumbaSampler):

@@ -107,6 +107,8 @@ def _gib(num_bytes: int) -> str:
 
 def most_outputs(config: EngineConfig) -> int:
     """Return the largest number of rows of logits of a step: one for each token that is sampled."""
+    if config.runner == "pooling":
+        return 0
     drafts = config.speculative_config
     of_row = 1 if drafts is None else drafts.num_speculative_tokens + 1
     return min(config.max_num_seqs * of_row, config.max_num_batched_tokens)

@@ -47,7 +47,14 @@ class Head(Protocol):
 
 # All ranks must have the same entries in the same order.
 HEADS: Registry[Callable[[int], Head]] = Registry(
-    "head", {"prompt_logprobs": "nanoserve.sampling.prompt_logprobs:PromptLogprobs"}
+    "head",
+    {
+        "prompt_logprobs": "nanoserve.sampling.prompt_logprobs:PromptLogprobs",
+        "pool_last": "nanoserve.features.pooling.heads:AllRows",
+        "pool_first": "nanoserve.features.pooling.heads:FirstRows",
+        "pool_mean": "nanoserve.features.pooling.heads:SummedRows",
+        "pool_all": "nanoserve.features.pooling.heads:AllRows",
+    },
 )
 
 

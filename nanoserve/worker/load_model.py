@@ -13,7 +13,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.quantized_loader import check_weights as check_quantized_weights
 from nanoserve.checkpoint.quantized_loader import load_deferred
 from nanoserve.checkpoint.text_part import TextWeights
-from nanoserve.checkpoint.weight_files import Weights, text_weights
+from nanoserve.checkpoint.weight_files import Weights, base_weights, text_weights
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import SecondModelMemory
 from nanoserve.models.layers.context import LayerContext, ParallelContext
@@ -105,11 +105,15 @@ def check_model(
 
 
 def _of_model(path: Weights, config: EngineConfig, model_config: ModelConfig) -> Weights:
-    """Return the weights of the text model if the checkpoint is that of a multimodal model."""
-    is_text_part = model_config.multimodal_architecture is not None
-    if is_text_part and config.load_format != "dummy" and not isinstance(path, TextWeights):
+    """Return the weights under the names that the model has for them.
+
+    The text model of a multimodal checkpoint has another prefix, and a base model has none.
+    """
+    if config.load_format == "dummy" or isinstance(path, TextWeights):
+        return path
+    if model_config.multimodal_architecture is not None:
         return text_weights(path)
-    return path
+    return path if model_config.pooling is None else base_weights(path)
 
 
 def kept_bytes(model: nn.Module) -> int:

@@ -1,0 +1,1 @@
+"""Embeddings, classes and scores instead of text: `LLM(model, runner="pooling")`."""
