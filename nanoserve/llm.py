@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from collections.abc import Sequence as AbstractSequence
 from itertools import count
 from pathlib import Path
@@ -137,11 +137,16 @@ class LLM(LLMMethods):
         use_tqdm: "UseTqdm",
         max_logprobs: int | None = None,
     ) -> list[RequestOutput]:
-        """Complete every prompt; no other request may be in the engine.
-
-        `max_logprobs`: see `InputProcessor.process`.
-        """
+        """Complete every prompt. `max_logprobs`: see `InputProcessor.process`."""
         process, only_final = self.engine.input_processor.process, RequestOutputKind.FINAL_ONLY
+        requests = (
+            process(next(self._request_ids), prompt, p, value or 0, only_final, max_logprobs)
+            for prompt, p, value in zip(prompts, params, priorities, strict=True)
+        )
+        return self._run(requests, use_tqdm)
+
+    def _run(self, requests: Iterable[Request], use_tqdm: "UseTqdm") -> list[RequestOutput]:
+        """Run requests to their end, if all can be made and no other one is in the engine."""
         with self._lock:
             self._drop_interrupted()
             if self.engine.has_unfinished_requests():
@@ -149,24 +154,17 @@ class LLM(LLMMethods):
                     "the engine has unfinished requests: step it until they finish, abort them, "
                     "or close() it"
                 )
-            ready = [
-                process(next(self._request_ids), prompt, p, value or 0, only_final, max_logprobs)
-                for prompt, p, value in zip(prompts, params, priorities, strict=True)
-            ]
-            return self._run(ready, use_tqdm)
-
-    def _run(self, ready: list[Request], use_tqdm: "UseTqdm") -> list[RequestOutput]:
-        outputs = self._outputs()
-        if use_tqdm:
-            outputs = with_progress(self.engine, outputs, len(ready), use_tqdm)
-        try:
-            self._running = [request.request_id for request in ready]
-            for request in ready:
-                self.engine.add(request)
-            with contextlib.closing(outputs):
-                finished = {output.request_id: output for output in outputs}
-        finally:
-            self._drop_interrupted()
+            ready, outputs = list(requests), self._outputs()
+            if use_tqdm:
+                outputs = with_progress(self.engine, outputs, len(ready), use_tqdm)
+            try:
+                self._running = [request.request_id for request in ready]
+                for request in ready:
+                    self.engine.add(request)
+                with contextlib.closing(outputs):
+                    finished = {output.request_id: output for output in outputs}
+            finally:
+                self._drop_interrupted()
         return [finished[request.request_id] for request in ready]
 
     def _drop_interrupted(self) -> None:

@@ -199,3 +199,61 @@ class EngineStats:
     def prefix_cache_hit_rate(self) -> float:
         """Fraction of looked-up tokens that were found, 0 to 1."""
         return self.prefix_cache_hits / max(1, self.prefix_cache_queries)
+
+
+@dataclass
+class PoolingOutput:
+    """The result of `LLM.encode`: a torch tensor, [size], or [num_tokens, size] for type ALL."""
+
+    data: Any
+
+
+@dataclass
+class EmbeddingOutput:
+    embedding: list[float]
+
+    @property
+    def hidden_size(self) -> int:
+        """Number of dimensions, which a request may have reduced."""
+        return len(self.embedding)
+
+
+@dataclass
+class ClassificationOutput:
+    """`probs` are probabilities of the classes, or logits with `use_activation=False`."""
+
+    probs: list[float]
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.probs)
+
+
+@dataclass
+class ScoringOutput:
+    """`score` is a probability or a logit of a classifier, or the cosine of two embeddings."""
+
+    score: float
+
+
+@dataclass
+class PoolingRequestOutput:
+    """The output of a pooling request; subclasses differ in the class of `outputs`."""
+
+    request_id: str
+    outputs: Any
+    prompt_token_ids: list[int]
+    finished: bool = True
+    num_cached_tokens: int | None = 0
+
+
+class EmbeddingRequestOutput(PoolingRequestOutput):
+    outputs: EmbeddingOutput
+
+
+class ClassificationRequestOutput(PoolingRequestOutput):
+    outputs: ClassificationOutput
+
+
+class ScoringRequestOutput(PoolingRequestOutput):
+    outputs: ScoringOutput

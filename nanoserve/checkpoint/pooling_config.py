@@ -39,6 +39,7 @@ class PoolingConfig:
     label_tokens: ids of tokens whose rows of the LM head are the classes; the difference of two is
         one score.
     activation: of scores, "softmax", "sigmoid" or "none".
+    is_qwen3_reranker: True if a query and a document are scored in the template of Qwen3-Reranker.
     """
 
     architecture: str
@@ -49,6 +50,7 @@ class PoolingConfig:
     labels: tuple[str, ...] = ()
     label_tokens: tuple[int, ...] = ()
     activation: str = "none"
+    is_qwen3_reranker: bool = False
 
     @property
     def is_classifier(self) -> bool:
@@ -109,6 +111,7 @@ def _classifier(
         label_tokens=tokens,
         normalize=False,
         activation=_activation(raw, count),
+        is_qwen3_reranker=raw.get("is_original_qwen3_reranker") is True,
     )
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoserve.compat.keywords import refuse_keywords
 from nanoserve.compat.metrics import Metric, snapshot
+from nanoserve.compat.pooling_methods import PoolingMethods
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.input_processor import Prompt, as_prompt_list
 from nanoserve.engine.pause import check_pause_options
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
     from nanoserve.text.prompt_types import ChatOptions, Conversation, Conversations
 
 
-class LLMMethods:
+class LLMMethods(PoolingMethods):
     """The base class of `LLM`, with all methods except `generate` and `stream`."""
 
     engine: GuardedEngine

@@ -2,7 +2,9 @@
 
 from typing import NoReturn
 
-_POOLING = "nanoserve generates text; use sentence-transformers or vLLM for embeddings and scores"
+_REWARD = (
+    "classify() has the scores of a ...ForSequenceClassification, and encode() the hidden states"
+)
 _PROFILING = "trace='run.jsonl' records every step, and torch.profiler profiles a program"
 _WORKERS = (
     "a function of the program cannot be sent to other ranks. Register one of a module with "
@@ -20,7 +22,7 @@ _MODEL = (
 
 # Attributes of `LLM`.
 METHODS = {
-    **dict.fromkeys(("embed", "encode", "classify", "score", "reward"), _POOLING),
+    "reward": _REWARD,
     **dict.fromkeys(("start_profile", "stop_profile"), _PROFILING),
     "apply_model": _WORKERS,
     **dict.fromkeys(
@@ -60,7 +62,6 @@ MODEL_CONFIG = {
 }
 # Names that scripts import.
 NAMES = {
-    **dict.fromkeys(("PoolingParams", "PoolingRequestOutput", "EmbeddingRequestOutput"), _POOLING),
     "AsyncStream": "iterate over what AsyncLLM.generate() returns",
     "CompilationConfig": "kernels are fused by hand and nothing is compiled by torch",
     "GuidedDecodingParams": "StructuredOutputsParams has the same fields; pass it as "

@@ -94,6 +94,16 @@ class Tokenizer:
         except TypeError as error:  # for example, a lone surrogate is not valid text
             raise ValueError(f"the text {text[:50]!r} cannot be tokenized: {error}") from error
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Return the token ids of two texts, joined as the tokenizer joins a pair.
+
+        Raises `ValueError` if a text cannot be encoded.
+        """
+        try:
+            return self._hf.encode(first, second)
+        except TypeError as error:
+            raise ValueError(f"the pair {first[:50]!r} cannot be tokenized: {error}") from error
+
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)
 

@@ -30,8 +30,13 @@ def resolved(params: PoolingParams, model_config: ModelConfig) -> PoolingParams:
             f"task={task!r}: {pooling.architecture} supports {own!r} and 'token_{own}'",
         )
     kind = params.pooling_type or pooling.pooling_type
-    if task is not None and task.startswith("token_"):
-        kind = "ALL"
+    if task is not None:
+        kind = "ALL" if task.startswith("token_") else kind
+        require(
+            kind != "ALL" or task.startswith("token_"),
+            f"pooling_type='ALL' returns a row for each token, and task={task!r} one for the "
+            f"prompt: use encode, or task='token_{task}'",
+        )
     if pooling.is_classifier:
         return _for_scores(replace(params, pooling_type=kind), pooling)
     normalize, activates = params.normalize, params.use_activation

@@ -1,6 +1,7 @@
 """Turns a prompt and pooling parameters into a `Request`, or raises `ValueError`."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Union
 
 from nanoserve.engine.input_processor import Prompt
@@ -101,3 +102,9 @@ def _first_tokens(tokenizer: Any, text: str, most: int) -> list[int]:
         f"{num_added} of its own",
     )
     return whole if len(whole) <= most else whole[: most - after] + whole[len(whole) - after :]
+
+
+def with_task(params: PoolingParams | None, task: str | None) -> PoolingParams:
+    """Return the parameters with a task, if they have none."""
+    params = PoolingParams() if params is None else params
+    return params if task is None or params.task is not None else replace(params, task=task)
