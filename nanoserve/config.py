@@ -131,8 +131,8 @@ class EngineConfig:
     # with nanoserve's attention, which is slower), or "auto": transformers' class for architectures
     # that nanoserve does not have.
     model_impl: str = "auto"
-    # What the engine does: "generate" (text), "pooling" (embeddings, classes and scores), or "auto":
-    # pooling for base models, classifiers and checkpoints of sentence-transformers.
+    # What the engine computes: "generate" (text), "pooling" (embeddings, classes and scores), or
+    # "auto": pooling for base models, classifiers and checkpoints of sentence-transformers.
     runner: str = "auto"
     # How hidden states are pooled, as an object with "pooling_type", "normalize" and
     # "use_activation"; see nanoserve/pooling_params.py. Default: as the checkpoint says.

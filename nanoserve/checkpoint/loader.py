@@ -81,9 +81,10 @@ def expected_tensors(
 
     stored: the names in the checkpoint, which show whether it has stacks of experts.
 
-    Most tensors fill one parameter, but several layers may read the same one. Where a checkpoint stores several linears as one tensor, the
-    model's class declares it: `fused_tensors = {"gate_up_proj": ("gate_proj", "up_proj")}` means
-    that gate_up_proj has the rows of gate_proj, followed by the rows of up_proj.
+    Most tensors fill one parameter; several layers may read the same tensor. Where a checkpoint
+    stores several linears as one tensor, the model's class declares it: `fused_tensors =
+    {"gate_up_proj": ("gate_proj", "up_proj")}` means that gate_up_proj has the rows of gate_proj,
+    followed by the rows of up_proj.
     """
     expected: dict[str, list[CheckpointTensor]] = {}
     for path, module in model.named_modules():
@@ -109,7 +110,7 @@ def possible_tensors(model: nn.Module) -> set[str]:
 def _as_stored(
     expected: Mapping[str, list[CheckpointTensor]], fused_tensors: Mapping[str, tuple[str, ...]]
 ) -> dict[str, list[CheckpointTensor]]:
-    """Return the tensors by the names in the checkpoint, with their offsets in the stored tensor."""
+    """Return the tensors by their names in the checkpoint, with offsets in the stored tensor."""
     stored: dict[str, list[CheckpointTensor]] = {}
     fused_names = {part: name for name, parts in fused_tensors.items() for part in parts}
     for name, tensors in expected.items():

@@ -162,7 +162,7 @@ class OutputProcessor:
     def _collect_from_heads(
         self, plan: Plan, of_heads: dict[str, Any]
     ) -> dict[Request, Exception | None]:
-        """Call each collector with its head's results, row by row; returns what `_failures` does."""
+        """Call each collector with its head's results, row by row; returns the ended requests."""
         failed: dict[Request, Exception | None] = {}
         for name, values in of_heads.items():
             first = 0

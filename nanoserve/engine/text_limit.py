@@ -66,7 +66,8 @@ def prompt_too_long(
         max_model_len,
         num_tokens,
         max_tokens,
-        f"The prompt is too long: it has {num_tokens} tokens; max_model_len={max_model_len} {room}.",
+        f"The prompt is too long: it has {num_tokens} tokens; max_model_len={max_model_len} "
+        f"{room}.",
     )
 
 

@@ -12,6 +12,7 @@ in float32, whatever the model's data type: they are few.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -91,7 +92,7 @@ class PoolingModel(nn.Module):
     def __init__(self, config: ModelConfig, context: LayerContext) -> None:
         super().__init__()
         pooling = config.pooling
-        decoder = model_class(pooling.decoder)
+        decoder: Any = model_class(pooling.decoder)
         require(
             hasattr(decoder, "model_class"),
             f"{pooling.decoder} is a class without model_class, which is the part that pools: see "
