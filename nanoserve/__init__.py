@@ -29,7 +29,17 @@ if TYPE_CHECKING:
     from nanoserve.features.structured.params import StructuredOutputsParams
     from nanoserve.llm import LLM
     from nanoserve.models.registry import register_model
-    from nanoserve.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+    from nanoserve.outputs import (
+        ClassificationRequestOutput,
+        CompletionOutput,
+        EmbeddingRequestOutput,
+        Logprob,
+        PoolingRequestOutput,
+        RequestMetrics,
+        RequestOutput,
+        ScoringRequestOutput,
+    )
+    from nanoserve.pooling_params import PoolingParams
     from nanoserve.sampling_params import RequestOutputKind, SamplingParams
     from nanoserve.serve.async_llm import AsyncLLM
     from nanoserve.text.prompt_types import TextPrompt, TokensPrompt
@@ -43,14 +53,19 @@ __all__ = [
     "BeamSearchOutput",
     "BeamSearchParams",
     "BeamSearchSequence",
+    "ClassificationRequestOutput",
     "CompletionOutput",
+    "EmbeddingRequestOutput",
     "EngineArgs",
     "LLMEngine",
     "Logprob",
+    "PoolingParams",
+    "PoolingRequestOutput",
     "RequestMetrics",
     "RequestOutput",
     "RequestOutputKind",
     "SamplingParams",
+    "ScoringRequestOutput",
     "StructuredOutputsParams",
     "TextPrompt",
     "TokensPrompt",
@@ -64,6 +79,11 @@ _HOME = {
     "RequestOutputKind": "nanoserve.sampling_params",
     "RequestOutput": "nanoserve.outputs",
     "CompletionOutput": "nanoserve.outputs",
+    "PoolingParams": "nanoserve.pooling_params",
+    "PoolingRequestOutput": "nanoserve.outputs",
+    "EmbeddingRequestOutput": "nanoserve.outputs",
+    "ClassificationRequestOutput": "nanoserve.outputs",
+    "ScoringRequestOutput": "nanoserve.outputs",
     "BeamSearchOutput": "nanoserve.features.beam_search",
     "BeamSearchParams": "nanoserve.features.beam_search",
     "BeamSearchSequence": "nanoserve.features.beam_search",
