@@ -219,7 +219,6 @@ class VllmOptions(TypedDict, total=False):
     override_pooler_config: Any
     per_request_spec_decode_metrics: Any
     performance_mode: Any
-    pooler_config: Any
     prefill_context_parallel_size: Any
     prefill_schedule_interval: Any
     prefix_cache_retention_interval: Any
@@ -237,7 +236,6 @@ class VllmOptions(TypedDict, total=False):
     return_sampling_mask: Any
     rope_scaling: Any
     rope_theta: Any
-    runner: Any
     safetensors_load_strategy: Any
     safetensors_prefetch_block_size: Any
     safetensors_prefetch_num_threads: Any
@@ -286,6 +284,8 @@ class EngineOptions(VllmOptions, total=False):
     trust_remote_code: bool
     dtype: Dtype | torch.dtype | None
     model_impl: Literal["auto", "nanoserve", "transformers", "vllm"] | None
+    runner: Literal["auto", "generate", "pooling"] | None
+    pooler_config: dict[str, Any] | None
     load_format: Literal["auto", "safetensors", "dummy", "hf"] | None
     quantization: str | None
     quantization_group_size: int | None

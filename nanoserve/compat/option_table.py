@@ -93,6 +93,7 @@ FOREIGN: dict[str, Foreign] = {
              "weights are copied from mapped files in pieces", _is_size),
     **_known("sleep_preserve_parameter_names", "sleep() releases all weights"),
     # The model and its files.
+    **_known("override_pooler_config", "pass pooler_config"),
     **_known("task", "pass runner='pooling', or runner='generate'", _one_of("auto", "generate")),
     **_known("convert", "runner='pooling' takes what the checkpoint has: its hidden states, or the "
              "scores of a ...ForSequenceClassification", _one_of("auto", "none", "embed")),

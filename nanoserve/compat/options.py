@@ -26,7 +26,6 @@ RENAMED = {
     "num_kvcache_blocks": "num_kv_blocks",
     "kvcache_block_size": "block_size",
     "device_memory_utilization": "gpu_memory_utilization",
-    "override_pooler_config": "pooler_config",
 }
 # Values that are spelled differently here.
 SPELLINGS: dict[str, dict[Any, Any]] = {
