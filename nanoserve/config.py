@@ -426,8 +426,8 @@ class EngineConfig:
         """Return the maximum length of a sequence, limited by the model and the block pool.
 
         `pool_limit`: the number of tokens of one sequence that the pool holds if layers have
-        sliding windows (`nanoserve.engine.kv_groups.SequenceRoom`); None means the number of slots
-        in the pool. Without the option `max_model_len`, the limit is lowered to what fits, and
+        sliding windows (`nanoserve.engine.sequence_room`); None means the number of slots in the
+        pool. Without the option `max_model_len`, the limit is lowered to what fits, and
         logged; an explicit value that does not fit raises `ValueError`, because a request near it
         could never finish.
         """

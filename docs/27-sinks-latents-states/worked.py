@@ -21,7 +21,8 @@ from nanoserve.checkpoint.mla_config import MLAConfig
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.moe_config import PLAIN_SWIGLU
 from nanoserve.config import EngineConfig
-from nanoserve.engine.kv_groups import SequenceRoom, kv_cache_groups
+from nanoserve.engine.kv_groups import kv_cache_groups
+from nanoserve.engine.sequence_room import SequenceRoom
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.layers.delta_rule import DeltaInputs, delta_step
 from nanoserve.models.layers.experts import swiglu_and_mul

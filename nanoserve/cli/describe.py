@@ -19,6 +19,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.checkpoint.rope_config import RopeConfig
 from nanoserve.compat.options import engine_config
 from nanoserve.config import EngineConfig
+from nanoserve.engine.sequence_room import SequenceRoom
 from nanoserve.features.recurrent_options import supported_options
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.registry import model_class, supported_architectures
@@ -29,7 +30,6 @@ from nanoserve.worker.kv_cache import (
     decide_num_kv_blocks,
     longest_sequence,
     physical_memory_bytes,
-    room_of_sequence,
 )
 from nanoserve.worker.load_model import check_model, kept_bytes
 
@@ -168,7 +168,7 @@ def _describe_pool(
         memory_bytes = torch.cuda.get_device_properties(None).total_memory
     memory_bytes = layout.states.rest_of(memory_bytes)
     num_blocks = decide_num_kv_blocks(config, model_config, layout.block_bytes, memory_bytes)
-    room = room_of_sequence(config, model_config)
+    room = SequenceRoom.of(config, model_config)
     facts["num_kv_blocks"] = num_blocks
     facts["num_kv_tokens"] = num_blocks * block_size // len(room.windows)
     max_model_len = longest_sequence(config, model_config, num_blocks)

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from nanoserve.engine.plan import Plan
+
 
 class AcceptedRows(NamedTuple):
     """The accepted tokens of a step, by row.
@@ -74,3 +76,12 @@ def accept_draft_tokens(
         last_outputs.append(output + max(len(accepted) - 1, 0))
         output += len(drafts) + 1
     return AcceptedRows(token_ids, first_outputs, last_outputs)
+
+
+def accepted_of_drafts(plan: Plan, token_ids: list[list[int]]) -> list[tuple[int, int]]:
+    """Return, for each row with draft tokens, the number accepted and the number proposed.
+
+    token_ids: the new tokens of each row of `plan.sampled`.
+    """
+    rows = zip(plan.sampled, token_ids, strict=True)
+    return [(max(0, len(i) - 1), row.num_sampled - 1) for row, i in rows if row.num_sampled > 1]

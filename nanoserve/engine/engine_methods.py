@@ -8,6 +8,7 @@ from nanoserve.engine.pause import Pause
 from nanoserve.utils.checks import attribute_error, require
 
 if TYPE_CHECKING:
+    from collections import deque
     from contextlib import AbstractContextManager
 
     from transformers import PreTrainedTokenizerBase
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
     from nanoserve.engine.interrupts import EngineLock
     from nanoserve.engine.llm_engine import LLMEngine
     from nanoserve.engine.output_processor import OutputProcessor
+    from nanoserve.engine.plan import Plan
+    from nanoserve.outputs import EngineStats, RequestOutput
 
 T = TypeVar("T")
 
@@ -71,7 +74,6 @@ class EngineMethods:
 
         def _abort(self, request_id: str, is_deferred: bool = False) -> Any: ...
         def _recovery(self) -> AbstractContextManager[None]: ...
-        def _reset_prefix_cache(self, reset_running_requests: bool) -> None: ...
 
     @classmethod
     def from_engine_args(cls, engine_args: Any) -> "Self":
@@ -82,6 +84,26 @@ class EngineMethods:
     def weights_version(self) -> int | str:
         """The version of the weights in use: 0 for those of the checkpoint."""
         return self.output_processor.weights_version
+
+    @property
+    def stats(self) -> "EngineStats":
+        """Totals up to now; later steps do not change the returned object."""
+        return self.loop.stats
+
+    @property
+    def plans_under_way(self) -> "list[Plan]":
+        """Plans of the steps that were launched and not collected, oldest first."""
+        return self.loop.plans_under_way
+
+    def subscribe(self, request_id: str) -> "deque[RequestOutput]":
+        """Return a queue that receives the outputs of a request, which `step` then does not return.
+
+        Call it before the request is added; `withdraw` removes the queue.
+        """
+        return self.loop.outputs.subscribe(request_id)
+
+    def is_subscribed(self, request_id: str) -> bool:
+        return self.loop.outputs.is_subscribed(request_id)
 
     def reset_prefix_cache(
         self, reset_running_requests: bool = False, reset_connector: bool = False
@@ -95,6 +117,10 @@ class EngineMethods:
             raise ValueError("reset_connector=True: this engine has no KV connector; omit it")
         self._lock.call_soon(lambda: self._reset_prefix_cache(reset_running_requests))
         return True
+
+    def _reset_prefix_cache(self, reset_running_requests: bool) -> None:
+        with self._recovery():
+            self.loop.reset_prefix_cache(reset_running_requests)
 
     def change_weights(self, change: Callable[[], None], version: int | str | None = None) -> None:
         """Call `change`, which gives the executor other weights, when no step is in flight.

@@ -7,7 +7,6 @@
 """
 
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -21,9 +20,8 @@ from nanoserve.engine.input_processor import Prompt
 from nanoserve.engine.interrupts import DeferredInterrupt, EngineLock
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.pause import Pause
-from nanoserve.engine.plan import Plan
 from nanoserve.engine.request import Request
-from nanoserve.outputs import EngineStats, RequestOutput
+from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -62,16 +60,6 @@ class GuardedEngine(EngineMethods):
     @property
     def executor(self) -> Executor:
         return self.loop.executor
-
-    @property
-    def stats(self) -> EngineStats:
-        """Totals up to now; later steps do not change the returned object."""
-        return self.loop.stats
-
-    @property
-    def plans_under_way(self) -> list[Plan]:
-        """Plans of the steps that were launched and not collected, oldest first."""
-        return self.loop.plans_under_way
 
     @property
     def is_stepping(self) -> bool:
@@ -118,16 +106,6 @@ class GuardedEngine(EngineMethods):
         return self._lock.call_soon(
             lambda: self._abort(request_id), deferred=lambda: self._abort(request_id, True)
         )
-
-    def subscribe(self, request_id: str) -> "deque[RequestOutput]":
-        """Return a queue that receives the outputs of a request, which `step` then does not return.
-
-        Call it before the request is added; `withdraw` removes the queue.
-        """
-        return self.loop.outputs.subscribe(request_id)
-
-    def is_subscribed(self, request_id: str) -> bool:
-        return self.loop.outputs.is_subscribed(request_id)
 
     def withdraw(self, request_ids: Iterable[str]) -> None:
         """Abort these requests, and drop their outputs and queues.
@@ -209,10 +187,6 @@ class GuardedEngine(EngineMethods):
         for request_id in request_ids:
             self._abort(request_id)
         self.loop.outputs.drop(request_ids)
-
-    def _reset_prefix_cache(self, reset_running_requests: bool) -> None:
-        with self._recovery():
-            self.loop.reset_prefix_cache(reset_running_requests)
 
     def _close(self) -> None:
         self._withdraw(list(self.output_processor.requests))

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
+from nanoserve.engine.draft_tokens import accepted_of_drafts
 from nanoserve.engine.executor import Executor, ForwardInputs, SampleInputs, SlotUpdate, StepResult
 from nanoserve.engine.extension import EXTENSIONS, Extension
 from nanoserve.engine.input_processor import InputProcessor
@@ -138,7 +139,7 @@ class LLMEngine:
         request = self.output_processor.requests.get(request_id)
         if request is None:
             return None
-        output = self.output_processor.abort(request, self.scheduler.finish, self.clock())
+        output = self.output_processor.end(request, None, self.scheduler.finish, self.clock())
         self._forget([output])
         self._discard_idle_steps()
         return output
@@ -146,7 +147,7 @@ class LLMEngine:
     def fail(self, request_id: str, error: Exception) -> None:
         """End a request with finish reason "error"; the next step returns its output."""
         request = self.output_processor.requests[request_id]
-        output = self.output_processor.fail(request, error, self.scheduler.finish, self.clock())
+        output = self.output_processor.end(request, error, self.scheduler.finish, self.clock())
         self.outputs.put([output])
         self._forget([output])
 
@@ -240,7 +241,7 @@ class LLMEngine:
         self._in_flight.popleft()
         self._stats.count(plan.num_tokens, step.outputs)
         if plan.draft_tokens:
-            self._stats.count_drafts(plan.accepted_of_drafts(result.token_ids))
+            self._stats.count_drafts(accepted_of_drafts(plan, result.token_ids))
         self._watch.lap(step.times, "update")
         return step
 

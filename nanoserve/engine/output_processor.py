@@ -37,9 +37,9 @@ class OutputProcessor:
         self.requests: dict[str, Request] = {}
         self.weights_version: int | str = 0
         self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
-        self._text_of_token: Callable[[int], str] = _no_text
-        if self._detokenizer is not None:
-            self._text_of_token = self._detokenizer.text_of_token
+        self._text_of_token: Callable[[int], str] = (
+            _no_text if self._detokenizer is None else self._detokenizer.text_of_token
+        )
         # Collectors by head name (`nanoserve.worker.heads`); features may add their own.
         self.collectors: dict[str, Collector] = {
             "prompt_logprobs": PromptLogprobsCollector(self._text_of_token)
@@ -81,7 +81,10 @@ class OutputProcessor:
         joined: by row that caught up, how many of its tokens were appended, from
         `Scheduler.update`. finish: ends the remaining sequences of a failed request.
         """
-        progressed = _note_errors(self._failures(plan, result, joined))
+        ended = self._failures(plan, result, joined)
+        for request, error in ended.items():
+            _note_error(request, error)
+        progressed: dict[Request, list[CompletionOutput]] = {request: [] for request in ended}
         for row, num_new, new_ids in zip(plan.sampled, joined, result.token_ids, strict=True):
             seq = row.seq
             if num_new < 0 or not new_ids:
@@ -92,7 +95,6 @@ class OutputProcessor:
                 continue  # by far the most common case: no output is needed before the end
             request = self.requests[seq.request_id]
             completions = progressed.setdefault(request, [])
-            self._decode(request, seq)
             if seq.finished:
                 seq.metrics.finished_time = now
             if seq.finished or request.error is None:
@@ -129,14 +131,13 @@ class OutputProcessor:
                 failed.setdefault(self.requests[rows[index].seq.request_id], error)
         return failed
 
-    def abort(self, request: Request, finish: Finish, now: float) -> RequestOutput:
-        """End a request with finish reason "abort"; returns its last output."""
-        return self._output(request, self._end(request, "abort", finish, now))
-
-    def fail(self, request: Request, error: Exception, finish: Finish, now: float) -> RequestOutput:
-        """End a request with an error; returns its last output."""
+    def end(
+        self, request: Request, error: Exception | None, finish: Finish, now: float
+    ) -> RequestOutput:
+        """End a request with an error, or without one as aborted; returns its last output."""
         request.error = error
-        return self._output(request, self._end(request, "error", finish, now))
+        reason = "abort" if error is None else "error"
+        return self._output(request, self._end(request, reason, finish, now))
 
     def revert_tokens(self, plan: Plan) -> None:
         """Remove the tokens of a step that were already appended, and undo their effects."""
@@ -154,9 +155,9 @@ class OutputProcessor:
         """Undo aborts and failures that were interrupted before their output was stored."""
         for request in self.requests.values():
             for completion in request.completions:
-                has_ended = request.pooled is not None
-                if has_ended or completion.seq.finish_reason in ("abort", "error"):
-                    self._revert(request, completion, completion.seq.num_tokens)
+                seq = completion.seq
+                if request.pooled is not None or seq.finish_reason in ("abort", "error"):
+                    self._revert(request, completion, seq.num_tokens)
             request.error = request.pooled = None
 
     def _collect_from_heads(
@@ -200,25 +201,15 @@ class OutputProcessor:
             return "error", None
         return None if stop_string is None else ("stop", stop_string)
 
-    def _decode(self, request: Request, seq: Sequence) -> None:
-        """Decode the new tokens of `seq` if its text is needed before its end."""
-        if self._detokenizer is None or not seq.params.detokenize or request.error is not None:
-            return
-        try:
-            self._detokenizer.advance(seq)
-        except Exception as error:  # concerns this text only: other requests continue
-            _note_error(request, error)
-            if seq.finished:
-                seq.finish_reason, seq.stop_reason = "error", None
-
     def _text(self, request: Request, completion: Completion) -> str:
         """Return the text of the next output; an exception marks the request as failed."""
         seq = completion.seq
         if self._detokenizer is None or not seq.params.detokenize:
             return ""
         try:
+            self._detokenizer.advance(seq)
             return self._detokenizer.text(seq)
-        except Exception as error:
+        except Exception as error:  # concerns this text only: other requests continue
             _note_error(request, error)
             if seq.finished:
                 self._detokenizer.forget(seq)
@@ -273,13 +264,6 @@ class OutputProcessor:
             routed_experts=completion.routed_experts,
         )
         return completion.latest
-
-
-def _note_errors(failed: dict[Request, Exception | None]) -> dict[Request, list[CompletionOutput]]:
-    """Store the errors of these requests; returns an empty list of completions for each."""
-    for request, error in failed.items():
-        _note_error(request, error)
-    return {request: [] for request in failed}
 
 
 def _note_error(request: Request, error: Exception | None) -> None:

@@ -26,7 +26,8 @@ class Row(NamedTuple):
     num_outputs is 0 inside a prompt, 1 at its end and in decode rows, and n if a head reads every
     token of the prompt, for example for prompt log-probabilities. num_sampled is 1 if the row
     catches up, which means that it computes the last token of its sequence, so that the next one
-    can be sampled. Draft tokens after that token count once each in n and in both numbers.
+    can be sampled; it is 0 if the sequence may not have a next one, because only a head reads it.
+    Draft tokens after the last token count once each in n and in both numbers.
     """
 
     seq: Sequence
@@ -59,14 +60,6 @@ class Plan:
     @property
     def num_draft_tokens(self) -> int:
         return sum(map(len, self.draft_tokens.values()))
-
-    def accepted_of_drafts(self, token_ids: list[list[int]]) -> list[tuple[int, int]]:
-        """Return, for each row with draft tokens, the number accepted and the number proposed.
-
-        token_ids: the new tokens of each row of `sampled`.
-        """
-        rows = zip(self.sampled, token_ids, strict=True)
-        return [(max(0, len(i) - 1), row.num_sampled - 1) for row, i in rows if row.num_sampled > 1]
 
     @property
     def only_decodes(self) -> bool:

@@ -269,7 +269,7 @@ class Scheduler:
         has_room = start + n <= seq.num_allocated_tokens
         if n == 0 or not (has_room or self._make_room(seq, n, plan)):
             return
-        is_caught_up = start + n == num_tokens
+        is_caught_up = start + n == num_tokens  # the one definition of "caught up"
         num_sampled = int(is_caught_up and num_tokens < seq.max_num_tokens)
         is_whole = seq.prompt_head is not None and seq.needs_prompt_outputs
         plan.rows.append(Row(seq, start, n, n if is_whole else int(is_caught_up), num_sampled))

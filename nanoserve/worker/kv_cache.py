@@ -17,18 +17,13 @@ import torch
 from nanoserve.attention.kv_cache import KVCache, KVCacheSpec
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
-from nanoserve.engine.kv_groups import KVCacheGroup, SequenceRoom, kv_cache_groups
+from nanoserve.engine.kv_groups import KVCacheGroup, kv_cache_groups
+from nanoserve.engine.sequence_room import SequenceRoom
 from nanoserve.kernels.cpu.memory import map_zeros
 from nanoserve.models.layers.context import LayerContext
 from nanoserve.worker.recurrent_states import RecurrentStates
 
 _GIB = 2**30
-
-
-def room_of_sequence(config: EngineConfig, model_config: ModelConfig) -> SequenceRoom:
-    """Return the object that computes how many blocks a sequence of a given length takes."""
-    windows = [group.window for group in kv_cache_groups(config, model_config)]
-    return SequenceRoom(windows, config.block_size, config.max_num_batched_tokens)
 
 
 def longest_sequence(config: EngineConfig, model_config: ModelConfig, num_kv_blocks: int) -> int:
@@ -37,7 +32,7 @@ def longest_sequence(config: EngineConfig, model_config: ModelConfig, num_kv_blo
     Raises `ValueError` if an explicit `max_model_len` does not fit, or if no sequence fits.
     """
     limit = model_config.max_position_embeddings
-    pool_limit = room_of_sequence(config, model_config).longest(num_kv_blocks)
+    pool_limit = SequenceRoom.of(config, model_config).longest(num_kv_blocks)
     return config.resolve_max_model_len(limit, num_kv_blocks, pool_limit)
 
 
@@ -102,7 +97,7 @@ def decide_num_kv_blocks(
 def blocks_wanted(config: EngineConfig, model_config: ModelConfig) -> int:
     """Return the number of blocks that `max_num_seqs` sequences of full length need."""
     max_model_len = config.max_model_len or model_config.max_position_embeddings
-    return config.max_num_seqs * room_of_sequence(config, model_config).num_blocks(max_model_len)
+    return config.max_num_seqs * SequenceRoom.of(config, model_config).num_blocks(max_model_len)
 
 
 def _explicit_num_kv_blocks(config: EngineConfig, block_bytes: int, memory_bytes: int) -> int:

@@ -1,8 +1,9 @@
 """Builds one rank's model and KV caches, and checks that they fit into memory."""
 
 import logging
-from collections.abc import Set
+from collections.abc import Callable, Set
 from dataclasses import replace
+from typing import TypeVar
 
 import torch
 from torch import nn
@@ -16,12 +17,15 @@ from nanoserve.checkpoint.text_part import TextWeights
 from nanoserve.checkpoint.weight_files import Weights, base_weights, text_weights
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import SecondModelMemory
+from nanoserve.engine.kv_groups import blocks_needed
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.registry import model_class
 from nanoserve.utils.checks import require
 from nanoserve.worker.kv_cache import KVCacheLayout, allocate_kv_caches
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 def load_model(
@@ -171,6 +175,23 @@ def allocate_pool(
         f"{layout.states.describe()}"
     )
     return kv_caches
+
+
+def with_one_block(
+    make: Callable[[list[LayerCache], int, int], T],
+    config: EngineConfig,
+    model_config: ModelConfig,
+    layout: KVCacheLayout,
+    context: LayerContext,
+) -> T:
+    """Return a runner with one KV block, for steps of dummy rows, which share the dummy block.
+
+    make: called with the KV caches, the number of blocks and the longest sequence. The runner's
+    buffers are sized for the longest sequence that may turn out to fit.
+    """
+    longest = config.max_model_len or model_config.max_position_embeddings
+    kv_caches = allocate_caches(layout, 1, context.device)
+    return make(kv_caches, blocks_needed(longest, config.block_size), longest)
 
 
 def tensors_of_other_stages(model_config: ModelConfig, context: LayerContext) -> Set[str]:

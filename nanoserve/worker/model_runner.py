@@ -1,7 +1,6 @@
 """The model runner is the executor of one device: batch -> model -> logits -> sampled tokens."""
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cpu_device import Computation, Device, StepOutput
 from nanoserve.worker.heads import HEADS, Heads
 from nanoserve.worker.kv_cache import KVCacheLayout, longest_sequence
-from nanoserve.worker.load_model import allocate_caches, allocate_pool, load_model
+from nanoserve.worker.load_model import allocate_pool, load_model, with_one_block
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +118,7 @@ class ModelRunner:
             make = partial(cls, config, model_config, path, context, device, model, layout)
             # 3) The pool, if it is what the weights have left.
             if num_kv_blocks is None:
-                profiled = partial(_with_one_block, make, config, model_config, layout, context)
+                profiled = partial(with_one_block, make, config, model_config, layout, context)
                 measured = device.measure_kv_blocks(model_config, layout, parallel, profiled)
                 num_kv_blocks = parallel.smallest(measured)
                 max_model_len = longest_sequence(config, model_config, num_kv_blocks)
@@ -323,19 +322,3 @@ class ModelRunner:
             self.max_model_len,
         )
         self.device.prepare(self.layout, self._computation)
-
-
-def _with_one_block(
-    make: Callable[..., ModelRunner],
-    config: EngineConfig,
-    model_config: ModelConfig,
-    layout: KVCacheLayout,
-    context: LayerContext,
-) -> ModelRunner:
-    """Return a runner with one KV block, for steps of dummy rows, which share the dummy block.
-
-    Its buffers are sized for the longest sequence that may turn out to fit.
-    """
-    longest = config.max_model_len or model_config.max_position_embeddings
-    kv_caches = allocate_caches(layout, 1, context.device)
-    return make(kv_caches, blocks_needed(longest, config.block_size), longest)

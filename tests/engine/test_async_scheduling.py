@@ -19,11 +19,12 @@ from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.executor import ForwardInputs
 from nanoserve.engine.extension import Extension
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.engine.kv_groups import SequenceRoom, group_layers
+from nanoserve.engine.kv_groups import group_layers
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.request import Request
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence, SequenceStatus
+from nanoserve.engine.sequence_room import SequenceRoom
 from nanoserve.features.parallel.pipeline_schedule import PipelineSchedule
 from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams

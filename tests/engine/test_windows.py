@@ -12,7 +12,8 @@ from windowed_models import GREEDY, MODELS, PROMPTS, WINDOWS, make_windowed
 
 from nanoserve import LLM
 from nanoserve.config import EngineConfig
-from nanoserve.engine.kv_groups import SequenceRoom, group_layers
+from nanoserve.engine.kv_groups import group_layers
+from nanoserve.engine.sequence_room import SequenceRoom
 
 MODEL = pytest.mark.parametrize("name", MODELS)
 BACKEND = pytest.mark.parametrize("backend", ["torch", "numba"])

@@ -28,7 +28,8 @@ from nanoserve.engine.executor import (
     TokenMask,
 )
 from nanoserve.engine.guard import GuardedEngine
-from nanoserve.engine.kv_groups import SequenceRoom, kv_cache_groups
+from nanoserve.engine.kv_groups import kv_cache_groups
+from nanoserve.engine.sequence_room import SequenceRoom
 from nanoserve.outputs import RequestOutput
 
 VOCAB_SIZE = 256

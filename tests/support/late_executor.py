@@ -23,7 +23,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import PENDING, Batch
 from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.executor import ForwardInputs, SampleInputs, SlotUpdate, StepResult
-from nanoserve.engine.kv_groups import SequenceRoom
+from nanoserve.engine.sequence_room import SequenceRoom
 
 POISON = -7
 _MASK = 2**61 - 1

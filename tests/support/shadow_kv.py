@@ -15,10 +15,10 @@ import numpy as np
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchLayout
-from nanoserve.engine.kv_groups import SequenceRoom
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
+from nanoserve.engine.sequence_room import SequenceRoom
 from nanoserve.sampling_params import SamplingParams
 
 WEIGHTS = (1, 90, 9)  # of 0, 1 and 2 new tokens for a row

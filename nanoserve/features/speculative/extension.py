@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.draft_room import max_draft_tokens, may_draft, reserve_draft_tokens
+from nanoserve.engine.draft_tokens import accepted_of_drafts
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.extension import Extension, PreparedFeature
 from nanoserve.engine.plan import Plan, Row
@@ -218,7 +219,7 @@ class Speculation(Extension):
         if not plan.only_decodes:
             return
         seconds = times.schedule + times.pack + times.execute + times.update
-        num_accepted = sum(count for count, _ in plan.accepted_of_drafts(result.token_ids))
+        num_accepted = sum(count for count, _ in accepted_of_drafts(plan, result.token_ids))
         self.goodput.record_step(len(plan.rows), plan.num_draft_tokens, num_accepted, seconds)
 
 

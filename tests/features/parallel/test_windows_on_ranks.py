@@ -13,7 +13,7 @@ import pytest
 from windowed_models import GREEDY, PROMPTS, WINDOWS, make_windowed
 
 from nanoserve import LLM
-from nanoserve.engine.kv_groups import SequenceRoom
+from nanoserve.engine.sequence_room import SequenceRoom
 
 OPTIONS: dict[str, Any] = {
     "block_size": 4,

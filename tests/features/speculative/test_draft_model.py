@@ -23,9 +23,9 @@ from nanoserve import LLM, SamplingParams
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig, KernelConfig
 from nanoserve.engine.executor import SecondModelMemory
-from nanoserve.engine.kv_groups import SequenceRoom
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
+from nanoserve.engine.sequence_room import SequenceRoom
 from nanoserve.features.speculative.draft_model import DraftModelProposer, prepare_draft_model
 from nanoserve.worker.backend_checks import check_kernels
 

@@ -16,6 +16,7 @@ from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.engine.batch import Batch
+from nanoserve.engine.draft_tokens import accepted_of_drafts
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.sequence import Sequence
@@ -83,7 +84,7 @@ def draw(
     verified: Counter[bool] = Counter()
 
     def observe(plan: Plan, batch: Batch, result: StepResult, times: Any) -> None:
-        for num_accepted, num_drafts in plan.accepted_of_drafts(result.token_ids):
+        for num_accepted, num_drafts in accepted_of_drafts(plan, result.token_ids):
             verified[True] += num_accepted
             verified[False] += num_accepted < num_drafts  # what follows is not verified
 
