@@ -21,7 +21,8 @@ logger = logging.getLogger(__name__)
 _FINAL_ONLY = RequestOutputKind.FINAL_ONLY  # read once: an enum lookup takes as long as a row
 
 # Receives the results of a head for one row: (request, row, all results of the head, index of the
-# row's first output in them). Returns an exception if the request must end with it.
+# row's first output in them). Returns an exception if the request must end with it; a request also
+# ends if its collector has set `Request.pooled`.
 Collector = Callable[[Request, Row, Any, int], Exception | None]
 # Ends a sequence from outside: (seq, finish_reason, stop_reason).
 Finish = Callable[[Sequence, str, str | None], None]
@@ -81,10 +82,7 @@ class OutputProcessor:
         joined: by row that caught up, how many of its tokens were appended, from
         `Scheduler.update`. finish: ends the remaining sequences of a failed request.
         """
-        ended = self._failures(plan, result, joined)
-        for request, error in ended.items():
-            _note_error(request, error)
-        progressed: dict[Request, list[CompletionOutput]] = {request: [] for request in ended}
+        progressed = self._collect(plan, result, joined)
         for row, num_new, new_ids in zip(plan.sampled, joined, result.token_ids, strict=True):
             seq = row.seq
             if num_new < 0 or not new_ids:
@@ -104,32 +102,33 @@ class OutputProcessor:
                 if seq.finished or request.error is None:
                     completions.append(self._complete(completion, text))
         for request, completions in progressed.items():
-            if request.error is not None:
-                completions += self._end(request, "error", finish, now)
-            elif request.pooled is not None:
-                completions += self._end(request, "stop", finish, now)
+            if request.error is not None or request.pooled is not None:
+                reason = "stop" if request.error is None else "error"
+                completions += self._end(request, reason, finish, now)
         return [
             self._output(request, completions)
             for request, completions in progressed.items()
             if request.finished or request.params.output_kind is not _FINAL_ONLY
         ]
 
-    def _failures(
+    def _collect(
         self, plan: Plan, result: StepResult, joined: list[int]
-    ) -> dict[Request, Exception | None]:
+    ) -> dict[Request, list[CompletionOutput]]:
         """Collect the results of heads and the log-probabilities.
 
-        Returns the requests that end here, with the error for which they do, if there is one.
+        Returns the requests that end with them, or with an error, each with no completions yet.
         """
-        rows, failed = plan.sampled, {}
+        rows, ended = plan.sampled, {}
         if result.of_heads:
-            failed = self._collect_from_heads(plan, result.of_heads)
+            ended = self._collect_from_heads(plan, result.of_heads)
         if result.logprobs is not None:
-            failed |= collect_logprobs(self.requests, rows, joined, result, self._text_of_token)
+            ended |= collect_logprobs(self.requests, rows, joined, result, self._text_of_token)
         for index, error in result.errors.items():
             if joined[index] >= 0:  # otherwise the sequence had ended, under async scheduling
-                failed.setdefault(self.requests[rows[index].seq.request_id], error)
-        return failed
+                ended.setdefault(self.requests[rows[index].seq.request_id], error)
+        for request, reason in ended.items():
+            _note_error(request, reason)
+        return {request: [] for request in ended}
 
     def end(
         self, request: Request, error: Exception | None, finish: Finish, now: float
@@ -163,8 +162,11 @@ class OutputProcessor:
     def _collect_from_heads(
         self, plan: Plan, of_heads: dict[str, Any]
     ) -> dict[Request, Exception | None]:
-        """Call each collector with its head's results, row by row; returns the ended requests."""
-        failed: dict[Request, Exception | None] = {}
+        """Call each collector with its head's results, row by row.
+
+        Returns the requests that end, with the error for which they do, if there is one.
+        """
+        ended: dict[Request, Exception | None] = {}
         for name, values in of_heads.items():
             first = 0
             for row in plan.rows:
@@ -179,9 +181,9 @@ class OutputProcessor:
                     except Exception as raised:  # it must not affect other requests
                         error = raised
                     if error is not None or request.pooled is not None:
-                        failed[request] = error
+                        ended[request] = error
                 first += count
-        return failed
+        return ended
 
     def _revert(self, request: Request, completion: Completion, num_tokens: int) -> None:
         """Reset a completion to its first `num_tokens` tokens, its text included."""
