@@ -22,7 +22,8 @@ from nanoserve.engine.pause import check_pause_options
 from nanoserve.engine.request import Request
 from nanoserve.features.collective_rpc import FunctionCall, call_on_ranks, check_call
 from nanoserve.llm import LLM
-from nanoserve.outputs import RequestOutput
+from nanoserve.outputs import PoolingRequestOutput, RequestOutput
+from nanoserve.pooling_params import PoolingParams
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.serve.engine_process import EngineProcess
 from nanoserve.serve.engine_thread import (
@@ -171,6 +172,34 @@ class AsyncLLM:
             return request
 
         return self._outputs_of(make, sampling_params)
+
+    async def encode(
+        self,
+        prompt: Prompt,
+        pooling_params: PoolingParams | None = None,
+        request_id: str | None = None,
+        priority: int = 0,
+        trace_headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[PoolingRequestOutput]:
+        """Yield the result of a pooling request, once: see `LLM.encode`.
+
+        Raises `ValueError` for arguments that `LLM.encode` rejects, and as `generate` does. The
+        error of a request that fails is raised.
+        """
+        from nanoserve.features.pooling.requests import pooling_request
+        from nanoserve.features.pooling.results import pooling_output
+
+        request_id = self.new_request_id() if request_id is None else request_id
+
+        def make() -> Request:
+            request = pooling_request(self.engine, request_id, prompt, pooling_params, priority)
+            request.trace_headers = dict(trace_headers or {})
+            return request
+
+        outputs: Any = self._outputs_of(make, None)
+        async with contextlib.aclosing(outputs):  # if the caller stops, the request is aborted
+            async for output in outputs:
+                yield pooling_output(output)
 
     def chat(
         self,

@@ -5,7 +5,7 @@ embeddings                two prompts; the score is the cosine of their embeddin
 one class                 one prompt of both texts, by the tokenizer or a chat template
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -101,15 +101,22 @@ class Scorer:
         return list(zip(first * (len(second) // len(first)), second, strict=True))
 
     def requests(
-        self, pairs: list[tuple[Prompt, Prompt]], new_id: Callable[[], str]
+        self,
+        pairs: list[tuple[Prompt, Prompt]],
+        new_id: Callable[[], str],
+        priority: int = 0,
+        cache_salt: str | None = None,
     ) -> Iterator[Request]:
         """Yield the requests of all pairs, in an order that `outputs` expects."""
+        prompts: Iterable[Prompt]
         if self._is_classifier:
-            prompts = [self._prompt(*pair) for pair in pairs]
+            prompts = (self._prompt(*pair) for pair in pairs)
         else:
             prompts = [*self._firsts(pairs), *(second for _, second in pairs)]
         for prompt in prompts:
-            yield pooling_request(self._engine, new_id(), prompt, self._params)
+            if cache_salt is not None:
+                prompt = salted(prompt, cache_salt)
+            yield pooling_request(self._engine, new_id(), prompt, self._params, priority)
 
     def outputs(
         self, pairs: list[tuple[Prompt, Prompt]], outputs: list[RequestOutput]
@@ -148,6 +155,14 @@ class Scorer:
             messages.insert(0, {"role": "system", "content": self._instruction})
         (prompt,) = prompts_of(self._engine, [messages], chat_template=self._template)
         return prompt
+
+
+def salted(prompt: Prompt, cache_salt: str) -> Prompt:
+    """Return a prompt that shares cached prefixes only with prompts of the same salt."""
+    if isinstance(prompt, Mapping):
+        return {**prompt, "cache_salt": cache_salt}
+    name = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+    return {name: prompt, "cache_salt": cache_salt}
 
 
 def _cosine(one: np.ndarray, other: np.ndarray) -> float:

@@ -18,6 +18,13 @@ from fastapi.routing import APIRoute
 from nanoserve import __version__
 from nanoserve.serve.http.messages.errors import is_messages
 from nanoserve.serve.http.messages.request import CountBody, MessagesBody
+from nanoserve.serve.http.pooling.request import (
+    ClassifyBody,
+    EmbeddingBody,
+    RawPoolingBody,
+    RerankBody,
+    ScoreBody,
+)
 from nanoserve.serve.http.protocol import (
     Body,
     ChatBody,
@@ -37,6 +44,11 @@ BODIES: dict[str, type[Body]] = {
     "/v1/messages/count_tokens": CountBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
+    "/v1/embeddings": EmbeddingBody,
+    "/pooling": RawPoolingBody,
+    "/classify": ClassifyBody,
+    **dict.fromkeys(("/score", "/v1/score"), ScoreBody),
+    **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), RerankBody),
 }
 _SCHEMAS = "#/components/schemas/"
 _ERROR = {

@@ -90,6 +90,10 @@ class ApiServer:
         self.responses = ResponseStore(*settings.response_limits)
         add_responses(self.app, self, self.responses)
         add_messages(self.app, self)
+        if engine.model_config.pooling is not None:
+            from nanoserve.serve.http.pooling.endpoints import add_pooling
+
+            add_pooling(self.app, self)
         if settings.enable_dev_endpoints:
             add_dev_endpoints(self.app, llm, settings)
         if settings.enable_server_load_tracking:
@@ -235,9 +239,9 @@ class ApiServer:
         engine, new_id = self.llm.engine, self.llm.new_request_id
         if body.request_id is None:
             body.request_id = request_id_of(request.scope)  # the id of the response, as in vLLM
-        headers = self._trace_headers(request, body)
+        headers = self.trace_headers(request, body.request_id)
         await self._check_guide(body)
-        requests = await self._prepare_each(
+        requests = await self.prepare_each(
             lambda: make(body, engine, new_id), body.is_large, body.prompt_field
         )
         for one in requests:
@@ -251,12 +255,12 @@ class ApiServer:
             return EventStream(answer, reader, self.settings.heartbeat_interval)
         return await whole_response(answer, reader, request.receive)
 
-    def _trace_headers(self, request: Request, body: GenerationBody) -> dict[str, str] | None:
+    def trace_headers(self, request: Request, request_id: str | None) -> dict[str, str] | None:
         """Return what a span of the request needs; None if the engine makes no spans."""
         if self.llm.engine.config.otlp_traces_endpoint is None:
             return None
         given = {name: request.headers.get(name) for name in TRACE_HEADERS}
-        given["x-request-id"] = body.request_id
+        given["x-request-id"] = request_id
         return {name: value for name, value in given.items() if value is not None}
 
     async def _check_guide(self, body: GenerationBody) -> None:
@@ -279,6 +283,10 @@ class ApiServer:
         if body.prompt_logprobs is not None and body.stream:
             message = "prompt_logprobs cannot be streamed"
             raise ApiError(400, message, "prompt_logprobs", "unsupported")
+        self.check_open()
+
+    def check_open(self) -> None:
+        """Raise `ApiError` if the server cannot take a request now."""
         if self.is_draining:
             raise ApiError(503, "the server is stopping", code="stopping", headers=_later(5))
         self.llm.check_awake()
@@ -314,7 +322,7 @@ class ApiServer:
         """End a request of the engine."""
         self.llm.abort(request_id)
 
-    async def _prepare_each(
+    async def prepare_each(
         self, make: Callable[[], Iterable[Any]], is_large: bool, prompt_field: str
     ) -> list[Any]:
         """Return all items that `make()` yields.

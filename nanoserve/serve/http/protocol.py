@@ -98,6 +98,14 @@ def _whole_in(value: Any, depth: int = 2) -> Any:
 
 Int = Annotated[int, BeforeValidator(_whole)]
 Ints = Annotated[list[int], WrapValidator(_all_whole)]
+# One text or several, each a string or token ids.
+Prompts = Annotated[str | list[str] | list[int] | list[list[int]], WrapValidator(_all_whole)]
+
+
+def as_prompts(prompts: Any) -> list[str | list[int]]:
+    """Return a list of texts, of which `prompts` may be a single one."""
+    is_one = isinstance(prompts, str) or isinstance(next(iter(prompts), None), int)
+    return [prompts] if is_one else list(prompts)
 
 
 class Body(BaseModel):
@@ -276,14 +284,12 @@ class CompletionBody(GenerationBody):
 
     prompt_field: ClassVar[str] = "prompt"
 
-    prompt: Annotated[str | list[str] | list[int] | list[list[int]], WrapValidator(_all_whole)]
+    prompt: Prompts
     logprobs: Annotated[int | None, BeforeValidator(_number_of_logprobs)] = None
     add_special_tokens: bool | None = None
 
     def prompts(self) -> list[str | list[int]]:
-        is_one = isinstance(self.prompt, str) or isinstance(next(iter(self.prompt), None), int)
-        prompt: Any = self.prompt
-        return [prompt] if is_one else list(prompt)
+        return as_prompts(self.prompt)
 
 
 class ChatBody(GenerationBody):

@@ -18,6 +18,9 @@ from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.response_stream import OutputReader
 
 _MOST_ENTRIES = 128  # tokens with log-probabilities that are encoded on the event loop itself
+_NUMBERS_PER_ENTRY = 64  # of an embedding: as many take as long as a token
+# Members of a response that may be long lists.
+_LISTS = ("choices", "data", "results")
 _EVENTS = {
     "content-type": "text/event-stream; charset=utf-8",
     "cache-control": "no-cache",
@@ -25,13 +28,21 @@ _EVENTS = {
 }
 
 
-class AnswerWriter(Protocol):
-    """Writes the outputs of requests in the format of an API, complete or as events.
+class WholeAnswer(Protocol):
+    """Writes the outputs of requests in the format of an API, once they are complete."""
+
+    requests: list[Request]
+
+    def whole(self, outputs: dict[str, RequestOutput]) -> dict[str, Any]:
+        """Return the complete response. Raises `ApiError` if a part has failed."""
+
+
+class AnswerWriter(WholeAnswer, Protocol):
+    """Writes the outputs of requests complete or as events.
 
     heartbeat: bytes that clients skip, sent while there is nothing to send.
     """
 
-    requests: list[Request]
     heartbeat: bytes
 
     def first_events(self) -> bytes:
@@ -46,11 +57,8 @@ class AnswerWriter(Protocol):
     def error_event(self, error: ApiError) -> bytes:
         """Return the event that ends a stream whose engine has failed."""
 
-    def whole(self, outputs: dict[str, RequestOutput]) -> dict[str, Any]:
-        """Return the complete response. Raises `ApiError` if a part has failed."""
 
-
-async def whole_response(answer: AnswerWriter, reader: OutputReader, receive: Receive) -> Response:
+async def whole_response(answer: WholeAnswer, reader: OutputReader, receive: Receive) -> Response:
     """Wait for the complete output and return it; abort if the client disconnects first."""
     outputs = {}
     async with _watched(reader, receive):
@@ -109,6 +117,8 @@ def _is_large(outputs: Iterable[RequestOutput]) -> bool:
     num_entries = 0
     for output in outputs:
         num_entries += len(output.prompt_logprobs or ())
+        if output.pooled is not None:
+            num_entries += output.pooled.size // _NUMBERS_PER_ENTRY
         for completion in output.outputs:
             num_entries += len(completion.logprobs or ()) + len(completion.token_ids) // 16
     return num_entries > _MOST_ENTRIES
@@ -117,13 +127,13 @@ def _is_large(outputs: Iterable[RequestOutput]) -> bool:
 def _encoded(whole: dict[str, Any]) -> bytes:
     """Encode a response as JSON, in the format of `JSONResponse`.
 
-    The choices are encoded one at a time, because the encoder holds the interpreter lock (GIL) for
-    each call, and all choices together may be many megabytes.
+    The entries of its list are encoded one at a time, because the encoder holds the interpreter
+    lock (GIL) for each call, and all entries together may be many megabytes.
     """
     encode = partial(json.dumps, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     fields = []
     for name, value in whole.items():
-        text = f"[{','.join(map(encode, value))}]" if name == "choices" else encode(value)
+        text = f"[{','.join(map(encode, value))}]" if name in _LISTS else encode(value)
         fields.append(f"{encode(name)}:{text}")
     return f"{{{','.join(fields)}}}".encode()
 

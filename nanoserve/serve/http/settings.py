@@ -32,6 +32,7 @@ _OWN_PATHS = {
     *("/health", "/healthz", "/ping", "/readyz", "/livez", "/docs", "/openapi.json"),
     *("/pause", "/resume", "/is_paused", "/sleep", "/wake_up", "/is_sleeping", "/server_info"),
     *("/reset_prefix_cache", "/update_weights"),
+    *("/pooling", "/classify", "/score", "/rerank", "/v2/rerank"),
 }
 _METHOD = re.compile(r"\*|[A-Z]+")
 _HEADER = re.compile(r"\*|[!#$%&'*+.^_`|~0-9A-Za-z-]+")

@@ -3,7 +3,11 @@
 from nanoserve.serve.http.errors import ApiError
 
 _CHAT = "use /v1/chat/completions"
-_NO_POOLING = "nanoserve only generates; for embeddings or scores run sentence-transformers or vLLM"
+_NO_POOLING = (
+    "a server of a model that pools (`nanoserve serve MODEL --runner pooling`) has /v1/embeddings, "
+    "/pooling, /classify, /score and /rerank"
+)
+_NO_MODERATION = "nanoserve has no such model; ask one in a chat completion, or classify with one"
 _NO_LORA = "merge the adapter into its base (peft: merge_and_unload) and serve that"
 _TEXT_ONLY = "nanoserve runs text models only"
 _STATELESS = (
@@ -20,7 +24,8 @@ _LOAD = "start the server with --enable-server-load-tracking, or use /metrics"
 # server is down, and sends it no requests at all for a few seconds.
 _FORWARDED = {
     **dict.fromkeys(("embeddings", "embed", "embedding", "pooling"), _NO_POOLING),
-    **dict.fromkeys(("rerank", "score", "classify", "moderations"), _NO_POOLING),
+    **dict.fromkeys(("rerank", "score", "classify"), _NO_POOLING),
+    "moderations": _NO_MODERATION,
     "messages/batches": _BATCH,
     "responses/compact": "shorten the items of input",
     "complete": "use /v1/completions",

@@ -1,0 +1,1 @@
+"""The endpoints of a model that pools: embeddings, classes, scores, ranks."""
