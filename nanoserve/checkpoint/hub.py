@@ -12,8 +12,10 @@ from nanoserve.config import EngineConfig
 from nanoserve.utils.checks import require
 
 _TIMEOUT = 10.0  # seconds to wait for the Hub; after that the cache is used
-# tekken.json is Mistral's own tokenizer format, 15 MB; tokenizer.json is read instead.
-_NEVER = ["*/*", "tekken.json"]
+# Files in folders are other formats of the model, but for 1_Pooling/config.json of
+# sentence-transformers. tekken.json is Mistral's own tokenizer format, 15 MB; tokenizer.json is
+# read instead.
+_NEVER = ["[!1]*/*", "tekken.json"]
 
 
 def fetch_all_but_weights(name: str | Path, revision: str | None, config: EngineConfig) -> Path:

@@ -20,7 +20,8 @@ from nanoserve.pooling_params import PoolingParams
 from nanoserve.text.chat import prompts_of
 from nanoserve.utils.checks import require, shown
 
-# The prompt with which Qwen3-Reranker was trained. A system message replaces the instruction.
+# The prompt with which Qwen3-Reranker was trained. A system message replaces the instruction. Jinja
+# drops one line break at the end.
 QWEN3_RERANKER = """\
 {%- macro of(role) -%}
 {{ messages | selectattr("role", "eq", role) | map(attribute="content") | first }}
@@ -37,6 +38,7 @@ Note that the answer can only be "yes" or "no".<|im_end|>
 <think>
 
 </think>
+
 
 """
 
