@@ -124,6 +124,10 @@ class Metrics(RequestListener):
                 self._num_finished[completion.finish_reason] += 1
         times = output.metrics
         first, scheduled = times.first_token_time, times.first_scheduled_time
+        if output.pooled is not None:  # it has no first token, and ends with its prompt
+            self._num_finished["stop"] += 1
+            self._num_prompt_tokens += len(output.prompt_token_ids)
+            first = times.finished_time
         if request is None or first is None or scheduled is None:
             return  # aborted before its first token, or started before these metrics
         params = request.params

@@ -44,7 +44,7 @@ def supported_options(config: EngineConfig, model_config: ModelConfig) -> Engine
     found = [f"{name} ({reason})" for name, reason in unsupported.items() if reason]
     require(
         not found,
-        f"{model_config.architecture} has recurrent states, which do not support "
+        f"{model_config.checkpoint_architecture} has recurrent states, which do not support "
         f"{'; '.join(found)}: remove it",
     )
     changes: dict[str, Any] = {}
@@ -54,5 +54,7 @@ def supported_options(config: EngineConfig, model_config: ModelConfig) -> Engine
         changes["enforce_eager"] = True
     if changes:
         names = ", ".join(f"{name}={value}" for name, value in changes.items())
-        logger.warning(f"{model_config.architecture} has recurrent states, hence {names}")
+        logger.warning(
+            f"{model_config.checkpoint_architecture} has recurrent states, hence {names}"
+        )
     return replace(config, **changes)

@@ -22,7 +22,10 @@ Engine = Union["GuardedEngine", Any]
 
 # No token is sampled; the engine reads a few fields of these.
 _NO_SAMPLING = SamplingParams(
-    temperature=0.0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
+    temperature=0.0,
+    max_tokens=None,
+    detokenize=False,
+    output_kind=RequestOutputKind.FINAL_ONLY,
 )
 
 

@@ -24,12 +24,12 @@ def describe_model(
     in_file = (model.quantization_config or {}).get("quant_method")
     is_same = config.kv_cache_dtype == "auto"
     return {
-        "architecture": model.architecture,
+        "architecture": model.architecture if model.pooling is None else model.pooling.architecture,
         "dtype": model.dtype,
         "kv_cache_dtype": model.dtype if is_same else config.kv_cache_dtype,
         "quantization": config.quantization or in_file,
         "capabilities": {
-            "completion_chat": has_template,
+            "completion_chat": has_template and model.pooling is None,
             "function_calling": shows_tools,
             "reasoning": reasons,
             "vision": False,
