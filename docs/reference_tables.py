@@ -242,6 +242,7 @@ def routes() -> dict[str, list[str]]:
     from nanoserve.serve.http.dev_endpoints import add_dev_endpoints
     from nanoserve.serve.http.messages.endpoints import add_messages
     from nanoserve.serve.http.page import add_page
+    from nanoserve.serve.http.pooling.endpoints import add_pooling
     from nanoserve.serve.http.responses.endpoints import add_responses
     from nanoserve.serve.http.server_load import ServerLoad
     from nanoserve.serve.http.settings import ServerSettings
@@ -258,6 +259,7 @@ def routes() -> dict[str, list[str]]:
     add_dev_endpoints(server.app, server, ServerSettings())
     add_responses(server.app, server, None)
     add_messages(server.app, server)
+    add_pooling(server.app, server)
     found: dict[str, list[str]] = {}
     for route in server.app.routes:
         found[route.path] = sorted({*found.get(route.path, ()), *route.methods})
@@ -342,12 +344,44 @@ def fields_of_api(name: str) -> str:
     return table(("field", "type", "what it does"), rows)
 
 
+def pooling_fields() -> str:
+    """Return a table of the fields of the endpoints that pool."""
+    from nanoserve.serve.http.pooling import request as bodies
+
+    readers = {
+        "embeddings": bodies.EmbeddingBody,
+        "pooling": bodies.RawPoolingBody,
+        "classify": bodies.ClassifyBody,
+        "score": bodies.ScoreBody,
+        "rerank": bodies.RerankBody,
+    }
+    kinds: dict[str, str] = {}
+    read_by: dict[str, list[str]] = {}
+    for reader, body in readers.items():
+        for name, field in body.model_fields.items():
+            kinds.setdefault(name, _json_type(field.annotation))
+            read_by.setdefault(name, []).append(reader)
+    same_names("fields of pooling", words.POOLING, kinds)
+    rows = [
+        (
+            f"`{name}`",
+            kinds[name],
+            "all" if len(read_by[name]) == len(readers) else ", ".join(read_by[name]),
+            _safe(text),
+        )
+        for name, text in words.POOLING.items()
+    ]
+    return table(("field", "type", "endpoints", "what it does"), rows)
+
+
 def refused_by_api(name: str) -> str:
-    """Return a table of fields that "responses" or "messages" rejects."""
+    """Return a table of fields that "responses", "messages" or "pooling" rejects."""
     from nanoserve.serve.http.messages import fields as messages
+    from nanoserve.serve.http.pooling import request as pooling
     from nanoserve.serve.http.responses import fields as responses
 
-    return _table_of_refused({"responses": responses, "messages": messages}[name].OWN)
+    refused = {"responses": responses.OWN, "messages": messages.OWN, "pooling": pooling.FOREIGN}
+    return _table_of_refused(refused[name])
 
 
 def ignored_fields() -> str:

@@ -34,6 +34,15 @@ ENDPOINTS = {
     "/tokenize": "The token ids of a prompt or of a conversation, their `count` and "
     "`max_model_len`; with `return_token_strs` also the tokens as strings.",
     "/detokenize": "The text of token ids, at most `max_model_len` of them.",
+    "/v1/embeddings": "With a [model that pools](../guides/embeddings.md): an embedding of each "
+    "text, as numbers or in base64.",
+    "/pooling": "The same, also with other pooling types; for the type ALL, a row for each token.",
+    "/classify": "With a model that pools: the probabilities of the classes for each text.",
+    "/score": "With a model that pools: the score of each pair of texts.",
+    "/v1/score": "The same as `/score`.",
+    "/rerank": "With a model that pools: documents by their relevance to a query.",
+    "/v1/rerank": "The same as `/rerank`.",
+    "/v2/rerank": "The same as `/rerank`.",
     "/health": "200 while requests are answered; 503 when the engine has failed, when a step "
     "hangs, and while the server is stopping.",
     "/ping": "The same as `/health`.",
@@ -119,6 +128,34 @@ FIELDS = {
     "verbosity": "Passed to templates that use it.",
     "allow_special_tokens": "Special tokens in the text of messages are control tokens. Only "
     "nanoserve has this field.",
+}
+
+# Fields of the endpoints that pool.
+POOLING = {
+    "model": "One of the served names; 404 for any other.",
+    "input": "A string, a list of strings, token ids, or a list of such lists.",
+    "encoding_format": '"float", or "base64" of float32 in little-endian order.',
+    "dimensions": "Only the first numbers of each vector.",
+    "normalize": "Whether vectors are scaled to length 1; by default as the checkpoint says.",
+    "task": '"embed", "classify", "token_embed" or "token_classify".',
+    "pooling_type": '"LAST", "MEAN", "CLS" or "ALL".',
+    "text_1": "One text, or as many as in `text_2`.",
+    "text_2": "The other texts.",
+    "queries": "The same as `text_1`.",
+    "documents": "`/score`: the same as `text_2`. `/rerank`: strings, or objects with a `text`.",
+    "data_1": "The same as `text_1`.",
+    "data_2": "The same as `text_2`.",
+    "query": "The text to which documents are compared.",
+    "top_n": "The number of documents that are returned; all of them by default.",
+    "return_documents": "False: results have indices only.",
+    "instruction": "The instruction for a template of the pair. Only nanoserve has this field.",
+    "use_activation": "False: logits instead of probabilities; for embeddings as `normalize`.",
+    "truncate_prompt_tokens": "The number of tokens of a text to keep; -1: as many as fit.",
+    "truncation_side": '"right" only: ends of texts are cut off.',
+    "add_special_tokens": "Whether the tokenizer adds its special tokens, such as EOS.",
+    "priority": "Requires `--scheduling-policy priority`; lower values run first.",
+    "cache_salt": "Cached prefixes are shared only with requests that have the same salt.",
+    "request_id": "The end of the `id` of the response.",
 }
 
 # Fields of /v1/responses; sampling parameters and vLLM's fields have no entries.
@@ -505,7 +542,6 @@ REFUSED_PARAMETERS = (
 # Unsupported features of vLLM, and the option whose message names the alternative.
 UNSUPPORTED = {
     "LoRA adapters": "enable_lora",
-    "embeddings, pooling, scores, reranking": "pooler_config",
     "images, audio, video": "limit_mm_per_prompt",
     "prompts as embeddings": "enable_prompt_embeds",
     "KV transfer between engines, disaggregated prefill": "kv_transfer_config",

@@ -6,7 +6,7 @@ from typing import Any
 from nanoserve.utils.checks import check_bool, check_choice, check_int, require, shown
 
 POOLING_TYPES = ("LAST", "MEAN", "CLS", "ALL")
-# vLLM's names of what a request asks for; those of tokens return a row for each token.
+# vLLM's names of what a request is for; those of tokens return a row for each token.
 TASKS = ("embed", "classify", "token_embed", "token_classify")
 
 

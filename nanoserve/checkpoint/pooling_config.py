@@ -1,4 +1,4 @@
-"""How a model pools: which hidden states become the result, and what is done with them.
+"""`PoolingConfig` says how a model pools: which hidden states, and what becomes of them.
 
 `config.json` has the settings of classifiers. How embeddings are pooled is written in files of
 sentence-transformers: `modules.json` and `1_Pooling/config.json`.

@@ -79,8 +79,12 @@ def text_weights(source: Weights) -> TextWeights:
 
 
 def base_weights(source: Weights) -> Weights:
-    """Return the weights of a model, of which a checkpoint of its layers alone has no prefix."""
-    if "embed_tokens.weight" not in _names(source):
+    """Return the weights of a model, of which a checkpoint of its layers alone has no prefix.
+
+    In a GGUF file, all models have the same names.
+    """
+    is_gguf = isinstance(source, Path) and source.is_file()
+    if is_gguf or "embed_tokens.weight" not in _names(source):
         return source
     return TextWeights(source, prefix="", head="lm_head.")
 

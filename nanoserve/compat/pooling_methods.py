@@ -120,14 +120,15 @@ class PoolingMethods:
         *,
         lora_request: None = None,
         chat_template: "str | Path | None" = None,
+        instruction: str | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[ScoringRequestOutput]:
         """Return how well texts fit together, `outputs.score`: each of `data_1` and of `data_2`.
 
         A single text of `data_1` is scored with each one of `data_2`. A model with one class scores
         a prompt of both texts; `chat_template`, a file or a string, renders that prompt from
-        messages with the roles "query" and "document". A model of embeddings returns the cosine of
-        the two embeddings.
+        messages with the roles "query" and "document", and of an `instruction` as "system". A model
+        of embeddings returns the cosine of the two embeddings.
 
         Raises `ValueError` for a model with several classes, and for different numbers of texts.
         """
@@ -135,7 +136,8 @@ class PoolingMethods:
 
         self._reject(lora_request)
         self._check_paused()
-        scorer = Scorer(self.engine, pooling_params, chat_template, truncate_prompt_tokens)
+        rendering = chat_template, truncate_prompt_tokens, instruction
+        scorer = Scorer(self.engine, pooling_params, *rendering)
         pairs = scorer.pairs(as_prompt_list(data_1), as_prompt_list(data_2))
         requests = scorer.requests(pairs, lambda: next(self._request_ids))
         return scorer.outputs(pairs, self._run(requests, use_tqdm))

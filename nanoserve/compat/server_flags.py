@@ -111,7 +111,7 @@ ELSEWHERE = {
     **dict.fromkeys(("--reasoning-format",), "use --reasoning-parser NAME"),
     **dict.fromkeys(("--timeout",), "use --body-timeout S, or the client's own"),
     **dict.fromkeys(("--embedding", "--embeddings", "--is-embedding", "--rerank", "--reranking"),
-                    "nanoserve generates text; use sentence-transformers or vLLM for embeddings"),
+                    "use --runner pooling"),
     **dict.fromkeys(("--mmproj", "-mm"), "nanoserve runs text models only"),
     **dict.fromkeys(("--lora", "--lora-scaled"), _LORA),
     **dict.fromkeys(("--disable-radix-cache",), "use --no-enable-prefix-caching"),

@@ -86,6 +86,10 @@ class Request:
         for completion in self.completions:
             completion.begin_weights(version)
 
+    def set_pooled(self, result: np.ndarray) -> None:
+        """Set the result of a pooling request, with which it ends."""
+        self.pooled = result
+
     @property
     def finished(self) -> bool:
         return all(seq.finished for seq in self.sequences)

@@ -1,4 +1,4 @@
-"""How many KV blocks a sequence takes at most: pools and the longest sequence are sized by it."""
+"""Counts the KV blocks that a sequence takes at most, by which pools are sized."""
 
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass

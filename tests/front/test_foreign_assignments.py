@@ -19,6 +19,7 @@ ALLOWED = {
     ),
     "a request and its completions are records of what has been sent of them": (
         "engine/*.py: request.error",
+        "engine/*.py: request.pooled",
         "engine/*.py: request.sequences[[]0].metrics.*",
         "engine/*.py: completion.*",
         "engine/*.py: metrics.*",

@@ -48,5 +48,5 @@ class PoolingCollector:
         result = finished_result(request.pooling_params, pooled, self._activation)
         if not np.isfinite(result).all():
             return FloatingPointError("the model computed hidden states that are NaN or infinite")
-        request.pooled = result
+        request.set_pooled(result)
         return None

@@ -1,4 +1,4 @@
-"""What is done with pooled rows: cut, normalize, and turn scores into probabilities.
+"""Pooled rows become the result: they are cut, normalized, or turned into probabilities.
 
 All of it is in float32 on the host: a result has some thousand numbers at most.
 """

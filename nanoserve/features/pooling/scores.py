@@ -84,7 +84,7 @@ class Scorer:
         )
         require(
             chat_template is not None or not self._pooling.label_tokens,
-            "classifier_from_token needs a chat_template that asks the question; for "
+            "classifier_from_token needs a chat_template with the question; for "
             "Qwen3-Reranker add 'is_original_qwen3_reranker': True to hf_overrides",
         )
         self._template, self._instruction = chat_template, instruction

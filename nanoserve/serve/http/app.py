@@ -244,9 +244,8 @@ class ApiServer:
         requests = await self.prepare_each(
             lambda: make(body, engine, new_id), body.is_large, body.prompt_field
         )
+        self.note_arrival(requests, arrived, headers)
         for one in requests:
-            one.sequences[0].metrics.arrival_time = arrived  # tokenizing counts as latency
-            one.trace_headers = headers
             if not body.may_reach_end:
                 self._check_length(body, len(one.prompt_token_ids), one.params.max_tokens)
         answer = answer_kind(body, body.model or self.names[0], requests, engine.tokenizer)
@@ -254,6 +253,14 @@ class ApiServer:
         if body.stream:
             return EventStream(answer, reader, self.settings.heartbeat_interval)
         return await whole_response(answer, reader, request.receive)
+
+    def note_arrival(
+        self, requests: Iterable[Any], arrived: float, headers: dict[str, str] | None
+    ) -> None:
+        """Set what requests that are not queued yet have of HTTP: their arrival and headers."""
+        for one in requests:
+            one.sequences[0].metrics.arrival_time = arrived  # tokenizing counts as latency
+            one.trace_headers = headers
 
     def trace_headers(self, request: Request, request_id: str | None) -> dict[str, str] | None:
         """Return what a span of the request needs; None if the engine makes no spans."""
