@@ -382,6 +382,8 @@ BOUNDS = {
     "checkpoint": {
         "nanoserve.checkpoint.config_json._MAX_JSON_BYTES": (
             "bytes", "`config.json` and the other files in JSON"),
+        "nanoserve.checkpoint.pooling_config._MOST_BYTES": (
+            "bytes", "`modules.json` of sentence-transformers"),
         "nanoserve.checkpoint.config_json._LARGEST_SIZE": (
             "", "sizes in `config.json`, such as `hidden_size`"),
         "nanoserve.checkpoint.config_json._LARGEST[vocab_size]": (

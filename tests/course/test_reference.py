@@ -91,15 +91,18 @@ def test_the_routes_are_those_of_a_server() -> None:
     from nanoserve.serve.http.app import ApiServer
     from nanoserve.serve.http.settings import ServerSettings
 
-    llm = AsyncLLM("tiny-qwen3", device="cpu", attention_backend="torch", num_kv_blocks=16)
-    try:
-        settings = ServerSettings(
-            enable_dev_endpoints=True, enable_server_load_tracking=True, enable_offline_docs=True
-        )
-        served: Any = ApiServer(llm, settings).app.routes
-        paths = {route.path for route in served}
-    finally:
-        llm.shutdown()
+    settings = ServerSettings(
+        enable_dev_endpoints=True, enable_server_load_tracking=True, enable_offline_docs=True
+    )
+    paths: set[str] = set()
+    for runner in ("generate", "pooling"):
+        options = {"device": "cpu", "attention_backend": "torch", "num_kv_blocks": 16}
+        llm = AsyncLLM("tiny-qwen3", runner=runner, **options)
+        try:
+            served: Any = ApiServer(llm, settings).app.routes
+            paths |= {route.path for route in served}
+        finally:
+            llm.shutdown()
     assert paths == reference.routes().keys()
 
 

@@ -12,7 +12,7 @@ from nanoserve.checkpoint.pooling_config import PoolingConfig
 from nanoserve.pooling_params import PoolingParams
 from nanoserve.utils.checks import require
 
-_SMALLEST_NORM = 1e-12  # as in torch.nn.functional.normalize: a vector of zeros stays one
+_EPSILON = 1e-12  # as in torch.nn.functional.normalize: a vector of zeros stays one
 
 
 def resolved(params: PoolingParams, model_config: ModelConfig) -> PoolingParams:
@@ -82,7 +82,7 @@ def finished_result(params: PoolingParams, pooled: np.ndarray, activation: str) 
         rows = rows[..., : params.dimensions]
     if params.normalize:
         norms = np.linalg.norm(rows, axis=-1, keepdims=True)
-        rows = rows / np.maximum(norms, _SMALLEST_NORM)
+        rows = rows / np.maximum(norms, _EPSILON)
     return activated(rows, activation) if params.use_activation else rows
 
 

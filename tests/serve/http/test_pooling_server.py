@@ -17,6 +17,7 @@ pytest.importorskip("fastapi", reason="a server needs pip install 'nanoserve[ser
 
 from nanoserve import LLM, AsyncLLM, PoolingParams
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
+from nanoserve.serve.http.api_docs import BODIES, openapi
 
 OPTIONS: dict[str, Any] = {
     "runner": "pooling",
@@ -229,6 +230,16 @@ def test_classes_have_the_names_of_the_checkpoint(tmp_path: Path) -> None:
         status, _, answer = ask(server, "/rerank", {"query": "a", "documents": ["b"]})
         assert status == 400 and "3 classes" in answer["error"]["message"]
     llm.shutdown()
+
+
+def test_the_schema_has_the_endpoints_and_their_fields(server: Served) -> None:
+    described = openapi(server.api.app)
+    for path, body in BODIES.items():
+        operation = described["paths"][path]["post"]
+        schema = operation["requestBody"]["content"]["application/json"]["schema"]
+        assert schema == {"$ref": f"#/components/schemas/{body.__name__}"}
+        known = described["components"]["schemas"][body.__name__]["properties"]
+        assert known.keys() == body.model_fields.keys() and operation["summary"].endswith(".")
 
 
 def test_async_results_are_those_of_the_library(expected: list[list[float]]) -> None:
