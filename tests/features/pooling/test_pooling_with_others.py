@@ -57,6 +57,7 @@ def test_ranks_pool_as_one(options: dict[str, Any], checkpoint: tuple[Path, Any]
         assert largest_error(llm, reference) < 1e-5
 
 
+@pytest.mark.size("full")
 def test_ranks_classify_as_one(tmp_path: Path) -> None:
     architecture = transformers.Qwen3ForSequenceClassification
     make_checkpoint(architecture, tmp_path, num_labels=3)

@@ -35,7 +35,10 @@ def expected() -> list[list[float]]:
         return [output.outputs.embedding for output in llm.embed(TEXTS, use_tqdm=False)]
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["thread", "process"])
+IN_PROCESS = pytest.param(True, marks=pytest.mark.size("full"), id="process")
+
+
+@pytest.fixture(scope="module", params=[pytest.param(False, id="thread"), IN_PROCESS])
 def server(request: pytest.FixtureRequest) -> Iterator[Served]:
     llm = AsyncLLM("tiny-qwen3", engine_process=request.param, **OPTIONS)
     with served(llm, max_prompts=20) as one:
