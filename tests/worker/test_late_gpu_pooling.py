@@ -18,7 +18,6 @@ from nanoserve.features.pooling.prepare import prepare_pooling
 from nanoserve.features.pooling.requests import pooling_request
 from nanoserve.models.registry import supported_architectures
 
-
 MIXED = {"capture_mixed_steps": True}
 
 
