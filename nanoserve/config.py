@@ -183,6 +183,9 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     # Memory for KV blocks in bytes, instead of `num_kv_blocks`. Default: as for `num_kv_blocks`.
     kv_cache_memory_bytes: int | None = None
+    # Memory of the host in GiB, over all ranks, for KV blocks that the prefix cache has evicted; a
+    # later prompt with the same prefix gets them back. Default: none.
+    kv_offloading_size: float | None = None
     # Data type of the KV cache: "auto" (the model's), "int8" or "fp8" (the same as "fp8_e4m3").
     kv_cache_dtype: str = "auto"
     # Reuse the KV blocks of prefixes that earlier requests have computed. A model with recurrent
@@ -301,6 +304,8 @@ class EngineConfig:
             from nanoserve.features.kv_events.config import KVEventsConfig
 
             self.kv_events_config = KVEventsConfig.of(self.kv_events_config)
+        if self.kv_offloading_size is not None:
+            check_number("kv_offloading_size", self.kv_offloading_size, 0, excludes_low=True)
         if self.kernel_config is not None:
             self.kernel_config = KernelConfig.of(self.kernel_config)
         self._check_names()
@@ -352,6 +357,11 @@ class EngineConfig:
             self.enable_prefix_caching or not self._publishes_kv_events,
             "kv_events_config with enable_kv_cache_events=True needs enable_prefix_caching=True: "
             "the events report changes of the prefix cache",
+        )
+        require(
+            self.enable_prefix_caching or self.kv_offloading_size is None,
+            f"kv_offloading_size={self.kv_offloading_size} needs enable_prefix_caching=True: it "
+            f"keeps blocks that the prefix cache has evicted",
         )
         if self.pipeline_parallel_size > 1 or self.distributed_executor_backend is not None:
             _check_parallel(self)

@@ -142,7 +142,6 @@ class VllmOptions(TypedDict, total=False):
     kv_cache_metrics: Any
     kv_cache_metrics_sample: Any
     kv_offloading_backend: Any
-    kv_offloading_size: Any
     kv_sharing_fast_prefill: Any
     kv_transfer_config: Any
     language_model_only: Any

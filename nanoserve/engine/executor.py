@@ -69,16 +69,29 @@ class TokenMask(Protocol):
         """
 
 
+class KVTransfers(NamedTuple):
+    """Copies of KV blocks between the KV cache and the host's places, before the model runs.
+
+    A copy to the host comes before every copy to the device, so that a block may leave and be
+    filled again in one step.
+    """
+
+    to_host: list[tuple[int, int]]  # (block, place)
+    to_device: list[tuple[int, int]]  # (place, block)
+
+
 @dataclass
 class ForwardInputs:
     """The model's inputs in addition to the batch.
 
     slot_updates: sequences that are new in their slots.
     draft_tokens: by slot, the draft tokens that are packed after the last token of its row.
+    kv_transfers: KV blocks to copy before the model runs.
     """
 
     slot_updates: list[SlotUpdate] = field(default_factory=list)
     draft_tokens: dict[int, list[int]] = field(default_factory=dict)
+    kv_transfers: KVTransfers | None = None
 
 
 @dataclass

@@ -6,6 +6,7 @@
     schedule  on_step_start()                         release held sequences, finish sequences
               token_budget(n)                         lower the budget of this step
               may_admit(seq, plan)                    leave a waiting sequence out of this step
+              on_admit(seq)                           fill further blocks from elsewhere
               limit_tokens(seq, n, plan)              give a sequence fewer tokens, or none
               extend_plan(plan)                       add draft tokens within the remaining budget
     launch    forward_inputs(plan, inputs)            fill in a field of `ForwardInputs`
@@ -49,6 +50,13 @@ class Extension:
     def may_admit(self, seq: Sequence, plan: Plan) -> bool:
         """Return True if a waiting sequence may start to run in this step."""
         return True
+
+    def on_admit(self, seq: Sequence) -> None:
+        """Called for a sequence that was just admitted, with blocks for all its tokens.
+
+        An extension that fills further of these blocks in this step, before the model runs,
+        raises `seq.num_computed_tokens` by whole blocks, except for the last token.
+        """
 
     def limit_tokens(self, seq: Sequence, num_tokens: int, plan: Plan) -> int:
         """Return how many of `num_tokens` a sequence may compute in this step; 0 leaves it out.

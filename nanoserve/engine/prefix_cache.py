@@ -59,9 +59,14 @@ class Prefix:
     block_hash: bytes
     blocks: list[list[int]]
     num_children: int = 0
+    is_kept: bool = False  # by `PrefixCache.keep`
 
     def count_children(self, change: int) -> None:
         self.num_children += change
+
+    @property
+    def is_needed(self) -> bool:
+        return self.is_kept or self.num_children > 0 or any(self.blocks)
 
 
 class PrefixCache:
@@ -213,9 +218,25 @@ class PrefixCache:
                 own.remove(block)
                 self._notify_removed(block, prefix.block_hash, group, not own)
                 break
-        while isinstance(prefix, Prefix) and not prefix.num_children and not any(prefix.blocks):
+        self._prune(prefix)
+
+    def keep(self, block_hash: bytes) -> Prefix:
+        """Keep a prefix that is in the tree, with or without blocks, until `let_go`."""
+        prefix = self._prefixes[block_hash]
+        prefix.is_kept = True
+        return prefix
+
+    def let_go(self, prefix: Prefix) -> None:
+        """Undo `keep`; nothing happens if the cache has been cleared since then."""
+        prefix.is_kept = False
+        if self._prefixes.get(prefix.block_hash) is prefix:
+            self._prune(prefix)
+
+    def _prune(self, prefix: Prefix | CacheKey) -> None:
+        """Remove a prefix that is not needed, and the parents that it alone needed."""
+        while isinstance(prefix, Prefix) and not prefix.is_needed:
             del self._prefixes[prefix.block_hash]
-            prefix = prefix.parent  # type: ignore[assignment]  # a key ends the loop
+            prefix = prefix.parent
             if isinstance(prefix, Prefix):
                 prefix.count_children(-1)
 
@@ -241,7 +262,7 @@ class PrefixCache:
             "a cached prefix has lost its parent": not prefixes.issuperset(parents),
             "children are miscounted": sum(p.num_children for p in prefixes) != len(parents),
             "a prefix without blocks and children is kept": any(
-                not p.num_children and not any(p.blocks) for p in prefixes
+                not prefix.is_needed for prefix in prefixes
             ),
         }
         return [problem for problem, is_there in problems.items() if is_there]

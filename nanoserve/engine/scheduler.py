@@ -316,6 +316,8 @@ class Scheduler:
         seq.status = SequenceStatus.RUNNING
         self._slots.take(seq)
         seq.num_computed_tokens = num_cached_tokens
+        for extension in self.extensions:
+            extension.on_admit(seq)
         self._count_hits(seq)
         num_rows = len(plan.rows)
         self._plan_row(seq, plan)

@@ -25,7 +25,8 @@ from nanoserve.sampling.sampler import Sampled, Sampler
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cpu_device import Computation, Device, StepOutput
 from nanoserve.worker.heads import HEADS, Heads
-from nanoserve.worker.kv_cache import KVCacheLayout, longest_sequence
+from nanoserve.worker.host_pool import HostPool
+from nanoserve.worker.kv_cache import KVCacheLayout, longest_sequence, num_host_places
 from nanoserve.worker.load_model import allocate_caches, allocate_pool, load_model
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class ModelRunner:
         self.heads = Heads(num_slots, context.routed_experts)
         self.sampler = self._make_sampler()
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int32, device=context.device)
+        self.host_pool: HostPool | None = None
         self._num_batches = 0
         self._computation: Computation | None = None
         self._prepare_device()
@@ -127,6 +129,8 @@ class ModelRunner:
             logger.info("max_model_len %d", max_model_len)
             kv_caches = allocate_pool(config, model_config, layout, num_kv_blocks, context.device)
             runner = make(kv_caches, num_kv_blocks, max_model_len)
+            if (num_places := num_host_places(config, model_config)) > 0:
+                runner.host_pool = HostPool(kv_caches, num_places, device.host_memory)
             runner.warm_up()
         return runner
 
@@ -164,6 +168,8 @@ class ModelRunner:
             self.kv_cache_layout.states.reject_drafts()
         header, model = batch.header, self.model
         with self.device.guard():
+            if inputs.kv_transfers is not None:
+                self.host_pool.copy(self.kv_caches, inputs.kv_transfers)
             # 1) Rank 0's device has the tokens that the host did not know when it packed the step.
             if header.num_pending:
                 self.context.tp.broadcast(self.last_token)
@@ -301,7 +307,7 @@ class ModelRunner:
         """Release weights and cache, even if the runner is still referenced."""
         self.device.finish()
         self.model = self.kv_caches = self.sampler = self.last_token = self.batches = None
-        self._computation = None
+        self.host_pool = self._computation = None
         self.device.close()
 
     def _make_sampler(self) -> Sampler:
