@@ -79,6 +79,17 @@ class KVTransfers(NamedTuple):
     to_host: list[tuple[int, int]]  # (block, place)
     to_device: list[tuple[int, int]]  # (place, block)
 
+    def to_bytes(self) -> bytes:
+        """Return the copies for other ranks, which copy their own shares of the same blocks."""
+        pairs = np.array([*self.to_host, *self.to_device], dtype=np.int32)
+        return len(self.to_host).to_bytes(4, "little") + pairs.tobytes()
+
+    @classmethod
+    def from_bytes(cls, content: bytes) -> "KVTransfers":
+        num_to_host = int.from_bytes(content[:4], "little")
+        pairs = np.frombuffer(content, dtype=np.int32, offset=4).reshape(-1, 2).tolist()
+        return cls(pairs[:num_to_host], pairs[num_to_host:])
+
 
 @dataclass
 class ForwardInputs:
