@@ -59,14 +59,14 @@ class Prefix:
     block_hash: bytes
     blocks: list[list[int]]
     num_children: int = 0
-    is_kept: bool = False  # by `PrefixCache.keep`
+    num_kept: int = 0  # calls of `PrefixCache.keep` without `let_go`
 
     def count_children(self, change: int) -> None:
         self.num_children += change
 
     @property
     def is_needed(self) -> bool:
-        return self.is_kept or self.num_children > 0 or any(self.blocks)
+        return self.num_kept + self.num_children > 0 or any(self.blocks)
 
 
 class PrefixCache:
@@ -221,20 +221,23 @@ class PrefixCache:
         self._prune(prefix)
 
     def keep(self, block_hash: bytes) -> Prefix:
-        """Keep a prefix that is in the tree, with or without blocks, until `let_go`."""
+        """Keep a prefix in the tree, with or without blocks, until `let_go` is called as often."""
         prefix = self._prefixes[block_hash]
-        prefix.is_kept = True
+        prefix.num_kept += 1
         return prefix
 
     def let_go(self, prefix: Prefix) -> None:
-        """Undo `keep`; nothing happens if the cache has been cleared since then."""
-        prefix.is_kept = False
-        if self._prefixes.get(prefix.block_hash) is prefix:
-            self._prune(prefix)
+        """Undo one `keep`; nothing happens if the cache has been cleared since then."""
+        prefix.num_kept -= 1
+        self._prune(prefix)
+
+    def is_known(self, prefix: Prefix) -> bool:
+        """Return True if `prefix` is in the tree, where lookups find it."""
+        return self._prefixes.get(prefix.block_hash) is prefix
 
     def _prune(self, prefix: Prefix | CacheKey) -> None:
         """Remove a prefix that is not needed, and the parents that it alone needed."""
-        while isinstance(prefix, Prefix) and not prefix.is_needed:
+        while isinstance(prefix, Prefix) and not prefix.is_needed and self.is_known(prefix):
             del self._prefixes[prefix.block_hash]
             prefix = prefix.parent
             if isinstance(prefix, Prefix):

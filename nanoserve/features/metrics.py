@@ -26,6 +26,7 @@ from nanoserve.engine.listeners import RequestListener
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.request import Request
 from nanoserve.engine.stopwatch import StepTimes
+from nanoserve.features.kv_transfer.host_tier import HostTier, TierStats
 from nanoserve.features.speculative.extension import Speculation
 from nanoserve.outputs import EngineStats, RequestOutput
 
@@ -166,6 +167,9 @@ class Metrics(RequestListener):
         # Jump-forward tokens of a grammar also count as drafts, even without the option.
         if self._engine.config.speculative_config is not None or stats.num_drafts:
             yield from self._speculation(stats)
+        for extension in self._engine.extensions:
+            if isinstance(extension, HostTier):
+                yield from self._host_tier(extension.stats)
         yield self._finished_by_reason()
         for name, histogram in self._histograms.items():
             meaning = name.replace("_", " ").capitalize() + "."
@@ -220,6 +224,18 @@ class Metrics(RequestListener):
             if isinstance(extension, Speculation) and extension.goodput is not None:
                 meaning = "Tokens of steps with drafts, relative to plain steps in the same time."
                 yield self._gauge("spec_decode_gain", meaning, extension.goodput.gain)
+
+    def _host_tier(self, stats: TierStats) -> Iterator[Metric]:
+        for name, meaning, value in (
+            ("external_prefix_cache_queries", "Prompt tokens looked up on the host.", stats.queries),
+            ("external_prefix_cache_hits", "Prompt tokens found on the host.", stats.hits),
+            ("kv_offload_stored_blocks", "KV blocks copied to the host.", stats.num_stored),
+            ("kv_offload_loaded_blocks", "KV blocks copied from the host.", stats.num_loaded),
+            ("kv_offload_evicted_blocks", "KV blocks dropped by the host.", stats.num_evicted),
+        ):
+            counter = self._counter(name, meaning)
+            counter.add_metric([*self._labels.values()], value)
+            yield counter
 
     def _cache_config(self, num_blocks: int) -> Metric:
         """Return a gauge that is always 1, with the cache configuration in its labels."""

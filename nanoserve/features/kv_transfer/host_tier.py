@@ -30,11 +30,13 @@ Key = tuple[Prefix, int]  # with the layer group
 
 @dataclass
 class TierStats:
-    """Numbers of blocks since the start."""
+    """Totals since the start. Tokens are counted like those of the prefix cache: once a request."""
 
-    num_stored: int = 0  # copied to the host
-    num_loaded: int = 0  # copied back
-    num_evicted: int = 0  # dropped from the host for others
+    num_stored: int = 0  # blocks copied to the host
+    num_loaded: int = 0  # blocks copied back
+    num_evicted: int = 0  # blocks dropped from the host for others
+    queries: int = 0  # prompt tokens that the pool's prefix cache did not have
+    hits: int = 0  # those of them that the host had
 
 
 class HostTier(Extension, BlockListener):
@@ -46,6 +48,7 @@ class HostTier(Extension, BlockListener):
 
     def __init__(self, block_manager: BlockManager, num_places: int) -> None:
         self._manager, self._cache = block_manager, block_manager.prefix_cache
+        self._groups = range(len(block_manager.windows))
         self.num_places, self.stats = num_places, TierStats()
         self._clear()
         block_manager.listeners.append(self)
@@ -57,6 +60,9 @@ class HostTier(Extension, BlockListener):
         self._to_host: dict[int, int] = {}  # by place
         self._to_device: dict[int, int] = {}  # by block
         self._read: set[int] = set()
+        # Of the sequence that may be admitted next: its prefixes, and their places.
+        self._chain: list[Prefix] = []
+        self._wanted: set[int] = set()
 
     @property
     def num_used_places(self) -> int:
@@ -68,33 +74,46 @@ class HostTier(Extension, BlockListener):
         """Keep a block that has been evicted, as long as no step has changed its content."""
         if not is_last:
             return
-        key = (self._cache.keep(block_hash), group)
+        prefix = self._cache.keep(block_hash)
+        key = prefix, group
         if key in self._places:
             self._places.move_to_end(key)
         elif (place := self._take_place()) is not None:
             self._places[key] = place
             self._to_host[place] = block
-        else:
-            self._let_go(key[0])
+            return
+        self._cache.let_go(prefix)
 
     def _take_place(self) -> int | None:
-        """Return a free place, if need be by evicting another prefix; None if all will be read."""
+        """Return a free place, if need be by evicting another prefix; None if all are wanted."""
         if self._free:
             return self._free.pop()
         for key, place in self._places.items():
-            if place not in self._read:
+            if place not in self._read and place not in self._wanted:
                 del self._places[key]
                 self._to_host.pop(place, None)
-                self._let_go(key[0])
+                self._cache.let_go(key[0])
                 self.stats.num_evicted += 1
                 return place
         return None
 
-    def _let_go(self, prefix: Prefix) -> None:
-        """Tell the prefix cache that a prefix is not kept here, unless another group keeps it."""
-        groups = range(len(self._manager.windows))
-        if not any((prefix, group) in self._places for group in groups):
-            self._cache.let_go(prefix)
+    def check(self) -> None:
+        """Raise `RuntimeError` unless places, copies and prefixes agree. O(places)."""
+        used = list(self._places.values())
+        problems = {
+            "places are lost or used twice": sorted([*used, *self._free])
+            != list(range(self.num_places)),
+            "a copy goes to a free place": not set(used).issuperset(self._to_host),
+            "a place to be read is free": not set(used).issuperset(self._read),
+            "the places to be read are not those of the copies": self._read
+            != set(self._to_device.values()),
+            "a prefix has left the tree": any(
+                not self._cache.is_known(prefix) for prefix, _ in self._places
+            ),
+        }
+        found = [problem for problem, is_there in problems.items() if is_there]
+        if found:
+            raise RuntimeError(f"the host tier is inconsistent: {found}")
 
     def on_cleared(self) -> None:
         """Forget everything: a step has failed, the weights have changed, or a user wants it."""
@@ -102,17 +121,27 @@ class HostTier(Extension, BlockListener):
 
     # ------------------------------------------------------------------ in
 
+    def may_admit(self, seq: Sequence, plan: Plan) -> bool:
+        """Keep what the sequence will find here: its new blocks evict others, which come here."""
+        self._chain, self._wanted = [], set()
+        if self._places and not seq.needs_prompt_outputs:
+            most, groups = (len(seq.token_ids) - 1) // self._manager.block_size, self._groups
+            self._chain = self._cache.chain(seq, most)
+            keys = ((prefix, group) for prefix in self._chain for group in groups)
+            self._wanted = {self._places[key] for key in keys if key in self._places}
+        return True
+
     def on_admit(self, seq: Sequence) -> None:
         """Fill the blocks after the pool's hit from the host."""
         size = self._manager.block_size
         first = seq.num_computed_tokens // size
-        most = min(len(seq.token_ids) - 1, seq.num_allocated_tokens) // size
-        if not self._places or first >= most or seq.needs_prompt_outputs:
-            return
-        chain = self._cache.chain(seq, most)
+        # One token at least is computed, in blocks that the sequence has already.
+        is_first = seq.index == 0 and seq.metrics.num_preemptions == 0
+        if is_first:
+            self.stats.queries += seq.num_prompt_tokens - seq.num_computed_tokens
+        chain = self._chain[: (seq.num_allocated_tokens - 1) // size]
         end = first
-        groups = range(len(seq.block_tables))
-        while end < len(chain) and all((chain[end], group) in self._places for group in groups):
+        while end < len(chain) and all((chain[end], g) in self._places for g in self._groups):
             end += 1
         # The tail first: it is used less recently than the head.
         for index in reversed(range(first, end)):
@@ -122,6 +151,19 @@ class HostTier(Extension, BlockListener):
                 self._to_device[table[index]] = self._places[key]
                 self._read.add(self._places[key])
         seq.num_computed_tokens = end * size
+        self._wanted = set()
+        if is_first:
+            self.stats.hits += (end - first) * size
+
+    def limit_tokens(self, seq: Sequence, num_tokens: int, plan: Plan) -> int:
+        """Keep a sequence that was just admitted within its blocks.
+
+        A group with a window has got blocks for the first tokens after the pool's hit only. More of
+        them may be missing, and nothing may be preempted while sequences are admitted.
+        """
+        if plan.admitted and plan.admitted[-1] is seq:
+            return min(num_tokens, seq.num_allocated_tokens - seq.num_computed_tokens)
+        return num_tokens
 
     def forward_inputs(self, plan: Plan, inputs: ForwardInputs) -> None:
         """Hand over the copies to the step."""
