@@ -24,6 +24,7 @@ from nanoserve.engine.plan import Plan
 from nanoserve.engine.request import Request
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence, SequenceStatus
+from nanoserve.features.kv_transfer.host_tier import HostTier
 from nanoserve.features.parallel.pipeline_schedule import PipelineSchedule
 from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
@@ -54,7 +55,9 @@ class Asked:
 class AheadRun:
     """A random engine, random requests, and random misfortunes between and inside its steps."""
 
-    def __init__(self, seed: int, ahead: bool, num_stages: int = 1) -> None:
+    def __init__(
+        self, seed: int, ahead: bool, num_stages: int = 1, num_places: int | None = None
+    ) -> None:
         self.rng = rng = random.Random(seed)
         self.vocab = LETTERS[: rng.randint(1, 3)]
         block_size, max_num_seqs = rng.randint(1, 4), rng.randint(1, 5)
@@ -93,6 +96,10 @@ class AheadRun:
         )
         if num_stages > 1:
             self.engine.add_extension(PipelineSchedule(self.engine))
+        self.tier = None
+        if num_places is not None:
+            self.tier = HostTier(self.engine.scheduler.block_manager, num_places)
+            self.engine.add_extension(self.tier)
         executor.max_model_len = self.max_model_len
         self.executor = executor
         self.engine.replace_executor(executor)
@@ -249,10 +256,13 @@ class AheadRun:
                 require(got == expected, "outputs of a prompt")
 
 
-def run_many(num_runs: int, ahead: bool, num_stages: int = 1) -> Counter[str]:
+def run_many(
+    num_runs: int, ahead: bool, num_stages: int = 1, with_tier: bool = False
+) -> Counter[str]:
     seen: Counter[str] = Counter()
     for seed in range(num_runs):
-        run = AheadRun(seed, ahead, num_stages)
+        num_places = (1, 2, 5, 20)[seed % 4] if with_tier else None
+        run = AheadRun(seed, ahead, num_stages, num_places)
         try:
             run.run()
         except Exception as error:
@@ -261,6 +271,7 @@ def run_many(num_runs: int, ahead: bool, num_stages: int = 1) -> Counter[str]:
         seen["failed"] += run.num_failures > 0
         seen["preempted"] += run.engine.scheduler.num_preemptions > 0
         seen["hit"] += run.engine.scheduler.num_hit_tokens > 0
+        seen["loaded"] += run.tier is not None and run.tier.stats.num_loaded > 0
         seen["aborted"] += any(asked.aborted for asked in run.asked)
         seen["windows"] += run.engine.scheduler.block_manager.has_windows
     return seen
@@ -287,6 +298,15 @@ def test_every_request_gets_its_tokens_from_a_pipeline(fuzz_runs: int, num_stage
     seen = run_many(num_runs, False, num_stages)
     assert seen["overlapped"] > 0.5 * num_runs
     assert min(seen[what] for what in HARD) > 0.1 * num_runs
+
+
+@pytest.mark.small(num_stages=[1])
+@pytest.mark.parametrize("num_stages", [1, 3])
+def test_every_request_gets_its_tokens_with_a_host_tier(fuzz_runs: int, num_stages: int) -> None:
+    num_runs = max(40, fuzz_runs // 6)
+    seen = run_many(num_runs, num_stages == 1, num_stages, with_tier=True)
+    assert min(seen[what] for what in HARD) > 0.1 * num_runs
+    assert seen["loaded"] > 0.02 * num_runs
 
 
 def readmitted_too_early(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,13 @@ import numpy as np
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import PENDING, Batch
 from nanoserve.engine.batch_layout import BatchLayout
-from nanoserve.engine.executor import ForwardInputs, SampleInputs, SlotUpdate, StepResult
+from nanoserve.engine.executor import (
+    ForwardInputs,
+    KVTransfers,
+    SampleInputs,
+    SlotUpdate,
+    StepResult,
+)
 from nanoserve.engine.kv_groups import SequenceRoom
 
 POISON = -7
@@ -68,6 +74,7 @@ def expected_tokens(
 class LateHandle:
     batch: Batch
     step: int
+    transfers: KVTransfers | None = None
     slots: list[int] = field(default_factory=list)
     prefixes: list[int] = field(default_factory=list)
     token_ids: list[int] | None = None
@@ -120,6 +127,7 @@ class LateExecutor:
         self.queue: list[tuple[int, Callable[[], None]]] = []  # (step, what it does), in order
         # By slot: which group's K and V, and of which prefix.
         self.shadow = [(0, POISON)] * ((num_kv_blocks + 1) * config.block_size)
+        self.places: dict[int, list[tuple[int, int]]] = {}  # of the host
         self.parent_of: dict[int, int] = {}
         self.last_token = [POISON] * config.max_num_seqs
         self.states: list[State | None] = [None] * config.max_num_seqs
@@ -139,7 +147,7 @@ class LateExecutor:
     def forward(self, batch: Batch, inputs: ForwardInputs) -> LateHandle:
         for change in inputs.slot_updates:
             self.states[change.slot] = State(change, list(change.output_token_ids))
-        handle = LateHandle(batch, batch.step)
+        handle = LateHandle(batch, batch.step, inputs.kv_transfers)
         header = batch.header
         handle.slots = batch.output_slots[: header.num_sampled].tolist()
         self.queue.append((batch.step, lambda: self._compute(handle)))
@@ -178,6 +186,8 @@ class LateExecutor:
         batch = handle.batch
         header = batch.header
         require(header.step == handle.step, "a batch was packed anew before it was read")
+        if handle.transfers is not None:
+            self._copy(handle.transfers)
         starts = batch.cu_seqlens_q[: header.num_rows + 1].tolist()
         tables = batch.block_tables(header.num_rows, header.table_width).tolist()  # by group
         slots, positions = batch.slot_mapping.tolist(), batch.positions.tolist()
@@ -211,6 +221,13 @@ class LateExecutor:
             next_ids = batch.next_ids[span].tolist()
             pairs = zip(of_outputs[span], next_ids, strict=True)
             handle.of_heads[name] = [mix(prefix, token) for prefix, token in pairs]
+
+    def _copy(self, transfers: KVTransfers) -> None:
+        size = self.block_size
+        for block, place in transfers.to_host:
+            self.places[place] = self.shadow[block * size : (block + 1) * size]
+        for place, block in transfers.to_device:
+            self.shadow[block * size : (block + 1) * size] = self.places[place]
 
     def _before(
         self, tables: list[list[int]], positions: list[int], starts: list[int], row: int
@@ -291,8 +308,8 @@ class LatePipeline(LateExecutor):
 
     def forward(self, batch: Batch, inputs: ForwardInputs) -> LateHandle:
         self.on_call("forward")
-        self.first._compute(LateHandle(batch, batch.step))
-        handle = LateHandle(batch, batch.step)
+        self.first._compute(LateHandle(batch, batch.step, inputs.kv_transfers))
+        handle = LateHandle(batch, batch.step, inputs.kv_transfers)
         handle.slots = batch.output_slots[: batch.header.num_sampled].tolist()
         self.launched.append((handle, inputs.slot_updates))
         return handle
