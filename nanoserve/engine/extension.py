@@ -51,12 +51,13 @@ class Extension:
         """Return True if a waiting sequence may start to run in this step."""
         return True
 
-    def on_admit(self, seq: Sequence) -> None:
-        """Called for a sequence that was just admitted, with blocks for all its tokens.
+    def on_admit(self, seq: Sequence) -> int:
+        """Return how many tokens after `seq.num_computed_tokens` need not be computed.
 
-        An extension that fills further of these blocks in this step, before the model runs,
-        raises `seq.num_computed_tokens` by whole blocks, except for the last token.
+        Called for a sequence that was just admitted. The extension fills the blocks of these tokens
+        before the model runs; they are whole blocks that are allocated, without the last token.
         """
+        return 0
 
     def limit_tokens(self, seq: Sequence, num_tokens: int, plan: Plan) -> int:
         """Return how many of `num_tokens` a sequence may compute in this step; 0 leaves it out.

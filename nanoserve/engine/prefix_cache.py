@@ -64,6 +64,9 @@ class Prefix:
     def count_children(self, change: int) -> None:
         self.num_children += change
 
+    def count_kept(self, change: int) -> None:
+        self.num_kept += change
+
     @property
     def is_needed(self) -> bool:
         return self.num_kept + self.num_children > 0 or any(self.blocks)
@@ -178,23 +181,22 @@ class PrefixCache:
 
     # ------------------------------------------------------------------ adding and removing blocks
 
-    def add(self, seq: Sequence, index: int) -> list[int]:
+    def add(self, seq: Sequence, index: int) -> None:
         """Cache the blocks, one per layer group, that hold the tokens of block `index` of `seq`.
 
-        Returns the blocks that were not cached before. If another prefix has the same hash, the
-        other prefix stays, and neither this prefix nor its descendants are cached.
+        If another prefix has the same hash, the other prefix stays, and neither this prefix nor its
+        descendants are cached.
         """
         tables = seq.block_tables
         parent = self._prefix_of[tables[0][index - 1]] if index else root_key(seq)
         if parent is None:
-            return []
+            return
         self.hash_blocks(seq, index + 1)
         prefix = self._prefixes.get(seq.block_hashes[index])
         if prefix is None:
             prefix = self._grow(parent, seq, index)
         elif not self._is_at(prefix, seq, index, parent):
-            return []
-        new = []
+            return
         for group, (own, table) in enumerate(zip(prefix.blocks, tables, strict=True)):
             block = table[index]
             if block and self._prefix_of[block] is None:
@@ -202,10 +204,8 @@ class PrefixCache:
                 self._num_added += 1
                 self._numbers[block] = self._num_added
                 own.append(block)
-                new.append(block)
                 if self.listeners:
                     self._notify_cached(prefix, block, group, root_key(seq))
-        return new
 
     def remove(self, block: int) -> None:
         """Remove `block` from the prefix cache, if it is cached: its content is about to change."""
@@ -223,12 +223,12 @@ class PrefixCache:
     def keep(self, block_hash: bytes) -> Prefix:
         """Keep a prefix in the tree, with or without blocks, until `let_go` is called as often."""
         prefix = self._prefixes[block_hash]
-        prefix.num_kept += 1
+        prefix.count_kept(1)
         return prefix
 
     def let_go(self, prefix: Prefix) -> None:
         """Undo one `keep`; nothing happens if the cache has been cleared since then."""
-        prefix.num_kept -= 1
+        prefix.count_kept(-1)
         self._prune(prefix)
 
     def is_known(self, prefix: Prefix) -> bool:

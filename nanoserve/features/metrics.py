@@ -26,7 +26,8 @@ from nanoserve.engine.listeners import RequestListener
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.request import Request
 from nanoserve.engine.stopwatch import StepTimes
-from nanoserve.features.kv_transfer.host_tier import HostTier, TierStats
+from nanoserve.features.kv_transfer.host_places import TierStats
+from nanoserve.features.kv_transfer.host_tier import HostTier
 from nanoserve.features.speculative.extension import Speculation
 from nanoserve.outputs import EngineStats, RequestOutput
 
@@ -227,7 +228,11 @@ class Metrics(RequestListener):
 
     def _host_tier(self, stats: TierStats) -> Iterator[Metric]:
         for name, meaning, value in (
-            ("external_prefix_cache_queries", "Prompt tokens looked up on the host.", stats.queries),
+            (
+                "external_prefix_cache_queries",
+                "Prompt tokens looked up on the host.",
+                stats.queries,
+            ),
             ("external_prefix_cache_hits", "Prompt tokens found on the host.", stats.hits),
             ("kv_offload_stored_blocks", "KV blocks copied to the host.", stats.num_stored),
             ("kv_offload_loaded_blocks", "KV blocks copied from the host.", stats.num_loaded),

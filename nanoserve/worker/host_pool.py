@@ -16,7 +16,10 @@ from torch import Tensor
 
 from nanoserve.attention.kv_cache import KVCache
 from nanoserve.attention.recurrent_state import LayerCache
-from nanoserve.engine.executor import KVTransfers
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.engine.kv_transfers import KVTransfers
+from nanoserve.worker.kv_cache import num_host_places
 
 
 class HostPool:
@@ -41,6 +44,18 @@ class HostPool:
             part.view(tensor.dtype).view(num_places, *tensor.shape[1:])
             for part, tensor in zip(self.memory.split(sizes, dim=1), tensors, strict=True)
         ]
+
+    @classmethod
+    def of(
+        cls,
+        config: EngineConfig,
+        model_config: ModelConfig,
+        kv_caches: Sequence[LayerCache],
+        allocate: Callable[[int], np.ndarray],
+    ) -> "HostPool | None":
+        """Return a pool of `kv_offloading_size` GiB over all ranks; None without that option."""
+        num_places = num_host_places(config, model_config)
+        return cls(kv_caches, num_places, allocate) if num_places else None
 
     def copy(self, kv_caches: Sequence[LayerCache], transfers: KVTransfers) -> None:
         """Launch the copies, to the host first; they run before later work of the device."""

@@ -26,7 +26,7 @@ from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cpu_device import Computation, Device, StepOutput
 from nanoserve.worker.heads import HEADS, Heads
 from nanoserve.worker.host_pool import HostPool
-from nanoserve.worker.kv_cache import KVCacheLayout, longest_sequence, num_host_places
+from nanoserve.worker.kv_cache import KVCacheLayout, longest_sequence
 from nanoserve.worker.load_model import allocate_caches, allocate_pool, load_model
 
 logger = logging.getLogger(__name__)
@@ -53,6 +53,8 @@ class ModelRunner:
 
     Differences between a GPU and a CPU are confined to the `Device` object.
     """
+
+    host_pool: HostPool | None = None  # for blocks that the KV cache has evicted
 
     def __init__(
         self,
@@ -85,7 +87,6 @@ class ModelRunner:
         self.heads = Heads(num_slots, context.routed_experts)
         self.sampler = self._make_sampler()
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int32, device=context.device)
-        self.host_pool: HostPool | None = None
         self._num_batches = 0
         self._computation: Computation | None = None
         self._prepare_device()
@@ -129,8 +130,7 @@ class ModelRunner:
             logger.info("max_model_len %d", max_model_len)
             kv_caches = allocate_pool(config, model_config, layout, num_kv_blocks, context.device)
             runner = make(kv_caches, num_kv_blocks, max_model_len)
-            if (num_places := num_host_places(config, model_config)) > 0:
-                runner.host_pool = HostPool(kv_caches, num_places, device.host_memory)
+            runner.host_pool = HostPool.of(config, model_config, kv_caches, device.host_memory)
             runner.warm_up()
         return runner
 
@@ -241,11 +241,7 @@ class ModelRunner:
         # 2) By row: the draft tokens that are accepted, and the token after them.
         slots = handle.batch.output_slots[: len(new_ids)]
         rows = accept_draft_tokens(new_ids, slots, handle.draft_tokens)
-        if sampled.states:
-            states = dict(sampled.states)
-            for first, accepted in zip(rows.first_outputs, rows.token_ids, strict=True):
-                if first in states:
-                    states[first].extend(accepted)
+        rows.extend(dict(sampled.states))
         logprobs = None
         places: list[tuple[int, int]] = []
         if sampled.logprobs is not None:

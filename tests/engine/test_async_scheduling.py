@@ -24,6 +24,7 @@ from nanoserve.engine.plan import Plan
 from nanoserve.engine.request import Request
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence, SequenceStatus
+from nanoserve.features.kv_transfer.host_places import HostPlaces
 from nanoserve.features.kv_transfer.host_tier import HostTier
 from nanoserve.features.parallel.pipeline_schedule import PipelineSchedule
 from nanoserve.outputs import RequestOutput
@@ -98,7 +99,8 @@ class AheadRun:
             self.engine.add_extension(PipelineSchedule(self.engine))
         self.tier = None
         if num_places is not None:
-            self.tier = HostTier(self.engine.scheduler.block_manager, num_places)
+            manager = self.engine.scheduler.block_manager
+            self.tier = HostTier(manager, HostPlaces(manager.prefix_cache, num_places))
             self.engine.add_extension(self.tier)
         executor.max_model_len = self.max_model_len
         self.executor = executor

@@ -25,7 +25,8 @@ import torch
 from nanoserve.checkpoint.checkpoint import Checkpoint
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
-from nanoserve.engine.executor import ForwardInputs, KVTransfers
+from nanoserve.engine.executor import ForwardInputs
+from nanoserve.engine.kv_transfers import KVTransfers
 from nanoserve.features.parallel.heartbeat import beat_for_ever
 from nanoserve.features.parallel.process_group import LOOPBACK, find_store, map_memory
 from nanoserve.features.parallel.ranks import join_ranks

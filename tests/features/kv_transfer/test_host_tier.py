@@ -13,9 +13,11 @@ from windowed_models import make_windowed
 from nanoserve import LLM, SamplingParams
 from nanoserve.attention.kv_cache import KVCache, KVCacheSpec
 from nanoserve.engine.block_manager import BlockManager
-from nanoserve.engine.executor import ForwardInputs, KVTransfers
+from nanoserve.engine.executor import ForwardInputs
+from nanoserve.engine.kv_transfers import KVTransfers
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.sequence import Sequence
+from nanoserve.features.kv_transfer.host_places import HostPlaces
 from nanoserve.features.kv_transfer.host_tier import HostTier
 from nanoserve.worker.host_pool import HostPool
 from nanoserve.worker.model_runner import ModelRunner
@@ -68,7 +70,7 @@ def answers(llm: LLM, num_requests: int = 60) -> list[list[list[int]]]:
 
 def tier_of(llm: LLM) -> HostTier:
     (tier,) = [each for each in llm.engine.extensions if isinstance(each, HostTier)]
-    tier.check()
+    tier.places.check()
     return tier
 
 
@@ -122,7 +124,7 @@ def test_what_the_prefix_cache_forgets_the_host_forgets(method: str, tmp_path: P
     make_qwen3(tmp_path)
     with LLM(tmp_path, kv_offloading_size=SIZE, **OPTIONS) as llm:
         expected = answers(llm)
-        assert tier_of(llm).num_used_places
+        assert len(tier_of(llm).places)
         if method == "reset":
             llm.reset_prefix_cache()
         elif method == "sleep":
@@ -130,9 +132,9 @@ def test_what_the_prefix_cache_forgets_the_host_forgets(method: str, tmp_path: P
             llm.wake_up()
         else:
             llm.update_weights(tmp_path)
-        assert tier_of(llm).num_used_places == 0
+        assert len(tier_of(llm).places) == 0
         assert answers(llm) == expected
-        assert tier_of(llm).num_used_places
+        assert len(tier_of(llm).places)
 
 
 @pytest.mark.parametrize("when", ["before the copies", "after the copies"])
@@ -177,15 +179,14 @@ def test_a_step_that_fails_among_its_copies(
 def test_tails_are_evicted_before_heads() -> None:
     """After any number of evictions, what the host has of a chain is its beginning."""
     manager = BlockManager(10, 2)
-    tier = HostTier(manager, 3)
+    tier = HostTier(manager, HostPlaces(manager.prefix_cache, 3))
 
     def run(token_ids: list[int]) -> int:
         seq = Sequence("a", token_ids, SamplingParams(), 100)
         tier.may_admit(seq, Plan(0))
         manager.allocate(seq, len(token_ids), manager.lookup(seq))
         seq.num_computed_tokens = manager.block_size * seq.num_cached_blocks
-        tier.on_admit(seq)
-        num_cached = seq.num_computed_tokens
+        num_cached = seq.num_computed_tokens + tier.on_admit(seq)
         manager.cache(seq, len(token_ids))
         tier.forward_inputs(Plan(0), ForwardInputs())
         manager.free(seq)
@@ -193,7 +194,7 @@ def test_tails_are_evicted_before_heads() -> None:
 
     assert run([*range(17)]) == 0
     assert run([50] * 20) == 0
-    assert (tier.num_used_places, tier.stats.num_evicted) == (3, 5)
+    assert (len(tier.places), tier.stats.num_evicted) == (3, 5)
     assert run([*range(17)]) == 6  # the head of the first chain
 
 

@@ -6,31 +6,32 @@ from typing import Any
 import pytest
 from shadow_kv import Corruption, ShadowRun
 
-from nanoserve.engine.executor import ForwardInputs, KVTransfers
+from nanoserve.engine.executor import ForwardInputs
 from nanoserve.engine.extension import Extension
+from nanoserve.engine.kv_transfers import KVTransfers
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
+from nanoserve.features.kv_transfer.host_places import HostPlaces
 from nanoserve.features.kv_transfer.host_tier import HostTier
 
 
 class TierRun(ShadowRun):
     """A run of the scheduler with a tier of a few places, which are often too few."""
 
-    make_tier: Callable[..., HostTier] = HostTier
-
     def __init__(self, seed: int) -> None:
         extensions: list[Extension] = []
         super().__init__(seed, lambda *args, **kw: Scheduler(*args, extensions=extensions, **kw))
         num_places = self.rng.choice([1, 2, 5, 20, 100])
-        self.tier = type(self).make_tier(self.scheduler.block_manager, num_places)
+        manager = self.scheduler.block_manager
+        self.tier = HostTier(manager, HostPlaces(manager.prefix_cache, num_places))
         extensions.append(self.tier)
         self.places: list[list[tuple[int, int]]] = [[] for _ in range(num_places)]
 
     def _store_and_attend(self, plan: Plan) -> None:
         inputs = ForwardInputs()
         self.tier.forward_inputs(plan, inputs)
-        self.tier.check()
+        self.tier.places.check()
         if inputs.kv_transfers is not None:
             self._copy(inputs.kv_transfers)
         super()._store_and_attend(plan)
@@ -44,7 +45,7 @@ class TierRun(ShadowRun):
             done = self.rng.randint(0, len(to_host) + len(to_device))
             self._copy(KVTransfers(to_host[:done], to_device[: max(0, done - len(to_host))]))
         super()._reset()
-        self.tier.check()
+        self.tier.places.check()
 
     def _copy(self, transfers: KVTransfers) -> None:
         size = self.block_size
@@ -100,30 +101,31 @@ def kept_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
             prefix.blocks = [[] for _ in prefix.blocks]
 
     monkeypatch.setattr("nanoserve.engine.prefix_cache.PrefixCache.clear", clear)
-    monkeypatch.setattr(HostTier, "check", lambda self: None)
+    monkeypatch.setattr(HostPlaces, "check", lambda self: None)
 
 
 def overwrites_what_will_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = HostTier._take_place
+    original = HostPlaces.take
 
-    def take_place(self: HostTier) -> int | None:
+    def take(self: HostPlaces) -> int | None:
         self._read.clear()
         self._wanted.clear()
         return original(self)
 
-    monkeypatch.setattr(HostTier, "_take_place", take_place)
-    monkeypatch.setattr(HostTier, "check", lambda self: None)
+    monkeypatch.setattr(HostPlaces, "take", take)
+    monkeypatch.setattr(HostPlaces, "check", lambda self: None)
 
 
 def covers_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
     original = HostTier.on_admit
 
-    def on_admit(self: HostTier, seq: Sequence) -> None:
+    def on_admit(self: HostTier, seq: Sequence) -> int:
         size = self._manager.block_size
         self._chain = self._cache.chain(seq, len(seq.token_ids) // size)
         seq.num_allocated_tokens += size
-        original(self, seq)
+        num_filled = original(self, seq)
         seq.num_allocated_tokens -= size
+        return num_filled
 
     monkeypatch.setattr(HostTier, "on_admit", on_admit)
 
@@ -131,11 +133,11 @@ def covers_the_last_token(monkeypatch: pytest.MonkeyPatch) -> None:
 def skips_a_missing_block(monkeypatch: pytest.MonkeyPatch) -> None:
     original = HostTier.on_admit
 
-    def on_admit(self: HostTier, seq: Sequence) -> None:
-        original(self, seq)
-        end = seq.num_computed_tokens + self._manager.block_size
-        if self._places and end < min(len(seq.token_ids), seq.num_allocated_tokens):
-            seq.num_computed_tokens = end
+    def on_admit(self: HostTier, seq: Sequence) -> int:
+        num_filled, size = original(self, seq), self._manager.block_size
+        end = seq.num_computed_tokens + num_filled + size
+        has_more = self.places and end < min(len(seq.token_ids), seq.num_allocated_tokens)
+        return num_filled + size if has_more else num_filled
 
     monkeypatch.setattr(HostTier, "on_admit", on_admit)
 
@@ -147,11 +149,12 @@ def forgets_the_group(monkeypatch: pytest.MonkeyPatch) -> None:
         original(self, block, block_hash, 0, last)
         groups = range(1, len(self._manager.windows))
         prefix = self._cache.keep(block_hash)
-        if (prefix, 0) in self._places:
-            self._places |= {(prefix, g): self._places[prefix, 0] for g in groups}
+        places = self.places._places
+        if (prefix, 0) in places:
+            places |= {(prefix, g): places[prefix, 0] for g in groups}
 
     monkeypatch.setattr(HostTier, "on_removed", on_removed)
-    monkeypatch.setattr(HostTier, "check", lambda self: None)
+    monkeypatch.setattr(HostPlaces, "check", lambda self: None)
 
 
 PLANTED_BUGS = {
