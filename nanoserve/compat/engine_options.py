@@ -304,6 +304,7 @@ class EngineOptions(VllmOptions, total=False):
     block_size: int | None
     num_kv_blocks: int | None
     kv_cache_memory_bytes: int | None
+    kv_offloading_size: float | None
     kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"] | None
     enable_prefix_caching: bool | None
     disable_hybrid_kv_cache_manager: bool | None

@@ -13,7 +13,7 @@ import numpy as np
 
 
 class TokenState(Protocol):
-    """What a slot keeps of its tokens, such as how often each one occurred."""
+    """A token state is what a slot keeps of its tokens, such as how often each one occurred."""
 
     def extend(self, token_ids: list[int]) -> None: ...
 

@@ -89,10 +89,9 @@ class EngineMethods:
         """Evict all cached prefixes; returns True.
 
         Running sequences keep their blocks; with `reset_running_requests` they recompute their KV,
-        too. Raises `ValueError` for `reset_connector`: nanoserve has no KV connector.
+        too. Blocks on the host (`kv_offloading_size`) are always forgotten with the prefix cache,
+        so `reset_connector`, which requests that in vLLM, changes nothing.
         """
-        if reset_connector:
-            raise ValueError("reset_connector=True: this engine has no KV connector; omit it")
         self._lock.call_soon(lambda: self._reset_prefix_cache(reset_running_requests))
         return True
 
