@@ -589,7 +589,7 @@ def named_models() -> str:
 
 
 def prometheus() -> str:
-    """Return a table of the metrics of an engine with draft tokens, as in `/metrics`."""
+    """Return a table of the metrics of an engine with every option that adds some."""
     rows = []
     for family in metric_families():
         name = f"{family.name}_total" if family.type == "counter" else family.name
@@ -612,7 +612,7 @@ def metric_families() -> list[Any]:
     from nanoserve import LLM
     from nanoserve.features.metrics import metrics_of
 
-    pool: dict[str, Any] = {"num_kv_blocks": 64, "max_model_len": 1024}
+    pool: dict[str, Any] = {"num_kv_blocks": 64, "max_model_len": 1024, "kv_offloading_size": 0.01}
     drafts: dict[str, Any] = {"speculative_config": {"method": "ngram"}, "disable_log_stats": False}
     with LLM("tiny-qwen3", device="cpu", attention_backend="torch", **pool, **drafts) as llm:
         return list(metrics_of(llm.engine)[0].collect())
