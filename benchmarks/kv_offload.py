@@ -25,6 +25,7 @@ import statistics
 import subprocess
 import time
 from argparse import ArgumentParser, Namespace
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -107,6 +108,32 @@ def open_engines(args: Namespace) -> dict[str, LLM]:
     }
 
 
+def columns(alone: list[Round], found: list[Round]) -> list[str]:
+    """Return the cells of an engine, whose rounds are compared with those of the pool alone."""
+    seconds = [each.seconds for each in found]
+    num_prompt_tokens = sum(each.num_prompt_tokens for each in found)
+    num_found = sum(each.num_found for each in found)
+    num_output_tokens = sum(map(len, found[0].answers))
+    gains, pairs = [], []
+    for ours, each in zip(alone, found, strict=True):
+        gains.append(ours.seconds / each.seconds)
+        pairs += zip(ours.answers, each.answers, strict=True)
+    return [
+        f"{num_found / num_prompt_tokens:.1%}",
+        f"{sum(each.num_loaded for each in found) // len(found):,}",
+        f"{(num_prompt_tokens - num_found) // len(found):,}",
+        f"{statistics.median(seconds):.2f}",
+        f"{min(seconds):.2f} - {max(seconds):.2f}",
+        f"{num_output_tokens / statistics.median(seconds):.1f}",
+        f"{statistics.median(gains):.2f}",
+        f"{sum(a == b for a, b in pairs)} of {len(pairs)}",
+    ]
+
+
+def _row(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
 def processor() -> str:
     """Return the model name of the processor, as lscpu has it."""
     told = json.loads(subprocess.check_output(["lscpu", "--json"], text=True))["lscpu"]
@@ -131,8 +158,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     args = parser.parse_args()
-    print(f"{processor()}; nanoserve {nanoserve.__version__}, torch {torch.__version__}, "
-          f"Python {platform.python_version()}; load average {os.getloadavg()[0]:.1f}\n")  # fmt: skip
+    versions = f"nanoserve {nanoserve.__version__}, torch {torch.__version__}"
+    versions += f", Python {platform.python_version()}"
+    print(f"{processor()}; {versions}; load average {os.getloadavg()[0]:.1f}\n")
     engines = open_engines(args)
     for llm in engines.values():  # compile kernels
         llm.generate([[1] * args.text] * args.at_once, SamplingParams(max_tokens=2), use_tqdm=False)
@@ -140,28 +168,11 @@ def main() -> None:
     for seed in range(args.rounds):
         for name in random.Random(seed).sample(list(engines), len(engines)):
             rounds[name].append(run(engines[name], args, seed))
-    print("| engine | hit rate | blocks from the host | computed | seconds, from - to | output tok/s "
-          "| gain | same answers |\n|---|---:|---:|---:|---:|---:|---:|---:|")  # fmt: skip
-    num_output_tokens = args.conversations * args.turns * args.answer
+    heads = ("engine", "hit rate", "blocks from the host", "computed", "seconds", "from - to")
+    heads += ("output tok/s", "gain", "same answers")
+    print(_row(heads) + "\n|---" + "|---:" * (len(heads) - 1) + "|")
     for name, found in rounds.items():
-        seconds = [each.seconds for each in found]
-        gains = [
-            ours.seconds / each.seconds for ours, each in zip(rounds["pool"], found, strict=True)
-        ]
-        total = sum(each.num_prompt_tokens for each in found)
-        hits = sum(each.num_found for each in found)
-        pairs = [
-            pair
-            for ours, each in zip(rounds["pool"], found, strict=True)
-            for pair in zip(ours.answers, each.answers, strict=True)
-        ]
-        print(
-            f"| {name} | {hits / total:.1%} | {sum(e.num_loaded for e in found) // len(found):,} | "
-            f"{(total - hits) // len(found):,} | {statistics.median(seconds):.2f}, "
-            f"{min(seconds):.2f} - {max(seconds):.2f} | "
-            f"{num_output_tokens / statistics.median(seconds):.1f} | {statistics.median(gains):.2f} "
-            f"| {sum(a == b for a, b in pairs)} of {len(pairs)} |"
-        )
+        print(_row((name, *columns(rounds["pool"], found))))
     for llm in engines.values():
         llm.close()
 
