@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 from bisect import bisect_left
 
 import pytest
@@ -14,6 +15,7 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanoserve.features.metrics import Histogram, Metrics, metrics_of
+from nanoserve.serve.replicas.merged_metrics import merged
 
 # What the Grafana dashboard of vLLM's repository asks for, and its documentation lists.
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
@@ -149,6 +151,9 @@ def test_the_host_tier_is_counted() -> None:
         "kv_offload_evicted_blocks": {(): 0},
     }
     assert values["vllm:prefix_cache_hits_total"] == {(): 20}  # those of the host are among them
+    of_two = merged({number: generate_latest(metrics.registry) for number in range(2)}).decode()
+    for name in HOST_COUNTERS:
+        assert len(re.findall(rf"^vllm:{name}_total{{replica=\"[01]\",", of_two, re.M)) == 2, name
 
 
 def test_without_a_host_tier_there_are_no_counters_of_it(measured) -> None:
