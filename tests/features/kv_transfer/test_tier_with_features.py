@@ -76,7 +76,7 @@ def run(llm: LLM, requests: list[Request], seed: int) -> dict[str, list[list[int
 
 
 def agree(found: list[list[int]], expected: list[list[int]]) -> bool:
-    """Return True if completions are the same, as far as both got: an abort may come at any time."""
+    """Return True if completions are the same as far as both got: aborts come at any time."""
     pairs = zip(found, expected, strict=True)
     return all(a[: len(b)] == b[: len(a)] for a, b in pairs)
 
@@ -111,7 +111,8 @@ def test_mixed_requests_get_the_same_tokens(path: Path, by_size: Callable[..., i
         ]
         totals["ended"] += len(whole)
     assert totals["ended"] > 0.8 * num_requests, totals
-    assert min(totals["preempted"], totals["loaded"], totals["evicted"]) > 0.05 * num_requests, totals
+    del totals["ended"]
+    assert min(totals.values()) > 0.05 * num_requests, totals
 
 
 def draft_of_itself(path: Path, **more: Any) -> tuple[list[list[int]], dict[str, int]]:
