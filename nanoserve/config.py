@@ -184,7 +184,7 @@ class EngineConfig:
     # Memory for KV blocks in bytes, instead of `num_kv_blocks`. Default: as for `num_kv_blocks`.
     kv_cache_memory_bytes: int | None = None
     # Memory of the host in GiB, over all ranks, for KV blocks that the prefix cache has evicted; a
-    # later prompt with the same prefix gets them back. Default: none.
+    # later prompt with the same prefix gets them back. Default: none, as with 0.
     kv_offloading_size: float | None = None
     # Data type of the KV cache: "auto" (the model's), "int8" or "fp8" (the same as "fp8_e4m3").
     kv_cache_dtype: str = "auto"
@@ -305,7 +305,8 @@ class EngineConfig:
 
             self.kv_events_config = KVEventsConfig.of(self.kv_events_config)
         if self.kv_offloading_size is not None:
-            check_number("kv_offloading_size", self.kv_offloading_size, 0, excludes_low=True)
+            size = check_number("kv_offloading_size", self.kv_offloading_size, 0)
+            self.kv_offloading_size = size or None
         if self.kernel_config is not None:
             self.kernel_config = KernelConfig.of(self.kernel_config)
         self._check_names()

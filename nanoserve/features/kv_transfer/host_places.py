@@ -1,6 +1,6 @@
 """The places of the host's memory: what each one holds, and the copies of the next step."""
 
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -24,8 +24,8 @@ class TierStats:
 class HostPlaces:
     """A cache of KV blocks in `num_places` places; the least recently used block is evicted.
 
-    Some places have to keep their content for a while: those that the next step reads, those that
-    the sequence wants that may be admitted next, and those that another thread works on (`pin`).
+    Some places have to keep their content for a while: those that the next step reads, and those
+    that the sequence wants that may be admitted next.
 
     The prefix cache's tree names what a block holds, and the prefixes of all places are kept in
     that tree. So a hit here is proved like a hit in the pool, by comparing tokens and parents.
@@ -33,17 +33,12 @@ class HostPlaces:
 
     def __init__(self, prefix_cache: PrefixCache, num_places: int) -> None:
         self._cache, self.num_places, self.stats = prefix_cache, num_places, TierStats()
-        self._pins: Counter[int] = Counter()
         self.clear()
 
     def clear(self) -> None:
-        """Forget everything: a step has failed, the weights have changed, or a user wants it.
-
-        Pinned places become free when they are unpinned.
-        """
+        """Forget everything: a step has failed, the weights have changed, or a user wants it."""
         self._places: OrderedDict[Key, int] = OrderedDict()  # least recently used first
-        self._held: dict[int, Key] = {}  # the same, by place
-        self._free = [place for place in range(self.num_places) if place not in self._pins]
+        self._free = list(range(self.num_places))
         # Copies for the next step. A place that is about to be read must not get another content.
         self._to_host: dict[int, int] = {}  # by place
         self._to_device: dict[int, int] = {}  # by block
@@ -65,61 +60,37 @@ class HostPlaces:
         self._places.move_to_end(key)
         return self._places[key]
 
-    def take(self) -> int | None:
+    def _take(self) -> int | None:
         """Return an empty place, if need be by evicting a block; None if all must be kept."""
         if self._free:
             return self._free.pop()
         for key, place in self._places.items():
-            if not (place in self._read or place in self._wanted or place in self._pins):
-                del self._places[key], self._held[place]
+            if place not in self._read and place not in self._wanted:
+                del self._places[key]
                 self._to_host.pop(place, None)
                 self._cache.let_go(key[0])
                 self.stats.num_evicted += 1
                 return place
         return None
 
-    def put(self, key: Key, place: int) -> None:
-        """Note that `place`, which was empty, holds `key` from the next step on.
-
-        Keeps the prefix; the caller has to have called `PrefixCache.keep` for it.
-        """
-        self._places[key], self._held[place] = place, key
-
     def want(self, keys: Iterable[Key]) -> None:
         """Keep the blocks with these keys, and no longer those of the call before."""
         self._wanted = {self._places[key] for key in keys if key in self._places}
 
-    def pin(self, place: int) -> None:
-        self._pins[place] += 1
-
-    def unpin(self, place: int) -> None:
-        """Undo one `pin`; a place that holds nothing is free then."""
-        self._pins[place] -= 1
-        if not self._pins[place]:
-            del self._pins[place]
-            if place not in self._held:
-                self._free.append(place)
-
-    @property
-    def num_pinned(self) -> int:
-        return len(self._pins)
-
     # ------------------------------------------------------------------ copies
 
-    def copy_out(self, block: int, block_hash: bytes, group: int) -> int | None:
-        """Copy a block to the host with the next step, unless it is there.
+    def copy_out(self, block: int, block_hash: bytes, group: int) -> None:
+        """Copy a block to the host with the next step, unless it is there or has no place.
 
-        Returns its place; None if there is none. No step may have changed the block's content yet.
+        No step may have changed the block's content yet.
         """
         prefix = self._cache.keep(block_hash)
         key = prefix, group
-        place = self.find(key)
-        if place is None and (place := self.take()) is not None:
-            self.put(key, place)
+        if self.find(key) is None and (place := self._take()) is not None:
+            self._places[key] = place
             self._to_host[place] = block
-            return place
-        self._cache.let_go(prefix)
-        return place
+        else:
+            self._cache.let_go(prefix)
 
     def copy_in(self, key: Key, block: int) -> None:
         """Copy what the host has for `key` to a block with the next step."""
@@ -141,11 +112,9 @@ class HostPlaces:
     def check(self) -> None:
         """Raise `RuntimeError` unless places, copies and prefixes agree. O(places)."""
         used = list(self._places.values())
-        working = [place for place in self._pins if place not in self._held]
         problems = {
-            "places are lost or used twice": sorted([*used, *self._free, *working])
+            "places are lost or used twice": sorted([*used, *self._free])
             != list(range(self.num_places)),
-            "places and keys disagree": {p: key for key, p in self._places.items()} != self._held,
             "a copy goes to a free place": not set(used).issuperset(self._to_host),
             "a place to be read is free": not set(used).issuperset(self._read),
             "the places to be read are not those of the copies": self._read

@@ -248,3 +248,9 @@ def test_bad_sizes_are_rejected_before_weights_are_read(
             LLM(tmp_path, kv_offloading_size=size, **OPTIONS)
     with pytest.raises(ValueError, match="needs enable_prefix_caching=True"):
         LLM(tmp_path, kv_offloading_size=1, enable_prefix_caching=False, **OPTIONS)
+
+
+def test_a_size_of_zero_is_no_tier(tmp_path: Path) -> None:
+    make_qwen3(tmp_path)
+    with LLM(tmp_path, kv_offloading_size=0, enable_prefix_caching=False, **OPTIONS) as llm:
+        assert not any(isinstance(each, HostTier) for each in llm.engine.extensions)

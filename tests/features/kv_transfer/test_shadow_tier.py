@@ -105,14 +105,14 @@ def kept_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def overwrites_what_will_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = HostPlaces.take
+    original = HostPlaces._take
 
     def take(self: HostPlaces) -> int | None:
         self._read.clear()
         self._wanted.clear()
         return original(self)
 
-    monkeypatch.setattr(HostPlaces, "take", take)
+    monkeypatch.setattr(HostPlaces, "_take", take)
     monkeypatch.setattr(HostPlaces, "check", lambda self: None)
 
 
