@@ -35,7 +35,7 @@ class AcceptedRows(NamedTuple):
         firsts = enumerate(self.first_outputs)
         return {row: errors[first] for row, first in firsts if first in errors}
 
-    def extend(self, states: Mapping[int, "TokenState"]) -> None:
+    def extend_states(self, states: Mapping[int, TokenState]) -> None:
         """Append each row's tokens to the state, by output, of its first output if there is one."""
         if states:
             for first, token_ids in zip(self.first_outputs, self.token_ids, strict=True):

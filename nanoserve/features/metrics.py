@@ -155,16 +155,13 @@ class Metrics(RequestListener):
         yield self._gauge("num_requests_waiting", "Waiting sequences.", len(scheduler.waiting))
         yield self._gauge("kv_cache_usage_perc", "Fraction of KV blocks in use, 0 to 1.", used)
         yield self._cache_config(num_blocks)
-        for name, meaning, value in (
+        yield from self._counters(
             ("num_preemptions", "Preemptions.", stats.num_preemptions),
             ("prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_cache_queries),
             ("prefix_cache_hits", "Prompt tokens found in it.", stats.prefix_cache_hits),
             ("prompt_tokens", "Prompt tokens, including cached ones.", self._num_prompt_tokens),
             ("generation_tokens", "Output tokens.", self._num_generated),
-        ):
-            counter = self._counter(name, meaning)
-            counter.add_metric([*self._labels.values()], value)
-            yield counter
+        )
         # Jump-forward tokens of a grammar also count as drafts, even without the option.
         if self._engine.config.speculative_config is not None or stats.num_drafts:
             yield from self._speculation(stats)
@@ -227,17 +224,18 @@ class Metrics(RequestListener):
                 yield self._gauge("spec_decode_gain", meaning, extension.goodput.gain)
 
     def _host_tier(self, stats: TierStats) -> Iterator[Metric]:
-        for name, meaning, value in (
-            (
-                "external_prefix_cache_queries",
-                "Prompt tokens looked up on the host.",
-                stats.queries,
-            ),
+        sought = "Prompt tokens looked up on the host."
+        yield from self._counters(
+            ("external_prefix_cache_queries", sought, stats.queries),
             ("external_prefix_cache_hits", "Prompt tokens found on the host.", stats.hits),
             ("kv_offload_stored_blocks", "KV blocks copied to the host.", stats.num_stored),
             ("kv_offload_loaded_blocks", "KV blocks copied from the host.", stats.num_loaded),
             ("kv_offload_evicted_blocks", "KV blocks dropped by the host.", stats.num_evicted),
-        ):
+        )
+
+    def _counters(self, *rows: tuple[str, str, float]) -> Iterator[Metric]:
+        """Yield a counter for each row: its name, its meaning and its value."""
+        for name, meaning, value in rows:
             counter = self._counter(name, meaning)
             counter.add_metric([*self._labels.values()], value)
             yield counter

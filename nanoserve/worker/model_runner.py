@@ -241,7 +241,7 @@ class ModelRunner:
         # 2) By row: the draft tokens that are accepted, and the token after them.
         slots = handle.batch.output_slots[: len(new_ids)]
         rows = accept_draft_tokens(new_ids, slots, handle.draft_tokens)
-        rows.extend(dict(sampled.states))
+        rows.extend_states(dict(sampled.states))
         logprobs = None
         places: list[tuple[int, int]] = []
         if sampled.logprobs is not None:

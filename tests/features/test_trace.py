@@ -595,24 +595,41 @@ def test_a_text_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     assert "".join(data["steps"][0]["arrived"][0]["texts"]) == "</script>"
 
 
+def run_page(folder: Path, page: str, code: str, *pieces: str) -> Any:
+    """Return the value that `code` prints as JSON after the page's program, without its drawing.
+
+    `pieces`: patterns of further pieces of the program that the code needs.
+    """
+    (program,) = re.findall(r'<script type="module">\n(.*?)</script>', page, re.S)
+    (folder / "data.json").write_text(data_of(page), encoding="utf-8")
+    script = [
+        "const text = require('fs').readFileSync('data.json', 'utf8');",
+        "const document = { getElementById: () => ({ textContent: text }) };",
+        program.partition("- drawing")[0],
+        *(re.findall(piece, program, re.S)[0] for piece in pieces),
+        code,
+    ]
+    shown = subprocess.run(
+        [NODE, "-"],
+        input="\n".join(script),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(shown.stdout)
+
+
 @pytest.mark.skipif(NODE is None, reason="the page's program runs outside a browser with node")
 def test_the_page_rebuilds_the_same_pool(tmp_path: Path) -> None:
     trace = busy_trace(tmp_path / "run.jsonl")
-    page = make_page(trace)
-    (program,) = re.findall(r'<script type="module">\n(.*?)</script>', page, re.S)
-    (tmp_path / "data.json").write_text(data_of(page), encoding="utf-8")
-    script = (
-        "const text = require('fs').readFileSync('data.json', 'utf8');"
-        "const document = { getElementById: () => ({ textContent: text }) };"
-        + program.partition("- drawing")[0]
-        + "\nconst states = steps.map((_, i) => stateAt(i));"
+    code = (
+        "const states = steps.map((_, i) => stateAt(i));"
         "console.log(JSON.stringify(states.map((s) => [[...s.tables], [...s.cached]])));"
     )
-    shown = subprocess.run(
-        [NODE, "-"], input=script, cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    states = run_page(tmp_path, make_page(trace), code)
     pool = Pool()
-    for step, (tables, cached) in zip(trace.steps, json.loads(shown.stdout), strict=True):
+    for step, (tables, cached) in zip(trace.steps, states, strict=True):
         pool.advance(step)
         assert dict(tables) == pool.tables
         assert set(cached) == pool.cached
@@ -623,25 +640,12 @@ def test_the_page_rebuilds_the_same_pool(tmp_path: Path) -> None:
 def test_the_page_knows_what_a_block_from_the_host_holds(tmp_path: Path) -> None:
     """Not what it held before."""
     trace = host_trace(tmp_path / "run.jsonl")
-    page = make_page(trace)
-    (program,) = re.findall(r'<script type="module">\n(.*?)</script>', page, re.S)
-    (tmp_path / "data.json").write_text(data_of(page), encoding="utf-8")
-    (story,) = re.findall(r"function storyOf.*?\n}\n", program, re.S)
-    (plural,) = re.findall(r"const plural = .*?;\n", program, re.S)
-    script = (
-        "const text = require('fs').readFileSync('data.json', 'utf8');"
-        "const document = { getElementById: () => ({ textContent: text }) };"
-        + program.partition("- drawing")[0]
-        + "\n"
-        + plural
-        + story
-        + "const current = 2;"
+    code = (
+        "const current = 2;"
         "console.log(JSON.stringify([[...stateAt(2).contents], storyOf(steps[2])]));"
     )
-    shown = subprocess.run(
-        [NODE, "-"], input=script, cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    contents, told = json.loads(shown.stdout)
+    pieces = r"const plural = .*?;\n", r"function storyOf.*?\n}\n"
+    contents, told = run_page(tmp_path, make_page(trace), code, *pieces)
     (row,) = trace.steps[2]["rows"]
     for index, block in enumerate(row["blocks"]):
         expected = {"seq": row["seq"], "index": index, "isHit": index < 5}

@@ -70,6 +70,14 @@ def expected_tokens(
     return output
 
 
+def copy_blocks(shadow: list[Any], places: Any, transfers: KVTransfers, size: int) -> None:
+    """Copy what slots remember of their K and V, by block, to places of the host and back."""
+    for block, place in transfers.to_host:
+        places[place] = shadow[block * size : (block + 1) * size]
+    for place, block in transfers.to_device:
+        shadow[block * size : (block + 1) * size] = places[place]
+
+
 @dataclass
 class LateHandle:
     batch: Batch
@@ -187,7 +195,7 @@ class LateExecutor:
         header = batch.header
         require(header.step == handle.step, "a batch was packed anew before it was read")
         if handle.transfers is not None:
-            self._copy(handle.transfers)
+            copy_blocks(self.shadow, self.places, handle.transfers, self.block_size)
         starts = batch.cu_seqlens_q[: header.num_rows + 1].tolist()
         tables = batch.block_tables(header.num_rows, header.table_width).tolist()  # by group
         slots, positions = batch.slot_mapping.tolist(), batch.positions.tolist()
@@ -221,13 +229,6 @@ class LateExecutor:
             next_ids = batch.next_ids[span].tolist()
             pairs = zip(of_outputs[span], next_ids, strict=True)
             handle.of_heads[name] = [mix(prefix, token) for prefix, token in pairs]
-
-    def _copy(self, transfers: KVTransfers) -> None:
-        size = self.block_size
-        for block, place in transfers.to_host:
-            self.places[place] = self.shadow[block * size : (block + 1) * size]
-        for place, block in transfers.to_device:
-            self.shadow[block * size : (block + 1) * size] = self.places[place]
 
     def _before(
         self, tables: list[list[int]], positions: list[int], starts: list[int], row: int

@@ -25,7 +25,7 @@ class HostPlaces:
     """A cache of KV blocks in `num_places` places; the least recently used block is evicted.
 
     Some places have to keep their content for a while: those that the next step reads, and those
-    that the sequence wants that may be admitted next.
+    whose blocks the sequence needs that is tried next for admission.
 
     The prefix cache's tree names what a block holds, and the prefixes of all places are kept in
     that tree. So a hit here is proved like a hit in the pool, by comparing tokens and parents.

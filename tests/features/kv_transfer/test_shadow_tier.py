@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from late_executor import copy_blocks
 from shadow_kv import Corruption, ShadowRun
 
 from nanoserve.engine.executor import ForwardInputs
@@ -48,11 +49,7 @@ class TierRun(ShadowRun):
         self.tier.places.check()
 
     def _copy(self, transfers: KVTransfers) -> None:
-        size = self.block_size
-        for block, place in transfers.to_host:
-            self.places[place] = self.shadow[block * size : (block + 1) * size]
-        for place, block in transfers.to_device:
-            self.shadow[block * size : (block + 1) * size] = self.places[place]
+        copy_blocks(self.shadow, self.places, transfers, self.block_size)
 
 
 def test_no_run_reads_kv_of_another_prefix(by_size: Callable[..., int]) -> None:
