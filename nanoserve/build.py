@@ -35,7 +35,9 @@ FEATURES: Registry[PrepareFeature] = Registry(
     {
         "pipeline_parallel_size": "nanoserve.features.parallel.pipeline_schedule:prepare_pipeline",
         "speculative_config": "nanoserve.features.speculative.extension:prepare_speculation",
-        "kv_offloading_size": "nanoserve.features.kv_transfer.prepare:prepare_kv_transfer",
+        "kv_offloading_size": "nanoserve.features.kv_transfer.prepare:prepare_host_tier",
+        "kv_offloading_path": "nanoserve.features.kv_transfer.prepare:prepare_connector",
+        "kv_transfer_config": "nanoserve.features.kv_transfer.prepare:prepare_connector",
         "kv_events_config": "nanoserve.features.kv_events.publisher:prepare_kv_events",
         "enable_return_routed_experts": "nanoserve.features.routed_experts:prepare_routed_experts",
         "otlp_traces_endpoint": "nanoserve.features.request_spans:prepare_request_spans",

@@ -143,7 +143,6 @@ class VllmOptions(TypedDict, total=False):
     kv_cache_metrics_sample: Any
     kv_offloading_backend: Any
     kv_sharing_fast_prefill: Any
-    kv_transfer_config: Any
     language_model_only: Any
     limit_mm_per_prompt: Any
     linear_backend: Any

@@ -15,6 +15,13 @@ class KVTransfers(NamedTuple):
     to_host: list[tuple[int, int]]  # (block, place)
     to_device: list[tuple[int, int]]  # (place, block)
 
+    def after(self, others: "KVTransfers | None") -> "KVTransfers":
+        """Return the copies of a step that has these and, before them, `others`."""
+        if others is None:
+            return self
+        to_host, to_device = others
+        return KVTransfers([*to_host, *self.to_host], [*to_device, *self.to_device])
+
     def to_bytes(self) -> bytes:
         """Return the copies for other ranks, which copy their own shares of the same blocks."""
         pairs = np.array([*self.to_host, *self.to_device], dtype=np.int32)

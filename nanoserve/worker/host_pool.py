@@ -1,4 +1,4 @@
-"""The host pool is memory outside the KV cache, for blocks that the cache has evicted.
+"""The host pool is memory outside the KV cache, for blocks that leave it and come back.
 
 It has *places*, each as large as a KV block over all layers of this rank. What a place holds is one
 piece of memory, so that it can be written to a file or sent in one call:
@@ -19,7 +19,21 @@ from nanoserve.attention.recurrent_state import LayerCache
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.kv_transfers import KVTransfers
-from nanoserve.worker.kv_cache import num_host_places
+from nanoserve.worker.kv_cache import kv_block_bytes
+
+_GIB = 2**30
+
+
+def num_host_places(config: EngineConfig, model_config: ModelConfig) -> int:
+    """Return the number of KV blocks that `kv_offloading_size` has room for, over all ranks."""
+    return int((config.kv_offloading_size or 0) * _GIB) // kv_block_bytes(config, model_config)
+
+
+def num_staging_places(config: EngineConfig, model_config: ModelConfig) -> int:
+    """Return the number of KV blocks that the buffer of the KV connector holds."""
+    options = config.kv_connector
+    size = 0 if options is None else int(options.kv_buffer_size)
+    return size // kv_block_bytes(config, model_config)
 
 
 class HostPool:
@@ -37,8 +51,9 @@ class HostPool:
     ) -> None:
         tensors = list(_block_tensors(kv_caches))
         sizes = [math.prod(t.shape[1:]) * t.element_size() for t in tensors]
-        memory = torch.from_numpy(allocate(num_places * sum(sizes)))
-        self.memory = memory.view(num_places, sum(sizes))
+        self.num_places, self.place_bytes = num_places, sum(sizes)
+        memory = torch.from_numpy(allocate(num_places * self.place_bytes))
+        self.memory = memory.view(num_places, self.place_bytes)
         # By tensor of the KV cache: its part of each place.
         self._parts = [
             part.view(tensor.dtype).view(num_places, *tensor.shape[1:])
@@ -53,8 +68,12 @@ class HostPool:
         kv_caches: Sequence[LayerCache],
         allocate: Callable[[int], np.ndarray],
     ) -> "HostPool | None":
-        """Return a pool of `kv_offloading_size` GiB over all ranks; None without that option."""
+        """Return a pool with the host tier's places and, after them, those of the KV connector.
+
+        Returns None if the engine has neither.
+        """
         num_places = num_host_places(config, model_config)
+        num_places += num_staging_places(config, model_config)
         return cls(kv_caches, num_places, allocate) if num_places else None
 
     def copy(self, kv_caches: Sequence[LayerCache], transfers: KVTransfers) -> None:

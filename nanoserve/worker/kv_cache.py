@@ -48,11 +48,6 @@ def kv_block_bytes(config: EngineConfig, model_config: ModelConfig) -> int:
     return config.block_size * per_token // model_config.num_kv_layers * num_layers
 
 
-def num_host_places(config: EngineConfig, model_config: ModelConfig) -> int:
-    """Return the number of KV blocks that `kv_offloading_size` has room for, over all ranks."""
-    return int((config.kv_offloading_size or 0) * _GIB) // kv_block_bytes(config, model_config)
-
-
 class KVCacheLayout(NamedTuple):
     """The layout of a KV block on one rank."""
 

@@ -71,15 +71,20 @@ class HostTier(Extension, BlockListener):
         return (end - first) * size
 
     def limit_tokens(self, seq: Sequence, num_tokens: int, plan: Plan) -> int:
-        """Keep a sequence that was just admitted within its blocks.
-
-        A group with a window has got blocks for the first tokens after the pool's hit only. More of
-        them may be missing, and nothing may be preempted while sequences are admitted.
-        """
-        if plan.admitted and plan.admitted[-1] is seq:
-            return min(num_tokens, seq.num_allocated_tokens - seq.num_computed_tokens)
-        return num_tokens
+        return within_blocks(seq, num_tokens, plan)
 
     def forward_inputs(self, plan: Plan, inputs: ForwardInputs) -> None:
         """Hand over the copies to the step."""
         inputs.kv_transfers = self.places.take_transfers()
+
+
+def within_blocks(seq: Sequence, num_tokens: int, plan: Plan) -> int:
+    """Return how many of `num_tokens` a sequence that was just admitted has blocks for.
+
+    A group with a window has got blocks for the first tokens after the pool's hit only. After an
+    extension has filled these, more of them may be missing, and nothing may be preempted while
+    sequences are admitted. For other sequences returns `num_tokens`.
+    """
+    if plan.admitted and plan.admitted[-1] is seq:
+        return min(num_tokens, seq.num_allocated_tokens - seq.num_computed_tokens)
+    return num_tokens

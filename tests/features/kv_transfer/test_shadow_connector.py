@@ -1,0 +1,191 @@
+"""A connector under the late device: what is read too early, or kept too long, is another prefix.
+
+Loads and stores run when chance says so, long after they were started, as threads may. Each place
+of the host holds the prefixes that its K and V were computed for.
+"""
+
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+from ahead_run import AheadRun
+from late_executor import require
+
+from nanoserve.features.kv_transfer import transfers
+from nanoserve.features.kv_transfer.block_keys import BlockKeys
+from nanoserve.features.kv_transfer.config import KVTransferConfig
+from nanoserve.features.kv_transfer.connector import BlockKey
+from nanoserve.features.kv_transfer.staging import Staging
+from nanoserve.features.kv_transfer.transfers import ConnectorTransfers
+
+FIRST = 1000  # the first staging place; those of the host tier come before it
+
+
+class Pool:
+    """In place of threads: what was submitted runs when chance says so, in order."""
+
+    def __init__(self, run: "ConnectorRun") -> None:
+        self.chance, self.jobs = run.rng, []
+
+    def submit(self, call: Callable[..., Any], *args: Any) -> "Future[Any]":
+        future: Future[Any] = Future()
+        self.jobs.append((future, call, args))
+        return future
+
+    def run_some(self, rate: float) -> None:
+        while self.jobs and self.chance.random() < rate:
+            future, call, args = self.jobs.pop(0)
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call(*args))
+                except RuntimeError as error:
+                    future.set_exception(error)
+
+    def shutdown(self) -> None:
+        self.run_some(2)
+
+
+class Place:
+    """The memory of a staging place on the late device."""
+
+    def __init__(self, places: dict[int, Any], index: int) -> None:
+        self.places, self.index = places, index
+
+
+class Memory:
+    def __init__(self, places: dict[int, Any]) -> None:
+        self.places = places
+
+    def __getitem__(self, index: int) -> Place:
+        return Place(self.places, index)
+
+
+class Shelf:
+    """A connector that forgets, breaks down, and returns less than it has promised."""
+
+    def __init__(self, run: "ConnectorRun") -> None:
+        self.chance, self.blocks, self.num_loaded = run.rng, {}, 0
+        self.failure_rate = run.rng.choice([0, 0, 0.1])
+
+    def _may_fail(self) -> None:
+        if self.chance.random() < self.failure_rate:
+            raise RuntimeError("the shelf has fallen down")
+
+    def find(self, keys: list[BlockKey]) -> int:
+        self._may_fail()
+        if self.blocks and self.chance.random() < 0.02:
+            del self.blocks[self.chance.choice(list(self.blocks))]
+        found = [key in self.blocks for key in keys]
+        return found.index(False) if False in found else len(found)
+
+    def load(self, keys: list[BlockKey], memory: list[Place]) -> int:
+        for index, (key, place) in enumerate(zip(keys, memory, strict=True)):
+            self._may_fail()
+            if key not in self.blocks or self.chance.random() < 0.05:
+                return index
+            place.places[place.index] = list(self.blocks[key])
+            self.num_loaded += 1
+        return len(keys)
+
+    def store(self, keys: list[BlockKey], memory: list[Place]) -> None:
+        for key, place in zip(keys, memory, strict=True):
+            self._may_fail()
+            content = list(place.places[place.index])
+            require(self.blocks.get(key, content) == content, "another content under the same key")
+            self.blocks[key] = content
+
+    def close(self) -> None:
+        pass
+
+
+class ConnectorRun(AheadRun):
+    """A run whose engine has a connector, in some runs also a host tier."""
+
+    arrival_rate = 0.1  # so that blocks are stored before the next request comes
+
+    def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.pools: list[Pool] = []
+        monkeypatch.setattr(transfers, "ThreadPoolExecutor", self._make_pool)
+        monkeypatch.setattr(transfers, "wait", lambda *args: self._run_pools(0.5))
+        super().__init__(seed, seed % 3 > 0, num_places=(None, 2, 20)[seed % 3])
+
+    def _make_pool(self, *args: Any) -> Pool:
+        self.pools.append(Pool(self))
+        return self.pools[-1]
+
+    def _run_pools(self, rate: float) -> None:
+        for pool in self.pools:
+            pool.run_some(rate)
+
+    def _add_extensions(self) -> None:
+        engine, manager = self.engine, self.engine.scheduler.block_manager
+        num_groups, num_places = len(manager.windows), self.rng.choice([2, 5, 40])
+        self.shelf = Shelf(self)
+        self.staging = Staging(FIRST, num_places, lambda: Memory(self.executor.places))
+        self.transfers = ConnectorTransfers(
+            engine,
+            self.shelf,
+            KVTransferConfig("shelf", self.rng.choice(["kv_both"] * 4 + ["kv_producer"])),
+            BlockKeys(b"", manager.block_size, num_groups),
+            self.staging,
+            self.tier.places if self.tier is not None else None,
+            load_timeout=self.rng.choice([0, 100]),
+        )
+        engine.add_extension(self.transfers)
+
+    def _step(self) -> None:
+        self._run_pools(0.3)
+        if self.rng.random() < 0.1:  # as if the engine had been restarted
+            self.engine.reset_prefix_cache()
+        super()._step()
+
+    def _ask(self, index: int) -> Any:
+        """Half of the requests go on from an earlier prompt, as conversations do."""
+        asked = super()._ask(index)
+        earlier = getattr(self, "prompts", [])
+        if earlier and self.rng.random() < 0.5:
+            start = self.rng.choice(earlier)
+            asked.prompt[: len(start)] = start[: len(asked.prompt)]
+        self.prompts = [*earlier, asked.prompt]
+        return asked
+
+    def _check_the_end(self) -> None:
+        super()._check_the_end()
+        self._run_pools(2)
+        self.transfers.on_reset()
+        self.transfers.on_step_start()
+        self.staging.begin_step(self, [])  # the copies of discarded steps are over when it ends
+        self.staging.end_step(self)
+        require(self.staging.num_free == self.staging.num_places, "staging places leaked")
+        for key, content in self.shelf.blocks.items():
+            require({group for group, _ in content} == {key.group}, "K and V of another group")
+
+
+def run_many(num_runs: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    for seed in range(num_runs):
+        run = ConnectorRun(seed, monkeypatch)
+        try:
+            run.run()
+        except Exception as error:
+            pytest.fail(f"seed {seed}: {error!r}")
+        stats = run.transfers.stats
+        seen["loaded"] += stats.num_loaded > 0
+        seen["hit"] += stats.hits > 0
+        seen["stored"] += stats.num_stored > 0
+        seen["late"] += stats.num_late > 0
+        seen["failed"] += stats.num_failed > 0
+        seen["not stored"] += stats.num_not_stored > 0
+        seen["step failed"] += run.num_failures > 0
+        seen["preempted"] += run.engine.scheduler.num_preemptions > 0
+    return seen
+
+
+def test_every_request_gets_its_tokens(
+    by_size: Callable[..., int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_runs = by_size(300, 3000, 100_000)
+    seen = run_many(num_runs, monkeypatch)
+    assert min(seen.values()) > 0.02 * num_runs and len(seen) == 8, seen
