@@ -45,7 +45,7 @@ class Asked:
 class AheadRun:
     """A random engine, random requests, and random misfortunes between and inside its steps."""
 
-    arrival_rate = 0.5  # the chance that another request comes before a step
+    most_requests = 8
 
     def __init__(
         self, seed: int, ahead: bool, num_stages: int = 1, num_places: int | None = None
@@ -98,10 +98,14 @@ class AheadRun:
         self._add_extensions()
         self.engine.replace_executor(executor)
         self.engine.output_processor.collectors["prompt_logprobs"] = self._collect
-        self.asked = [self._ask(index) for index in range(rng.randint(1, 8))]
+        self.asked = [self._ask(index) for index in range(rng.randint(1, self.most_requests))]
         self.by_id = {asked.request_id: asked for asked in self.asked}
         self.of_prompts: dict[str, list[int]] = {}
         self.most_in_flight = self.num_failures = 0
+
+    def _does_arrive(self) -> bool:
+        """Choose whether another request comes before the next step."""
+        return self.rng.random() < 0.5
 
     def _add_extensions(self) -> None:
         """Add what a subclass tests."""
@@ -117,7 +121,7 @@ class AheadRun:
     def run(self) -> None:
         waiting = list(self.asked)
         for _ in range(4000):
-            while waiting and self.rng.random() < self.arrival_rate:
+            while waiting and self._does_arrive():
                 self._add(waiting.pop(0))
             if not waiting and not self.engine.has_unfinished_requests():
                 break

@@ -103,7 +103,8 @@ class Shelf:
 class ConnectorRun(AheadRun):
     """A run whose engine has a connector, in some runs also a host tier."""
 
-    arrival_rate = 0.1  # so that blocks are stored before the next request comes
+    most_requests = 20
+    has_arrived = False
 
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pools: list[Pool] = []
@@ -121,6 +122,8 @@ class ConnectorRun(AheadRun):
 
     def _add_extensions(self) -> None:
         engine, manager = self.engine, self.engine.scheduler.block_manager
+        self.thread_rate = self.rng.choice([0.3, 0.05])
+        self.reset_rate = self.rng.choice([0, 0.1, 0.3])
         num_groups, num_places = len(manager.windows), self.rng.choice([2, 5, 40])
         self.shelf = Shelf(self)
         self.staging = Staging(FIRST, num_places, lambda: Memory(self.executor.places))
@@ -135,9 +138,14 @@ class ConnectorRun(AheadRun):
         )
         engine.add_extension(self.transfers)
 
+    def _does_arrive(self) -> bool:
+        """Some requests come together, others when the blocks of earlier ones are stored."""
+        self.has_arrived = self.rng.random() < (0.6 if self.has_arrived else 0.08)
+        return self.has_arrived
+
     def _step(self) -> None:
-        self._run_pools(0.3)
-        if self.rng.random() < 0.1:  # as if the engine had been restarted
+        self._run_pools(self.thread_rate)
+        if self.rng.random() < self.reset_rate:  # as if the engine had been restarted
             self.engine.reset_prefix_cache()
         super()._step()
 
@@ -189,3 +197,99 @@ def test_every_request_gets_its_tokens(
     num_runs = by_size(300, 3000, 100_000)
     seen = run_many(num_runs, monkeypatch)
     assert min(seen.values()) > 0.02 * num_runs and len(seen) == 8, seen
+
+
+# ---------------------------------------------------------------- planted bugs
+
+
+def places_of_discarded_steps_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device may still copy from and to them."""
+
+    def discard_steps(self: Staging, places: Any = ()) -> None:
+        self.give_back([place for _, used in self._in_steps for place in used])
+        self.give_back(places)
+        self._in_steps.clear()
+
+    monkeypatch.setattr(Staging, "discard_steps", discard_steps)
+
+
+def places_freed_before_they_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = ConnectorTransfers.on_result
+
+    def on_result(self: ConnectorTransfers, plan: Any, result: Any) -> None:
+        original(self, plan, result)
+        for _, places in self._stores:
+            self._staging.give_back(places)
+            places[:] = []
+
+    monkeypatch.setattr(ConnectorTransfers, "on_result", on_result)
+
+
+def stored_before_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = ConnectorTransfers.forward_inputs
+
+    def forward_inputs(self: ConnectorTransfers, plan: Any, inputs: Any) -> None:
+        self._ready |= self._new
+        self._new = {}
+        original(self, plan, inputs)
+
+    monkeypatch.setattr(ConnectorTransfers, "forward_inputs", forward_inputs)
+
+
+def stored_after_it_was_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ConnectorTransfers, "on_removed", lambda self, *removed: None)
+
+
+def kept_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = ConnectorTransfers.on_cleared
+
+    def on_cleared(self: ConnectorTransfers) -> None:
+        kept = {**self._ready, **self._new}
+        original(self)
+        self._ready = kept
+
+    monkeypatch.setattr(ConnectorTransfers, "on_cleared", on_cleared)
+
+
+def filled_behind_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What came before the loaded blocks has been evicted since the load began."""
+    original = ConnectorTransfers.on_admit
+
+    def on_admit(self: ConnectorTransfers, seq: Any) -> int:
+        load = self._loaded.get(seq)
+        if load is not None:
+            load.first = min(load.first, seq.num_computed_tokens // self._manager.block_size)
+        return original(self, seq)
+
+    monkeypatch.setattr(ConnectorTransfers, "on_admit", on_admit)
+
+
+def groups_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = BlockKeys.of_prefix
+    monkeypatch.setattr(
+        BlockKeys, "of_prefix", lambda self, prefix, group: original(self, prefix, 0)
+    )
+
+
+# Each with the first seed whose run shows it.
+PLANTED_BUGS = {
+    places_of_discarded_steps_freed: 730,
+    places_freed_before_they_are_stored: 2,
+    stored_before_it_is_computed: 2,
+    stored_after_it_was_evicted: 20,
+    kept_after_a_failure: 1,
+    filled_behind_a_gap: 735,
+    groups_mixed_up: 12,
+}
+
+
+@pytest.mark.parametrize("plant", PLANTED_BUGS, ids=lambda plant: plant.__name__)
+def test_the_late_device_sees(plant: Any, full_size: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    plant(monkeypatch)
+    known = PLANTED_BUGS[plant]
+    for seed in [*([] if full_size else [known]), *range(6000)]:
+        try:
+            ConnectorRun(seed, monkeypatch).run()
+        except (AssertionError, IndexError, KeyError, ValueError):
+            return
+    pytest.fail("6000 runs with a planted bug, and none was seen")
