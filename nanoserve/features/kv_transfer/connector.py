@@ -2,8 +2,8 @@
 
     block --copy--> staging place --store--> connector --load--> staging place --copy--> block
 
-A connector has four methods. It knows blocks as bytes under a `BlockKey`; which blocks are stored,
-and when a sequence waits for a load, is decided in `nanoserve.features.kv_transfer.transfers`.
+A connector has four methods. It knows blocks as bytes under a `BlockKey`. Which blocks are stored,
+and when a sequence waits for a load, is decided in `stores` and `loads` of this package.
 Somebody's own connector is a class that `register_kv_connector` names:
 
     class Shelf:

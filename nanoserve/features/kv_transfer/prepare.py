@@ -1,5 +1,6 @@
 """Checks the options of KV transfer, and adds its extensions to an engine."""
 
+from collections.abc import Callable
 from typing import Any
 
 from nanoserve.checkpoint.model_config import ModelConfig
@@ -7,13 +8,15 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.extension import PreparedFeature
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.features.kv_transfer.block_keys import BlockKeys
+from nanoserve.features.kv_transfer.calls import ConnectorCalls
 from nanoserve.features.kv_transfer.config import KVTransferConfig
 from nanoserve.features.kv_transfer.connector import KV_CONNECTORS, ConnectorContext
 from nanoserve.features.kv_transfer.fingerprint import fingerprint
 from nanoserve.features.kv_transfer.host_places import HostPlaces
 from nanoserve.features.kv_transfer.host_tier import HostTier
+from nanoserve.features.kv_transfer.loads import ConnectorLoads
 from nanoserve.features.kv_transfer.staging import Staging
-from nanoserve.features.kv_transfer.transfers import ConnectorTransfers
+from nanoserve.features.kv_transfer.stores import ConnectorStores
 from nanoserve.utils.checks import check_number, require
 from nanoserve.utils.registry import import_location
 from nanoserve.worker.host_pool import num_host_places, num_staging_places
@@ -72,9 +75,17 @@ def prepare_connector(config: EngineConfig, model_config: ModelConfig) -> Prepar
         staging = Staging(pool.num_places - num_places, num_places, lambda: pool.memory.numpy())
         keys = BlockKeys(own, manager.block_size, num_groups)
         places = tiers[0].places if tiers else None
+        calls = ConnectorCalls(connector, engine.clock)
+
+        def may(part: bool) -> Callable[[], bool]:
+            # The fingerprint is that of the weights with which the engine has started.
+            return lambda: part and not engine.loop.weights_id
+
+        may_load, may_store = may(options.loads), may(options.stores)
         engine.add_extension(
-            ConnectorTransfers(engine, connector, options, keys, staging, places, timeout)
+            ConnectorLoads(engine, calls, keys, staging, places, timeout, may_load)
         )
+        engine.add_extension(ConnectorStores(manager, calls, keys, staging, may_store))
 
     return PreparedFeature(add_to)
 

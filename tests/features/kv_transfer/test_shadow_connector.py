@@ -13,12 +13,13 @@ import pytest
 from ahead_run import AheadRun
 from late_executor import require
 
-from nanoserve.features.kv_transfer import transfers
+from nanoserve.features.kv_transfer import loads, stores
 from nanoserve.features.kv_transfer.block_keys import BlockKeys
-from nanoserve.features.kv_transfer.config import KVTransferConfig
+from nanoserve.features.kv_transfer.calls import ConnectorCalls
 from nanoserve.features.kv_transfer.connector import BlockKey
+from nanoserve.features.kv_transfer.loads import ConnectorLoads
 from nanoserve.features.kv_transfer.staging import Staging
-from nanoserve.features.kv_transfer.transfers import ConnectorTransfers
+from nanoserve.features.kv_transfer.stores import ConnectorStores
 
 FIRST = 1000  # the first staging place; those of the host tier come before it
 
@@ -108,8 +109,9 @@ class ConnectorRun(AheadRun):
 
     def __init__(self, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
         self.pools: list[Pool] = []
-        monkeypatch.setattr(transfers, "ThreadPoolExecutor", self._make_pool)
-        monkeypatch.setattr(transfers, "wait", lambda *args: self._run_pools(0.5))
+        monkeypatch.setattr(loads, "ThreadPoolExecutor", self._make_pool)
+        monkeypatch.setattr(stores, "ThreadPoolExecutor", self._make_pool)
+        monkeypatch.setattr(loads, "wait", lambda *args: self._run_pools(0.5))
         super().__init__(seed, seed % 3 > 0, num_places=(None, 2, 20)[seed % 3])
 
     def _make_pool(self, *args: Any) -> Pool:
@@ -127,16 +129,14 @@ class ConnectorRun(AheadRun):
         num_groups, num_places = len(manager.windows), self.rng.choice([2, 5, 40])
         self.shelf = Shelf(self)
         self.staging = Staging(FIRST, num_places, lambda: Memory(self.executor.places))
-        self.transfers = ConnectorTransfers(
-            engine,
-            self.shelf,
-            KVTransferConfig("shelf", self.rng.choice(["kv_both"] * 4 + ["kv_producer"])),
-            BlockKeys(b"", manager.block_size, num_groups),
-            self.staging,
-            self.tier.places if self.tier is not None else None,
-            load_timeout=self.rng.choice([0, 100]),
-        )
-        engine.add_extension(self.transfers)
+        calls = ConnectorCalls(self.shelf, engine.clock)
+        shared = calls, BlockKeys(b"", manager.block_size, num_groups), self.staging
+        places = self.tier.places if self.tier is not None else None
+        timeout, may_load = self.rng.choice([0, 100]), self.rng.random() < 0.8
+        self.loads = ConnectorLoads(engine, *shared, places, timeout, lambda: may_load)
+        self.stores = ConnectorStores(manager, *shared, lambda: True)
+        engine.add_extension(self.loads)
+        engine.add_extension(self.stores)
 
     def _does_arrive(self) -> bool:
         """Some requests come together, others when the blocks of earlier ones are stored."""
@@ -162,8 +162,9 @@ class ConnectorRun(AheadRun):
     def _check_the_end(self) -> None:
         super()._check_the_end()
         self._run_pools(2)
-        self.transfers.on_reset()
-        self.transfers.on_step_start()
+        for each in (self.loads, self.stores):
+            each.on_reset()
+            each.on_step_start()
         self.staging.begin_step(self, [])  # the copies of discarded steps are over when it ends
         self.staging.end_step(self)
         require(self.staging.num_free == self.staging.num_places, "staging places leaked")
@@ -179,7 +180,7 @@ def run_many(num_runs: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
             run.run()
         except Exception as error:
             pytest.fail(f"seed {seed}: {error!r}")
-        stats = run.transfers.stats
+        stats = run.loads.stats
         seen["loaded"] += stats.num_loaded > 0
         seen["hit"] += stats.hits > 0
         seen["stored"] += stats.num_stored > 0
@@ -214,54 +215,54 @@ def places_of_discarded_steps_freed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def places_freed_before_they_are_stored(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = ConnectorTransfers.on_result
+    original = ConnectorStores.on_result
 
-    def on_result(self: ConnectorTransfers, plan: Any, result: Any) -> None:
+    def on_result(self: ConnectorStores, plan: Any, result: Any) -> None:
         original(self, plan, result)
         for _, places in self._stores:
             self._staging.give_back(places)
             places[:] = []
 
-    monkeypatch.setattr(ConnectorTransfers, "on_result", on_result)
+    monkeypatch.setattr(ConnectorStores, "on_result", on_result)
 
 
 def stored_before_it_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = ConnectorTransfers.forward_inputs
+    original = ConnectorStores.forward_inputs
 
-    def forward_inputs(self: ConnectorTransfers, plan: Any, inputs: Any) -> None:
+    def forward_inputs(self: ConnectorStores, plan: Any, inputs: Any) -> None:
         self._ready |= self._new
         self._new = {}
         original(self, plan, inputs)
 
-    monkeypatch.setattr(ConnectorTransfers, "forward_inputs", forward_inputs)
+    monkeypatch.setattr(ConnectorStores, "forward_inputs", forward_inputs)
 
 
 def stored_after_it_was_evicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ConnectorTransfers, "on_removed", lambda self, *removed: None)
+    monkeypatch.setattr(ConnectorStores, "on_removed", lambda self, *removed: None)
 
 
 def kept_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
-    original = ConnectorTransfers.on_cleared
+    original = ConnectorStores.on_cleared
 
-    def on_cleared(self: ConnectorTransfers) -> None:
+    def on_cleared(self: ConnectorStores) -> None:
         kept = {**self._ready, **self._new}
         original(self)
         self._ready = kept
 
-    monkeypatch.setattr(ConnectorTransfers, "on_cleared", on_cleared)
+    monkeypatch.setattr(ConnectorStores, "on_cleared", on_cleared)
 
 
 def filled_behind_a_gap(monkeypatch: pytest.MonkeyPatch) -> None:
     """What came before the loaded blocks has been evicted since the load began."""
-    original = ConnectorTransfers.on_admit
+    original = ConnectorLoads.on_admit
 
-    def on_admit(self: ConnectorTransfers, seq: Any) -> int:
+    def on_admit(self: ConnectorLoads, seq: Any) -> int:
         load = self._loaded.get(seq)
         if load is not None:
             load.first = min(load.first, seq.num_computed_tokens // self._manager.block_size)
         return original(self, seq)
 
-    monkeypatch.setattr(ConnectorTransfers, "on_admit", on_admit)
+    monkeypatch.setattr(ConnectorLoads, "on_admit", on_admit)
 
 
 def groups_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
