@@ -109,6 +109,7 @@ def config_fields(name: str) -> str:
 def _config_class(name: str) -> type:
     from nanoserve.config import KernelConfig
     from nanoserve.features.kv_events.config import KVEventsConfig
+    from nanoserve.features.kv_transfer.config import KVTransferConfig
     from nanoserve.features.speculative.config import SpeculativeConfig
     from nanoserve.features.structured.config import StructuredOutputsConfig
 
@@ -116,6 +117,7 @@ def _config_class(name: str) -> type:
         "speculative_config": SpeculativeConfig,
         "structured_outputs_config": StructuredOutputsConfig,
         "kv_events_config": KVEventsConfig,
+        "kv_transfer_config": KVTransferConfig,
         "kernel_config": KernelConfig,
     }
     return kinds[name]

@@ -56,7 +56,7 @@ _COMPILED = "kernels are fused by hand and nothing is compiled by torch; remove 
 _STATE = "no supported model has such a state"
 _RECURRENT = "recurrent states are in float32, and kept by slot"
 _NOT_MOVED = "weights and KV cache stay on their device: use a smaller model, or quantization"
-_HOST = "kv_offloading_size keeps blocks in the host's memory; nothing else is supported"
+_HOST = "kv_offloading_size and kv_offloading_path keep blocks in host memory and on disk"
 _GUIDED = "pass structured_outputs_config={'backend': ...}"
 _KERNELS = "device and dtype determine the kernels; only attention_backend can be chosen"
 _MACHINES = "distributed_executor_backend='ray' starts the ranks of several machines"
@@ -214,8 +214,8 @@ FOREIGN: dict[str, Foreign] = {
     **_known("num_redundant_experts", _EXPERTS, _one_of(0)),
     **_known("eplb_window_size eplb_step_interval dbo_decode_token_threshold "
              "dbo_prefill_token_threshold", _EXPERTS, _is_size),
-    **_known("kv_transfer_config ec_transfer_config ec_manager_config",
-             "KV caches are not transferred between engines"),
+    **_known("ec_transfer_config ec_manager_config",
+             "there are no encoders, whose outputs could be transferred"),
     # Adapters.
     **_known("enable_lora enable_lora_bias fully_sharded_loras enable_prompt_adapter", _LORA, _off),
     **_known("max_loras max_lora_rank max_cpu_loras lora_extra_vocab_size lora_dtype "
