@@ -26,8 +26,7 @@ from nanoserve.engine.listeners import RequestListener
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.request import Request
 from nanoserve.engine.stopwatch import StepTimes
-from nanoserve.features.kv_transfer.host_places import TierStats
-from nanoserve.features.kv_transfer.host_tier import HostTier
+from nanoserve.features.kv_transfer.counters import counters
 from nanoserve.features.speculative.extension import Speculation
 from nanoserve.outputs import EngineStats, RequestOutput
 
@@ -165,9 +164,7 @@ class Metrics(RequestListener):
         # Jump-forward tokens of a grammar also count as drafts, even without the option.
         if self._engine.config.speculative_config is not None or stats.num_drafts:
             yield from self._speculation(stats)
-        for extension in self._engine.extensions:
-            if isinstance(extension, HostTier):
-                yield from self._host_tier(extension.stats)
+        yield from self._counters(*counters(self._engine.extensions))
         yield self._finished_by_reason()
         for name, histogram in self._histograms.items():
             meaning = name.replace("_", " ").capitalize() + "."
@@ -222,16 +219,6 @@ class Metrics(RequestListener):
             if isinstance(extension, Speculation) and extension.goodput is not None:
                 meaning = "Tokens of steps with drafts, relative to plain steps in the same time."
                 yield self._gauge("spec_decode_gain", meaning, extension.goodput.gain)
-
-    def _host_tier(self, stats: TierStats) -> Iterator[Metric]:
-        sought = "Prompt tokens looked up on the host."
-        yield from self._counters(
-            ("external_prefix_cache_queries", sought, stats.queries),
-            ("external_prefix_cache_hits", "Prompt tokens found on the host.", stats.hits),
-            ("kv_offload_stored_blocks", "KV blocks copied to the host.", stats.num_stored),
-            ("kv_offload_loaded_blocks", "KV blocks copied from the host.", stats.num_loaded),
-            ("kv_offload_evicted_blocks", "KV blocks dropped by the host.", stats.num_evicted),
-        )
 
     def _counters(self, *rows: tuple[str, str, float]) -> Iterator[Metric]:
         """Yield a counter for each row: its name, its meaning and its value."""
