@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, get_args, get_origin
 
 import api_tables
@@ -616,8 +617,10 @@ def metric_families() -> list[Any]:
 
     pool: dict[str, Any] = {"num_kv_blocks": 64, "max_model_len": 1024, "kv_offloading_size": 0.01}
     drafts: dict[str, Any] = {"speculative_config": {"method": "ngram"}, "disable_log_stats": False}
-    with LLM("tiny-qwen3", device="cpu", attention_backend="torch", **pool, **drafts) as llm:
-        return list(metrics_of(llm.engine)[0].collect())
+    with TemporaryDirectory() as folder:
+        options = pool | drafts | {"kv_offloading_path": folder}
+        with LLM("tiny-qwen3", device="cpu", attention_backend="torch", **options) as llm:
+            return list(metrics_of(llm.engine)[0].collect())
 
 
 def histogram_buckets() -> str:

@@ -67,7 +67,8 @@ ENDPOINTS = {
     "(`config`) and of the server (`server`), API keys excepted.",
     "/reset_prefix_cache": "With `--enable-dev-endpoints`: evicts all cached prefixes; with "
     "`?reset_running_requests=true` running requests recompute theirs, too. Blocks on the host "
-    "(`kv_offloading_size`) are always forgotten as well, with or without `reset_connector`.",
+    "(`kv_offloading_size`) are always forgotten as well; `?reset_connector=true` is rejected if "
+    "there is a KV connector.",
 }
 
 # Fields of requests that are not sampling parameters of the same name.
