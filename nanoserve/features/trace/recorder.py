@@ -19,8 +19,9 @@ and the last one has the time at which the engine was closed. A line in between 
     finished    sequences that ended with this step
     waiting     the waiting queue after this step, its head first
     running     the running sequences after this step, in order of admission
-    to_host     with `kv_offloading_size`: blocks copied to the host before this step's model ran
-    from_host   with it, too: blocks then filled from the host, which count as hits of their rows
+    to_host     with a host tier or a KV connector: blocks copied to the host before this step's
+                model ran
+    from_host   likewise: blocks then filled from the host, which count as hits of their rows
     stages      with pipeline parallelism: the start and end of this step in each stage, in
                 seconds of its machine's clock from the start of the trace
 
@@ -77,7 +78,8 @@ class TraceRecorder:
         self._tables: dict[Sequence, list[int]] = {}  # of running sequences
         self.cache_changes = CacheChanges()
         self._host_copies: HostCopies | None = None
-        if engine.config.kv_offloading_size is not None:
+        config = engine.config
+        if config.kv_offloading_size is not None or config.kv_connector is not None:
             self._host_copies = HostCopies()
             engine.add_extension(self._host_copies)
         self._file = file
