@@ -54,7 +54,6 @@ def run(args: Namespace, seed: int, folder: Path) -> dict[str, tuple[float, list
     results = {}
     with LLM(args.model, kv_offloading_path=folder, **options) as llm:
         first_token(llm, prompt)
-        llm.generate([[1, 2, 3]], warm, use_tqdm=False)  # a step that copies the last blocks
     with LLM(args.model, **options) as llm:
         llm.generate([[1, 2, 3]], warm, use_tqdm=False)
         results["computed"] = first_token(llm, prompt)

@@ -180,6 +180,12 @@ class LateExecutor:
     def cancel(self, handles: list[LateHandle]) -> None:
         """What was launched is computed like anything else: one device runs its steps in order."""
 
+    def copy_blocks(self, transfers: KVTransfers) -> None:
+        """Copy blocks after all steps that were launched."""
+        while self.queue:
+            self.queue.pop(0)[1]()
+        self._copy(transfers)
+
     def close(self) -> None:
         self.closed = True
 

@@ -7,6 +7,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.extension import PreparedFeature
 from nanoserve.engine.guard import GuardedEngine
+from nanoserve.engine.kv_transfers import KVTransfers
 from nanoserve.features.kv_transfer.block_keys import BlockKeys
 from nanoserve.features.kv_transfer.calls import ConnectorCalls
 from nanoserve.features.kv_transfer.config import KVTransferConfig
@@ -81,11 +82,18 @@ def prepare_connector(config: EngineConfig, model_config: ModelConfig) -> Prepar
             # The fingerprint is that of the weights with which the engine has started.
             return lambda: part and not engine.loop.weights_id
 
+        def copy_now(transfers: KVTransfers) -> None:
+            with runner.device.guard():
+                pool.copy(runner.kv_caches, transfers)
+                runner.device.finish()
+
         may_load, may_store = may(options.loads), may(options.stores)
         engine.add_extension(
             ConnectorLoads(engine, calls, keys, staging, places, timeout, may_load)
         )
-        engine.add_extension(ConnectorStores(manager, calls, keys, staging, may_store))
+        engine.add_extension(
+            ConnectorStores(engine.scheduler, calls, keys, staging, may_store, copy_now)
+        )
 
     return PreparedFeature(add_to)
 

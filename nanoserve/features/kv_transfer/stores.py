@@ -7,27 +7,33 @@ place, and when that step has ended, a thread gives it to the connector.
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import NamedTuple
+from dataclasses import dataclass, field
 
-from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.executor import ForwardInputs, StepResult
 from nanoserve.engine.extension import Extension
 from nanoserve.engine.kv_transfers import KVTransfers
 from nanoserve.engine.listeners import BlockListener, CachedBlock
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.prefix_cache import Prefix
+from nanoserve.engine.scheduler import Scheduler
 from nanoserve.features.kv_transfer.block_keys import BlockKeys
 from nanoserve.features.kv_transfer.calls import ConnectorCalls
 from nanoserve.features.kv_transfer.connector import BlockKey
 from nanoserve.features.kv_transfer.staging import Staging
 
 
-class Launched(NamedTuple):
-    """A step in flight that copies blocks with these keys to these places."""
+@dataclass(eq=False)
+class Outgoing:
+    """The blocks that are copied to staging places before the model of a step runs, or after it."""
 
     plan: Plan
-    keys: list[BlockKey]
-    places: list[int]
+    keys: list[BlockKey] = field(default_factory=list)
+    blocks: list[int] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+
+    @property
+    def transfers(self) -> KVTransfers:
+        return KVTransfers(list(zip(self.blocks, self.places, strict=True)), [])
 
 
 class ConnectorStores(Extension, BlockListener):
@@ -35,13 +41,16 @@ class ConnectorStores(Extension, BlockListener):
 
     def __init__(
         self,
-        block_manager: BlockManager,
+        scheduler: Scheduler,
         calls: ConnectorCalls,
         keys: BlockKeys,
         staging: Staging,
         is_enabled: Callable[[], bool],
+        copy_now: Callable[[KVTransfers], None],
     ) -> None:
-        self._cache = block_manager.prefix_cache
+        """`copy_now` copies blocks when no step comes that could, and waits for it."""
+        self._scheduler, self._cache = scheduler, scheduler.block_manager.prefix_cache
+        self._copy_now = copy_now
         self._calls, self.stats, self._keys = calls, calls.stats, keys
         self._staging, self._is_enabled = staging, is_enabled
         self._thread = ThreadPoolExecutor(1, "nanoserve-kv-store")  # one: parents come first
@@ -50,9 +59,9 @@ class ConnectorStores(Extension, BlockListener):
         self._new: dict[int, tuple[Prefix, int]] = {}
         self._ready: dict[int, tuple[Prefix, int]] = {}
         self._leaving: dict[int, tuple[Prefix, int]] = {}
-        self._launched: deque[Launched] = deque()
+        self._launched: deque[Outgoing] = deque()
         self._stores: list[tuple[Future[None], list[int]]] = []
-        block_manager.listeners.append(self)
+        scheduler.block_manager.listeners.append(self)
 
     def on_cached(self, cached: CachedBlock) -> None:
         """Note a block to be stored; its K and V are complete after the step at hand."""
@@ -73,53 +82,64 @@ class ConnectorStores(Extension, BlockListener):
 
     def forward_inputs(self, plan: Plan, inputs: ForwardInputs) -> None:
         """Add the copies from blocks to staging places."""
-        copies: list[tuple[int, int]] = []
-        keys: list[BlockKey] = []
+        outgoing = Outgoing(plan)
         leaving, self._leaving = self._leaving, {}
         # A chain is evicted from its tail, and stored from its head.
         for block, entry in reversed(leaving.items()):
             if self._has_room:
-                self._copy_out(block, entry, copies, keys)
+                self._take_place(block, entry, outgoing)
             else:
                 self.stats.num_not_stored += 1
             self._cache.let_go(entry[0])
-        while self._ready and self._has_room:
-            block = next(iter(self._ready))
-            self._copy_out(block, self._ready[block], copies, keys)
-            self._cache.let_go(self._ready.pop(block)[0])
+        self._take_places(outgoing)
         # A block is cached when the step is planned that computes its last tokens: this one.
         self._ready |= self._new
         self._new = {}
-        if copies:
-            inputs.kv_transfers = KVTransfers(copies, []).after(inputs.kv_transfers)
-            self._launched.append(Launched(plan, keys, [place for _, place in copies]))
+        if outgoing.keys:
+            inputs.kv_transfers = outgoing.transfers.after(inputs.kv_transfers)
+            self._launched.append(outgoing)
 
     @property
     def _has_room(self) -> bool:
         """True if a block may be stored: half of the places are left for loads."""
         return self._staging.num_free > self._staging.num_places // 2
 
-    def _copy_out(
-        self,
-        block: int,
-        entry: tuple[Prefix, int],
-        copies: list[tuple[int, int]],
-        keys: list[BlockKey],
-    ) -> None:
-        """Add the copy of a block, unless the connector has it."""
+    def _take_places(self, outgoing: Outgoing) -> None:
+        """Add as many of the blocks that are ready as have room."""
+        while self._ready and self._has_room:
+            block = next(iter(self._ready))
+            self._take_place(block, self._ready[block], outgoing)
+            self._cache.let_go(self._ready.pop(block)[0])
+
+    def _take_place(self, block: int, entry: tuple[Prefix, int], outgoing: Outgoing) -> None:
+        """Add a block, unless the connector has it."""
         key = self._keys.of_prefix(*entry)
         if not self._calls.find([key]):
-            [place] = self._staging.take(1)
-            copies.append((block, place))
-            keys.append(key)
+            outgoing.keys.append(key)
+            outgoing.blocks.append(block)
+            outgoing.places += self._staging.take(1)
 
     def on_result(self, plan: Plan, result: StepResult) -> None:
-        """Store the blocks that the step has copied."""
-        while self._launched and any(step.plan is plan for step in self._launched):
-            step = self._launched.popleft()
-            views = self._staging.views(step.places)
-            future = self._thread.submit(self._calls.store, step.keys, views)
-            self._stores.append((future, step.places))
+        """Store the blocks that the step has copied, and all others if it was the last one."""
+        while self._launched and any(each.plan is plan for each in self._launched):
+            self._store(self._launched.popleft())
+        if not self._scheduler.has_unfinished():
+            self._flush(plan)
+
+    def _flush(self, plan: Plan) -> None:
+        """Store what no later step may come to copy."""
+        self._ready |= self._new
+        self._new = {}
+        outgoing = Outgoing(plan)
+        self._take_places(outgoing)
+        if outgoing.keys:
+            self._copy_now(outgoing.transfers)
+            self._store(outgoing)
+
+    def _store(self, outgoing: Outgoing) -> None:
+        views = self._staging.views(outgoing.places)
+        future = self._thread.submit(self._calls.store, outgoing.keys, views)
+        self._stores.append((future, outgoing.places))
 
     def on_cleared(self) -> None:
         """Forget all blocks that have not been copied yet."""
@@ -128,7 +148,7 @@ class ConnectorStores(Extension, BlockListener):
 
     def on_reset(self) -> None:
         """Drop the copies of the steps in flight."""
-        self._staging.discard_steps([place for step in self._launched for place in step.places])
+        self._staging.discard_steps([place for each in self._launched for place in each.places])
         self._launched.clear()
 
     def close(self) -> None:

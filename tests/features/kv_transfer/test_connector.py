@@ -49,7 +49,6 @@ def fill(path: Path, **options: Any) -> list[int]:
     """Compute `PROMPT` in an engine of its own, whose blocks go to the shelf."""
     with LLM(path, **OPTIONS, **SHELF, **options) as llm:
         (output,) = llm.generate(PROMPT, ONE, use_tqdm=False)
-        llm.generate([1, 2], SamplingParams(max_tokens=3), use_tqdm=False)  # copies the last ones
     return output.outputs[0].token_ids
 
 
@@ -142,7 +141,6 @@ def test_roles(role: str, tmp_path: Path) -> None:
     options = {"kv_transfer_config": {"kv_connector": "shelf", "kv_role": role}}
     with LLM(tmp_path, **OPTIONS, **options) as llm:
         llm.generate([PROMPT, [7] * 40], ONE, use_tqdm=False)
-        llm.generate([3, 4], SamplingParams(max_tokens=3), use_tqdm=False)
         assert stats_of(llm).hits == (60 if role == "kv_consumer" else 0)
     assert (len(Shelf.blocks) > num_blocks) == (role == "kv_producer")
 
@@ -184,7 +182,6 @@ def test_trouble_costs_time_and_no_request(
     with LLM(tmp_path, **OPTIONS, kv_transfer_config=options) as llm:
         outputs = llm.generate([PROMPT, [5] * 50], ONE, use_tqdm=False)
         assert outputs[0].outputs[0].token_ids == expected
-        llm.generate([3, 4], SamplingParams(max_tokens=3), use_tqdm=False)
         Broken.may_go_on.set()
         hits, stats = stats_of(llm).hits, stats_of(llm)
         assert hits == {"half": 28, "store": 60, "all": 60}.get(trouble, 0)

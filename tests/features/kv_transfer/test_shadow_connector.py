@@ -134,7 +134,9 @@ class ConnectorRun(AheadRun):
         places = self.tier.places if self.tier is not None else None
         timeout, may_load = self.rng.choice([0, 100]), self.rng.random() < 0.8
         self.loads = ConnectorLoads(engine, *shared, places, timeout, lambda: may_load)
-        self.stores = ConnectorStores(manager, *shared, lambda: True)
+        self.stores = ConnectorStores(
+            engine.scheduler, *shared, lambda: True, self.executor.copy_blocks
+        )
         engine.add_extension(self.loads)
         engine.add_extension(self.stores)
 
