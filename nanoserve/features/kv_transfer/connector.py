@@ -22,8 +22,9 @@ from nanoserve.utils.registry import Registry
 
 
 class BlockKey(NamedTuple):
-    """What a block holds: K and V of one layer group for these tokens after those of its parent.
+    """A block key says what a block holds: K and V of one layer group, for a chain of tokens.
 
+    token_ids: those of the block itself; its parent has those before it.
     block_hash: SHA-256 of the parent's hash and the token ids. The first block of a sequence has as
         its parent the hash of all else that K and V depend on, such as the weights: see
         `nanoserve.features.kv_transfer.fingerprint`. Processes that agree on that have the same
@@ -66,7 +67,7 @@ class KVConnector(Protocol):
 
 @dataclass(frozen=True)
 class ConnectorContext:
-    """What a connector is constructed with.
+    """A connector is constructed with this context.
 
     options: the user's, from `kv_connector_extra_config`, without `load_timeout`.
     block_bytes: of a block of one layer group. block_size: tokens per block.

@@ -24,7 +24,7 @@ Name = tuple[bytes, int]  # a block hash and a layer group
 
 
 class Record(NamedTuple):
-    """What a place holds. checksum: of its content. stamp: counts up with each stored block."""
+    """A record says what a place holds. stamp: counts up with each stored block."""
 
     key: BlockKey
     place: int
@@ -33,7 +33,7 @@ class Record(NamedTuple):
 
 
 class DiskIndex:
-    """What the places hold. A block is evicted only after its children.
+    """The index finds the places of blocks. A block is evicted only after its children.
 
     A chain without its head is useless. So only *leaves* are evicted, blocks of which no child is
     kept: the least recently used one first.

@@ -32,7 +32,7 @@ def fingerprint(config: EngineConfig, model_config: ModelConfig, path: Path) -> 
     """Return 32 bytes that other processes compute for the same weights and options.
 
     path: the checkpoint's folder, or its GGUF file; all of its weights are read once. Random
-    weights (`load_format="dummy"`) have a fingerprint that nobody else has.
+    weights (`load_format="dummy"`) have a fingerprint of their own, which no other engine has.
     """
     weights = secrets.token_hex(16)
     if config.load_format != "dummy":

@@ -86,7 +86,7 @@ class ConnectorLoads(Extension, BlockListener):
         self._is_enabled, self.rate = is_enabled, LoadRate()
         self._num_groups = len(manager.windows)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "nanoserve-kv-load")
-        # Loads under way, loads whose sequences wait for admission, and those nobody waits for.
+        # Loads under way, loads whose sequences wait for admission, and loads without a sequence.
         self._loads: dict[Sequence, Load] = {}
         self._loaded: dict[Sequence, Load] = {}
         self._abandoned: list[Load] = []

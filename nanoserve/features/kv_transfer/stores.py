@@ -31,6 +31,11 @@ class Outgoing:
     blocks: list[int] = field(default_factory=list)
     places: list[int] = field(default_factory=list)
 
+    def add(self, key: BlockKey, block: int, place: int) -> None:
+        self.keys.append(key)
+        self.blocks.append(block)
+        self.places.append(place)
+
     @property
     def transfers(self) -> KVTransfers:
         return KVTransfers(list(zip(self.blocks, self.places, strict=True)), [])
@@ -115,9 +120,8 @@ class ConnectorStores(Extension, BlockListener):
         """Add a block, unless the connector has it."""
         key = self._keys.of_prefix(*entry)
         if not self._calls.find([key]):
-            outgoing.keys.append(key)
-            outgoing.blocks.append(block)
-            outgoing.places += self._staging.take(1)
+            [place] = self._staging.take(1)
+            outgoing.add(key, block, place)
 
     def on_result(self, plan: Plan, result: StepResult) -> None:
         """Store the blocks that the step has copied, and all others if it was the last one."""
