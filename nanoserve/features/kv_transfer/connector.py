@@ -4,7 +4,7 @@
 
 A connector has four methods. It knows blocks as bytes under a `BlockKey`. Which blocks are stored,
 and when a sequence waits for a load, is decided in `stores` and `loads` of this package.
-Somebody's own connector is a class that `register_kv_connector` names:
+A connector of your own is a class that `register_kv_connector` names:
 
     class Shelf:
         def __init__(self, context): self.blocks = {}
