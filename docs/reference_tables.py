@@ -12,6 +12,7 @@ from contextlib import suppress
 from dataclasses import MISSING, fields
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any, get_args, get_origin
 
 import api_tables
@@ -109,6 +110,7 @@ def config_fields(name: str) -> str:
 def _config_class(name: str) -> type:
     from nanoserve.config import KernelConfig
     from nanoserve.features.kv_events.config import KVEventsConfig
+    from nanoserve.features.kv_transfer.config import KVTransferConfig
     from nanoserve.features.speculative.config import SpeculativeConfig
     from nanoserve.features.structured.config import StructuredOutputsConfig
 
@@ -116,6 +118,7 @@ def _config_class(name: str) -> type:
         "speculative_config": SpeculativeConfig,
         "structured_outputs_config": StructuredOutputsConfig,
         "kv_events_config": KVEventsConfig,
+        "kv_transfer_config": KVTransferConfig,
         "kernel_config": KernelConfig,
     }
     return kinds[name]
@@ -623,7 +626,7 @@ def named_models() -> str:
 
 
 def prometheus() -> str:
-    """Return a table of the metrics of an engine with draft tokens, as in `/metrics`."""
+    """Return a table of the metrics of an engine with every option that adds some."""
     rows = []
     for family in metric_families():
         name = f"{family.name}_total" if family.type == "counter" else family.name
@@ -646,10 +649,12 @@ def metric_families() -> list[Any]:
     from nanoserve import LLM
     from nanoserve.features.metrics import metrics_of
 
-    pool: dict[str, Any] = {"num_kv_blocks": 64, "max_model_len": 1024}
+    pool: dict[str, Any] = {"num_kv_blocks": 64, "max_model_len": 1024, "kv_offloading_size": 0.01}
     drafts: dict[str, Any] = {"speculative_config": {"method": "ngram"}, "disable_log_stats": False}
-    with LLM("tiny-qwen3", device="cpu", attention_backend="torch", **pool, **drafts) as llm:
-        return list(metrics_of(llm.engine)[0].collect())
+    with TemporaryDirectory() as folder:
+        options = pool | drafts | {"kv_offloading_path": folder}
+        with LLM("tiny-qwen3", device="cpu", attention_backend="torch", **options) as llm:
+            return list(metrics_of(llm.engine)[0].collect())
 
 
 def histogram_buckets() -> str:

@@ -75,7 +75,9 @@ ENDPOINTS = {
     "/server_info": "With `--enable-dev-endpoints`: the version, and the options of the engine "
     "(`config`) and of the server (`server`), API keys excepted.",
     "/reset_prefix_cache": "With `--enable-dev-endpoints`: evicts all cached prefixes; with "
-    "`?reset_running_requests=true` running requests recompute theirs, too.",
+    "`?reset_running_requests=true` running requests recompute theirs, too. Blocks on the host "
+    "(`kv_offloading_size`) are always forgotten as well; `?reset_connector=true` is rejected if "
+    "there is a KV connector.",
 }
 
 # Fields of requests that are not sampling parameters of the same name.
@@ -546,8 +548,7 @@ UNSUPPORTED = {
     "LoRA adapters": "enable_lora",
     "images, audio, video": "limit_mm_per_prompt",
     "prompts as embeddings": "enable_prompt_embeds",
-    "KV transfer between engines, disaggregated prefill": "kv_transfer_config",
-    "KV offloading to host memory or disk": "kv_offloading_size",
+    "KV offloading by LMCache": "kv_offloading_backend",
     "weights offloaded to host memory": "cpu_offload_gb",
     "swapping of preempted sequences": "swap_space",
     "torch.compile": "compilation_config",

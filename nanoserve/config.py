@@ -190,6 +190,15 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     # Memory for KV blocks in bytes, instead of `num_kv_blocks`. Default: as for `num_kv_blocks`.
     kv_cache_memory_bytes: int | None = None
+    # Memory of the host in GiB, over all ranks, for KV blocks that the prefix cache has evicted; a
+    # later prompt with the same prefix gets them back. Default: none, as with 0.
+    kv_offloading_size: float | None = None
+    # Folder in which KV blocks are stored, so that a restarted engine finds them: the connector
+    # "disk" of `kv_transfer_config`. Default: none.
+    kv_offloading_path: str | Path | None = None
+    # Connector that stores KV blocks outside the engine: an object; see
+    # nanoserve/features/kv_transfer/config.py. Default: none.
+    kv_transfer_config: Any = None
     # Data type of the KV cache: "auto" (the model's), "int8" or "fp8" (the same as "fp8_e4m3").
     kv_cache_dtype: str = "auto"
     # Reuse the KV blocks of prefixes that earlier requests have computed. A model with recurrent
@@ -308,6 +317,13 @@ class EngineConfig:
             from nanoserve.features.kv_events.config import KVEventsConfig
 
             self.kv_events_config = KVEventsConfig.of(self.kv_events_config)
+        if self.kv_offloading_size is not None:
+            size = check_number("kv_offloading_size", self.kv_offloading_size, 0)
+            self.kv_offloading_size = size or None
+        if self.kv_transfer_config is not None:
+            from nanoserve.features.kv_transfer.config import KVTransferConfig
+
+            self.kv_transfer_config = KVTransferConfig.of(self.kv_transfer_config)
         if self.kernel_config is not None:
             self.kernel_config = KernelConfig.of(self.kernel_config)
         self._check_names()
@@ -368,6 +384,16 @@ class EngineConfig:
             self.pooler_config is None or self.runner != "generate",
             f"pooler_config={shown(self.pooler_config)} needs runner='pooling'",
         )
+        require(
+            self.kv_offloading_path is None or self.kv_transfer_config is None,
+            f"kv_offloading_path={shown(self.kv_offloading_path)} is short for kv_transfer_config "
+            f"with the connector 'disk'; pass one of them",
+        )
+        for name in ("kv_offloading_size", "kv_offloading_path", "kv_transfer_config"):
+            require(
+                self.enable_prefix_caching or getattr(self, name) is None,
+                f"{name} needs enable_prefix_caching=True: blocks are found by their prefixes",
+            )
         if self.pipeline_parallel_size > 1 or self.distributed_executor_backend is not None:
             _check_parallel(self)
         require(
@@ -411,6 +437,15 @@ class EngineConfig:
     @property
     def _publishes_kv_events(self) -> bool:
         return self.kv_events_config is not None and self.kv_events_config.is_active
+
+    @property
+    def kv_connector(self) -> Any:
+        """Options of the KV connector, a `KVTransferConfig`; None if there is none."""
+        if self.kv_offloading_path is None:
+            return self.kv_transfer_config
+        from nanoserve.features.kv_transfer.config import KVTransferConfig
+
+        return KVTransferConfig.on_disk(self.kv_offloading_path)
 
     @property
     def num_steps_ahead(self) -> int:

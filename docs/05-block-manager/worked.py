@@ -265,5 +265,5 @@ def _state(event: str, manager: BlockManager, block: int) -> tuple[str, int, str
     def yes(condition: bool) -> str:
         return "yes" if condition else "no"
 
-    is_cached = yes(manager.is_cached(block))
+    is_cached = yes(manager.prefix_cache.has(block))
     return event, manager._ref_counts[block], yes(block in manager._free), is_cached

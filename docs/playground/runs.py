@@ -245,7 +245,8 @@ def _blocks(scheduler: Watched) -> dict[int, str]:
         for block in seq.block_table:
             owners[block] += seq.request_id
     return {
-        block: (names or "-") + "*" * manager.is_cached(block) for block, names in owners.items()
+        block: (names or "-") + "*" * manager.prefix_cache.has(block)
+        for block, names in owners.items()
     }
 
 

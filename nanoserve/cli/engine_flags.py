@@ -61,7 +61,8 @@ _WITH_UNITS = {
 }
 _AS_JSON = (
     *("speculative_config", "structured_outputs_config", "kv_events_config"),
-    *("kernel_config", "override_generation_config", "hf_overrides", "pooler_config"),
+    *("kv_transfer_config", "kernel_config", "override_generation_config", "hf_overrides"),
+    "pooler_config",
 )
 
 

@@ -50,10 +50,14 @@ def summary(trace: Trace) -> str:
     preempted, evicted = (
         sum(len(step[what]) for step in trace.steps) for what in ("preempted", "evicted")
     )
+    copied, filled = (
+        sum(len(step.get(what, [])) for step in trace.steps) for what in ("to_host", "from_host")
+    )
+    of_host = f", {copied} copied to the host, {filled} filled from it" if copied else ""
     return (
         f"{len(trace.steps)} steps, {trace.num_sequences} sequences, at most {most_used} of "
         f"{trace.header['num_kv_blocks']} KV blocks in use, "
-        f"{preempted} preemptions, {evicted} cached blocks evicted"
+        f"{preempted} preemptions, {evicted} cached blocks evicted{of_host}"
     ) + describe_stages(trace)
 
 

@@ -13,6 +13,7 @@ import torch
 
 from nanoserve.config import KernelConfig
 from nanoserve.features.kv_events.config import KVEventsConfig
+from nanoserve.features.kv_transfer.config import KVTransferConfig
 from nanoserve.features.speculative.config import SpeculativeConfig
 from nanoserve.features.structured.config import StructuredOutputsConfig
 
@@ -142,9 +143,7 @@ class VllmOptions(TypedDict, total=False):
     kv_cache_metrics: Any
     kv_cache_metrics_sample: Any
     kv_offloading_backend: Any
-    kv_offloading_size: Any
     kv_sharing_fast_prefill: Any
-    kv_transfer_config: Any
     language_model_only: Any
     limit_mm_per_prompt: Any
     linear_backend: Any
@@ -305,6 +304,9 @@ class EngineOptions(VllmOptions, total=False):
     block_size: int | None
     num_kv_blocks: int | None
     kv_cache_memory_bytes: int | None
+    kv_offloading_size: float | None
+    kv_offloading_path: str | Path | None
+    kv_transfer_config: Mapping[str, Any] | KVTransferConfig | None
     kv_cache_dtype: Literal["auto", "int8", "fp8", "fp8_e4m3"] | None
     enable_prefix_caching: bool | None
     disable_hybrid_kv_cache_manager: bool | None

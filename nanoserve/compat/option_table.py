@@ -55,6 +55,7 @@ _COMPILED = "kernels are fused by hand and nothing is compiled by torch; remove 
 _STATE = "no supported model has such a state"
 _RECURRENT = "recurrent states are in float32, and kept by slot"
 _NOT_MOVED = "weights and KV cache stay on their device: use a smaller model, or quantization"
+_HOST = "kv_offloading_size and kv_offloading_path keep blocks in host memory and on disk"
 _GUIDED = "pass structured_outputs_config={'backend': ...}"
 _KERNELS = "device and dtype determine the kernels; only attention_backend can be chosen"
 _MACHINES = "distributed_executor_backend='ray' starts the ranks of several machines"
@@ -149,12 +150,12 @@ FOREIGN: dict[str, Foreign] = {
     **_known("use_fp64_gumbel", "noise is float32 and the same on every device", _off),
     **_known("num_lookahead_slots", "draft tokens use only free blocks", _one_of(0)),
     **_known("external_parameters additional_config", "nothing here reads it"),
-    **_known("cpu_offload_gb kv_offloading_size", _NOT_MOVED, lambda value: value in (0, None)),
+    **_known("cpu_offload_gb", _NOT_MOVED, lambda value: value in (0, None)),
     **_known("offload_group_size", _NOT_MOVED, _one_of(0)),
     **_known("cpu_offload_params offload_params", _NOT_MOVED),
     **_known("offload_num_in_group offload_prefetch_step", _NOT_MOVED, _one),
     **_known("offload_backend", _NOT_MOVED, _one_of("auto")),
-    **_known("kv_offloading_backend", _NOT_MOVED, _one_of("native")),
+    **_known("kv_offloading_backend", _HOST, _one_of("native")),
     **_known("calculate_kv_scales", "scales are per token and head, and always computed", _off),
     **_known("kv_sharing_fast_prefill", _STATE, _off),
     **_known("disable_cascade_attn", "there is no cascade attention", _anything),
@@ -214,8 +215,8 @@ FOREIGN: dict[str, Foreign] = {
     **_known("num_redundant_experts", _EXPERTS, _one_of(0)),
     **_known("eplb_window_size eplb_step_interval dbo_decode_token_threshold "
              "dbo_prefill_token_threshold", _EXPERTS, _is_size),
-    **_known("kv_transfer_config ec_transfer_config ec_manager_config",
-             "KV caches are not transferred between engines"),
+    **_known("ec_transfer_config ec_manager_config",
+             "there are no encoders, whose outputs could be transferred"),
     # Adapters.
     **_known("enable_lora enable_lora_bias fully_sharded_loras enable_prompt_adapter", _LORA, _off),
     **_known("max_loras max_lora_rank max_cpu_loras lora_extra_vocab_size lora_dtype "

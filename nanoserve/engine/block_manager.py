@@ -146,8 +146,8 @@ class BlockManager:
         seq.num_allocated_tokens = min(map(len, tables)) * self.block_size
         return True
 
-    def cache(self, seq: Sequence, num_tokens: int) -> list[int]:
-        """Cache the blocks that the first `num_tokens` tokens fill, and return the new ones.
+    def cache(self, seq: Sequence, num_tokens: int) -> None:
+        """Cache the blocks that the first `num_tokens` tokens fill.
 
         `num_tokens` counts the tokens whose K and V are in the KV cache once the step being planned
         has run. A known token that is not computed has no K and V yet; a pending token has no id
@@ -156,23 +156,15 @@ class BlockManager:
         first = seq.num_cached_blocks
         end = min(num_tokens, len(seq.token_ids)) // self.block_size
         if first >= end or not self.enable_prefix_caching:
-            return []
+            return
         seq.num_cached_blocks = end
-        new: list[int] = []
         for index in range(first, end):
-            new += self.prefix_cache.add(seq, index)
-        return new
-
-    def is_cached(self, block: int) -> bool:
-        """Return True if lookups can find `block`, in use or free."""
-        return self.prefix_cache.has(block)
+            self.prefix_cache.add(seq, index)
 
     def has_spare_blocks(self) -> bool:
         """Return True if every group could get a block that is free and not cached."""
-        spare = [
-            block for block in islice(self._free, len(self.windows)) if not self.is_cached(block)
-        ]
-        return len(spare) == len(self.windows)
+        first = list(islice(self._free, len(self.windows)))
+        return len(first) == len(self.windows) and not any(map(self.prefix_cache.has, first))
 
     def free(self, seq: Sequence, keep: int = 0) -> None:
         """Free the blocks of `seq`, except the first `keep` of each table, in reverse order.

@@ -7,11 +7,17 @@ if all draft tokens before it were sampled.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
 from nanoserve.engine.plan import Plan
+
+
+class TokenState(Protocol):
+    """A token state is what a slot keeps of its tokens, such as how often each one occurred."""
+
+    def extend(self, token_ids: list[int]) -> None: ...
 
 
 class AcceptedRows(NamedTuple):
@@ -30,6 +36,13 @@ class AcceptedRows(NamedTuple):
         """Convert errors by output to errors by row, for the rows without a token."""
         firsts = enumerate(self.first_outputs)
         return {row: errors[first] for row, first in firsts if first in errors}
+
+    def extend_states(self, states: Mapping[int, TokenState]) -> None:
+        """Append each row's tokens to the state, by output, of its first output if there is one."""
+        if states:
+            for first, token_ids in zip(self.first_outputs, self.token_ids, strict=True):
+                if first in states:
+                    states[first].extend(token_ids)
 
     def places(self, outputs: Sequence[int]) -> list[tuple[int, int] | None]:
         """Return the places of the tokens of these outputs: (row, index among its tokens).

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from nanoserve.checkpoint.model_config import ModelConfig
+    from nanoserve.config import EngineConfig
     from nanoserve.engine.executor import Executor
     from nanoserve.engine.interrupts import EngineLock
     from nanoserve.engine.llm_engine import LLMEngine
@@ -60,6 +61,7 @@ _ELSEWHERE = {
 class EngineMethods:
     """The base class of `GuardedEngine` with its less common methods."""
 
+    config: "EngineConfig"
     model_config: "ModelConfig"
     tokenizer: Any
     pause: Pause
@@ -111,10 +113,15 @@ class EngineMethods:
         """Evict all cached prefixes; returns True.
 
         Running sequences keep their blocks; with `reset_running_requests` they recompute their KV,
-        too. Raises `ValueError` for `reset_connector`: nanoserve has no KV connector.
+        too. Blocks on the host (`kv_offloading_size`) are always forgotten with the prefix cache.
+        Raises `ValueError` for `reset_connector` if there is a KV connector: it keeps its blocks.
         """
-        if reset_connector:
-            raise ValueError("reset_connector=True: this engine has no KV connector; omit it")
+        connector = self.config.kv_connector
+        if reset_connector and connector is not None:
+            raise ValueError(
+                f"reset_connector=True: the KV connector {connector.kv_connector!r} keeps its "
+                f"blocks; omit it, or delete them when the engine is closed"
+            )
         self._lock.call_soon(lambda: self._reset_prefix_cache(reset_running_requests))
         return True
 

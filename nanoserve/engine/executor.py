@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from nanoserve.engine.batch import Batch
+from nanoserve.engine.kv_transfers import KVTransfers
 from nanoserve.engine.sequence import Sequence
 from nanoserve.outputs import TokenLogprobs
 from nanoserve.sampling_params import SamplingParams
@@ -75,10 +76,12 @@ class ForwardInputs:
 
     slot_updates: sequences that are new in their slots.
     draft_tokens: by slot, the draft tokens that are packed after the last token of its row.
+    kv_transfers: KV blocks to copy before the model runs.
     """
 
     slot_updates: list[SlotUpdate] = field(default_factory=list)
     draft_tokens: dict[int, list[int]] = field(default_factory=dict)
+    kv_transfers: KVTransfers | None = None
 
 
 @dataclass

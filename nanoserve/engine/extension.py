@@ -6,6 +6,7 @@
     schedule  on_step_start()                         release held sequences, finish sequences
               token_budget(n)                         lower the budget of this step
               may_admit(seq, plan)                    leave a waiting sequence out of this step
+              on_admit(seq)                           fill further blocks from elsewhere
               limit_tokens(seq, n, plan)              give a sequence fewer tokens, or none
               extend_plan(plan)                       add draft tokens within the remaining budget
     launch    forward_inputs(plan, inputs)            fill in a field of `ForwardInputs`
@@ -49,6 +50,14 @@ class Extension:
     def may_admit(self, seq: Sequence, plan: Plan) -> bool:
         """Return True if a waiting sequence may start to run in this step."""
         return True
+
+    def on_admit(self, seq: Sequence) -> int:
+        """Return how many tokens after `seq.num_computed_tokens` need not be computed.
+
+        Called for a sequence that was just admitted. The extension fills the blocks of these tokens
+        before the model runs; they are whole blocks that are allocated, without the last token.
+        """
+        return 0
 
     def limit_tokens(self, seq: Sequence, num_tokens: int, plan: Plan) -> int:
         """Return how many of `num_tokens` a sequence may compute in this step; 0 leaves it out.

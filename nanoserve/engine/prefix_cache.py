@@ -59,9 +59,17 @@ class Prefix:
     block_hash: bytes
     blocks: list[list[int]]
     num_children: int = 0
+    num_kept: int = 0  # calls of `PrefixCache.keep` without `let_go`
 
     def count_children(self, change: int) -> None:
         self.num_children += change
+
+    def count_kept(self, change: int) -> None:
+        self.num_kept += change
+
+    @property
+    def is_needed(self) -> bool:
+        return self.num_kept + self.num_children > 0 or any(self.blocks)
 
 
 class PrefixCache:
@@ -173,23 +181,22 @@ class PrefixCache:
 
     # ------------------------------------------------------------------ adding and removing blocks
 
-    def add(self, seq: Sequence, index: int) -> list[int]:
+    def add(self, seq: Sequence, index: int) -> None:
         """Cache the blocks, one per layer group, that hold the tokens of block `index` of `seq`.
 
-        Returns the blocks that were not cached before. If another prefix has the same hash, the
-        other prefix stays, and neither this prefix nor its descendants are cached.
+        If another prefix has the same hash, the other prefix stays, and neither this prefix nor its
+        descendants are cached.
         """
         tables = seq.block_tables
         parent = self._prefix_of[tables[0][index - 1]] if index else root_key(seq)
         if parent is None:
-            return []
+            return
         self.hash_blocks(seq, index + 1)
         prefix = self._prefixes.get(seq.block_hashes[index])
         if prefix is None:
             prefix = self._grow(parent, seq, index)
         elif not self._is_at(prefix, seq, index, parent):
-            return []
-        new = []
+            return
         for group, (own, table) in enumerate(zip(prefix.blocks, tables, strict=True)):
             block = table[index]
             if block and self._prefix_of[block] is None:
@@ -197,10 +204,8 @@ class PrefixCache:
                 self._num_added += 1
                 self._numbers[block] = self._num_added
                 own.append(block)
-                new.append(block)
                 if self.listeners:
                     self._notify_cached(prefix, block, group, root_key(seq))
-        return new
 
     def remove(self, block: int) -> None:
         """Remove `block` from the prefix cache, if it is cached: its content is about to change."""
@@ -213,9 +218,28 @@ class PrefixCache:
                 own.remove(block)
                 self._notify_removed(block, prefix.block_hash, group, not own)
                 break
-        while isinstance(prefix, Prefix) and not prefix.num_children and not any(prefix.blocks):
+        self._prune(prefix)
+
+    def keep(self, block_hash: bytes) -> Prefix:
+        """Keep a prefix in the tree, with or without blocks, until `let_go` is called as often."""
+        prefix = self._prefixes[block_hash]
+        prefix.count_kept(1)
+        return prefix
+
+    def let_go(self, prefix: Prefix) -> None:
+        """Undo one `keep`; nothing happens if the cache has been cleared since then."""
+        prefix.count_kept(-1)
+        self._prune(prefix)
+
+    def is_known(self, prefix: Prefix) -> bool:
+        """Return True if `prefix` is in the tree, where lookups find it."""
+        return self._prefixes.get(prefix.block_hash) is prefix
+
+    def _prune(self, prefix: Prefix | CacheKey) -> None:
+        """Remove a prefix that is not needed, and the parents that it alone needed."""
+        while isinstance(prefix, Prefix) and not prefix.is_needed and self.is_known(prefix):
             del self._prefixes[prefix.block_hash]
-            prefix = prefix.parent  # type: ignore[assignment]  # a key ends the loop
+            prefix = prefix.parent
             if isinstance(prefix, Prefix):
                 prefix.count_children(-1)
 
@@ -241,7 +265,7 @@ class PrefixCache:
             "a cached prefix has lost its parent": not prefixes.issuperset(parents),
             "children are miscounted": sum(p.num_children for p in prefixes) != len(parents),
             "a prefix without blocks and children is kept": any(
-                not p.num_children and not any(p.blocks) for p in prefixes
+                not prefix.is_needed for prefix in prefixes
             ),
         }
         return [problem for problem, is_there in problems.items() if is_there]

@@ -199,7 +199,6 @@ class Scheduler:
         """
         joined: list[int] = []
         any_finished = False
-        drafts = plan.draft_tokens
         finished = SequenceStatus.FINISHED  # read once: an enum lookup takes as long as a row
         for row, new_ids in zip(plan.sampled, token_ids, strict=True):
             seq, num_joined = row.seq, 0
@@ -215,7 +214,7 @@ class Scheduler:
                     any_finished = True
                     break
             joined.append(num_joined)
-            if drafts and seq in drafts:
+            if seq in plan.draft_tokens:
                 self._drop_rejected(row, num_joined)
         if any_finished:
             self._drop_stopped()
@@ -249,9 +248,8 @@ class Scheduler:
 
     def _schedule_running(self, plan: Plan) -> None:
         """Plan a row for each running sequence, and preempt sequences if blocks run out."""
-        running = SequenceStatus.RUNNING
         for seq in list(self.running):  # a copy: preemption shortens the list
-            if seq.status is not running:
+            if seq.status is not SequenceStatus.RUNNING:
                 continue  # preempted for a sequence earlier in the list
             if seq.num_pending and (seq.num_pending > 1 or seq.num_tokens >= seq.max_num_tokens):
                 continue  # its draft tokens are not verified yet, or it is about to end
@@ -263,9 +261,8 @@ class Scheduler:
         n = num_tokens - start
         if n > 1 or n > plan.budget:
             n = min(n, plan.budget, self.max_tokens_per_seq)
-        if self.extensions:
-            for extension in self.extensions:
-                n = max(0, min(n, extension.limit_tokens(seq, n, plan)))
+        for extension in self.extensions:
+            n = max(0, min(n, extension.limit_tokens(seq, n, plan)))
         has_room = start + n <= seq.num_allocated_tokens
         if n == 0 or not (has_room or self._make_room(seq, n, plan)):
             return
@@ -317,6 +314,8 @@ class Scheduler:
         seq.status = SequenceStatus.RUNNING
         self._slots.take(seq)
         seq.num_computed_tokens = num_cached_tokens
+        for extension in self.extensions:
+            seq.num_computed_tokens += extension.on_admit(seq)
         self._count_hits(seq)
         num_rows = len(plan.rows)
         self._plan_row(seq, plan)

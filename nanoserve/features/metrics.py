@@ -26,6 +26,7 @@ from nanoserve.engine.listeners import RequestListener
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.request import Request
 from nanoserve.engine.stopwatch import StepTimes
+from nanoserve.features.kv_transfer.counters import counters
 from nanoserve.features.speculative.extension import Speculation
 from nanoserve.outputs import EngineStats, RequestOutput
 
@@ -157,19 +158,17 @@ class Metrics(RequestListener):
         yield self._gauge("num_requests_waiting", "Waiting sequences.", len(scheduler.waiting))
         yield self._gauge("kv_cache_usage_perc", "Fraction of KV blocks in use, 0 to 1.", used)
         yield self._cache_config(num_blocks)
-        for name, meaning, value in (
+        yield from self._counters(
             ("num_preemptions", "Preemptions.", stats.num_preemptions),
             ("prefix_cache_queries", "Prompt tokens looked up.", stats.prefix_cache_queries),
             ("prefix_cache_hits", "Prompt tokens found in it.", stats.prefix_cache_hits),
             ("prompt_tokens", "Prompt tokens, including cached ones.", self._num_prompt_tokens),
             ("generation_tokens", "Output tokens.", self._num_generated),
-        ):
-            counter = self._counter(name, meaning)
-            counter.add_metric([*self._labels.values()], value)
-            yield counter
+        )
         # Jump-forward tokens of a grammar also count as drafts, even without the option.
         if self._engine.config.speculative_config is not None or stats.num_drafts:
             yield from self._speculation(stats)
+        yield from self._counters(*counters(self._engine.extensions))
         yield self._finished_by_reason()
         for name, histogram in self._histograms.items():
             meaning = name.replace("_", " ").capitalize() + "."
@@ -224,6 +223,13 @@ class Metrics(RequestListener):
             if isinstance(extension, Speculation) and extension.goodput is not None:
                 meaning = "Tokens of steps with drafts, relative to plain steps in the same time."
                 yield self._gauge("spec_decode_gain", meaning, extension.goodput.gain)
+
+    def _counters(self, *rows: tuple[str, str, float]) -> Iterator[Metric]:
+        """Yield a counter for each row: its name, its meaning and its value."""
+        for name, meaning, value in rows:
+            counter = self._counter(name, meaning)
+            counter.add_metric([*self._labels.values()], value)
+            yield counter
 
     def _cache_config(self, num_blocks: int) -> Metric:
         """Return a gauge that is always 1, with the cache configuration in its labels."""

@@ -33,6 +33,10 @@ def supported_options(config: EngineConfig, model_config: ModelConfig) -> Engine
         "kv_events_config with enable_kv_cache_events=True": events is not None
         and events.is_active
         and "there is no prefix cache, whose changes the events report",
+        "kv_offloading_size": config.kv_offloading_size is not None
+        and "there is no prefix cache, whose evicted blocks it keeps",
+        "kv_offloading_path or kv_transfer_config": config.kv_connector is not None
+        and "there is no prefix cache, whose blocks it stores",
         "batch_invariant=True": config.batch_invariant
         and "the bits of a state depend on how a prompt is cut into steps",
         "pipeline_parallel_size": config.pipeline_parallel_size > 1

@@ -24,6 +24,7 @@ from nanoserve.sampling.sampler import Sampled, Sampler
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cpu_device import Computation, Device, StepOutput
 from nanoserve.worker.heads import HEADS, Heads
+from nanoserve.worker.host_pool import HostPool
 from nanoserve.worker.kv_cache import KVCacheLayout, longest_sequence
 from nanoserve.worker.load_model import allocate_pool, load_model, with_one_block
 
@@ -51,6 +52,8 @@ class ModelRunner:
 
     Differences between a GPU and a CPU are confined to the `Device` object.
     """
+
+    host_pool: HostPool | None = None  # for blocks that the KV cache has evicted
 
     def __init__(
         self,
@@ -126,6 +129,7 @@ class ModelRunner:
             logger.info("max_model_len %d", max_model_len)
             kv_caches = allocate_pool(config, model_config, layout, num_kv_blocks, context.device)
             runner = make(kv_caches, num_kv_blocks, max_model_len)
+            runner.host_pool = HostPool.of(config, model_config, kv_caches, device.host_memory)
             runner.warm_up()
         return runner
 
@@ -163,6 +167,8 @@ class ModelRunner:
             self.kv_cache_layout.states.reject_drafts()
         header, model = batch.header, self.model
         with self.device.guard():
+            if inputs.kv_transfers is not None:
+                self.host_pool.copy(self.kv_caches, inputs.kv_transfers)
             # 1) Rank 0's device has the tokens that the host did not know when it packed the step.
             if header.num_pending:
                 self.context.tp.broadcast(self.last_token)
@@ -234,11 +240,7 @@ class ModelRunner:
         # 2) By row: the draft tokens that are accepted, and the token after them.
         slots = handle.batch.output_slots[: len(new_ids)]
         rows = accept_draft_tokens(new_ids, slots, handle.draft_tokens)
-        if sampled.states:
-            states = dict(sampled.states)
-            for first, accepted in zip(rows.first_outputs, rows.token_ids, strict=True):
-                if first in states:
-                    states[first].extend(accepted)
+        rows.extend_states(dict(sampled.states))
         logprobs = None
         places: list[tuple[int, int]] = []
         if sampled.logprobs is not None:
@@ -300,7 +302,7 @@ class ModelRunner:
         """Release weights and cache, even if the runner is still referenced."""
         self.device.finish()
         self.model = self.kv_caches = self.sampler = self.last_token = self.batches = None
-        self._computation = None
+        self.host_pool = self._computation = None
         self.device.close()
 
     def _make_sampler(self) -> Sampler:

@@ -23,6 +23,7 @@ PACKAGES = {
 }
 PRINTED = {
     "adding-a-feature": "8 8 4 1 1",
+    "kv-offloading": "0 0 0 128",
     "offline": "my-request",
     "serving": "keys and values",
     "speculative-decoding": "accepted",

@@ -20,6 +20,16 @@ def lookup(manager: BlockManager, seq: Sequence) -> list[int]:
     return [block for (block,) in manager.lookup(seq)]
 
 
+def newly_cached(manager: BlockManager, seq: Sequence, num_tokens: int) -> list[int]:
+    """Cache the blocks that `num_tokens` tokens fill; returns those that were not cached before."""
+    before = [manager.prefix_cache.has(block) for block in seq.block_table]
+    manager.cache(seq, num_tokens)
+    after = [manager.prefix_cache.has(block) for block in seq.block_table]
+    return [
+        block for block, was, is_ in zip(seq.block_table, before, after, strict=True) if is_ > was
+    ]
+
+
 def run(manager: BlockManager, seq: Sequence) -> Sequence:
     """Allocate and compute the whole of `seq`, with whatever the cache has."""
     hits = manager.lookup(seq)
@@ -174,7 +184,7 @@ def test_two_sequences_may_fill_the_same_block_at_once() -> None:
     for seq in (a, b):
         assert manager.allocate(seq, 3)
     for seq in (a, b):
-        assert manager.cache(seq, 3) == [seq.block_table[0]]
+        assert newly_cached(manager, seq, 3) == [seq.block_table[0]]
     assert lookup(manager, make_sequence([5, 5, 5])) == [a.block_table[0]]
     manager.check([a, b])
     copy = b.block_table[0]
@@ -227,12 +237,14 @@ def test_each_full_block_is_cached_once_as_the_sequence_grows() -> None:
     seq = make_sequence(range(7))
     assert manager.allocate(seq, 7)
     table = seq.block_table
-    assert manager.cache(seq, 1) == []
-    assert manager.cache(seq, 5) == table[:2]  # all tokens so far, not only those of this step
-    assert manager.cache(seq, 5) == []
+    assert newly_cached(manager, seq, 1) == []
+    assert (
+        newly_cached(manager, seq, 5) == table[:2]
+    )  # all tokens so far, not only those of this step
+    assert newly_cached(manager, seq, 5) == []
     seq.token_ids.append(7)
-    assert manager.cache(seq, 7) == [table[2]]
-    assert manager.cache(seq, 8) == [table[3]]
+    assert newly_cached(manager, seq, 7) == [table[2]]
+    assert newly_cached(manager, seq, 8) == [table[3]]
     assert seq.num_cached_blocks == 4
     manager.check([seq])
 
@@ -244,7 +256,7 @@ def test_what_was_found_in_the_cache_is_not_cached_again() -> None:
     hits = manager.lookup(seq)
     assert manager.allocate(seq, 8, hits) and len(hits) == 2
     assert seq.num_cached_blocks == 2
-    assert manager.cache(seq, 8) == seq.block_table[2:]
+    assert newly_cached(manager, seq, 8) == seq.block_table[2:]
 
 
 def test_a_block_whose_last_token_is_pending_is_cached_when_that_is_known() -> None:
@@ -253,10 +265,10 @@ def test_a_block_whose_last_token_is_pending_is_cached_when_that_is_known() -> N
     seq = make_sequence(range(3))
     assert manager.allocate(seq, 4)
     seq.num_pending = 1
-    assert manager.cache(seq, 4) == [seq.block_table[0]]
+    assert newly_cached(manager, seq, 4) == [seq.block_table[0]]
     seq.token_ids.append(9)
     seq.num_pending = 0
-    assert manager.cache(seq, 4) == [seq.block_table[1]]
+    assert newly_cached(manager, seq, 4) == [seq.block_table[1]]
     assert lookup(manager, make_sequence([0, 1, 2, 9, 5])) == seq.block_table
 
 

@@ -295,6 +295,7 @@ def test_on_a_gpu_that_is_none(
         ({"capture_sampling": True}, "capture_sampling=True"),
         ({"capture_mixed_steps": True}, "capture_mixed_steps=True"),
         ({"kv_events_config": {"enable_kv_cache_events": True}}, "kv_events_config"),
+        ({"kv_offloading_size": 1}, "kv_offloading_size .*no prefix cache"),
     ],
     ids=str,
 )

@@ -18,13 +18,16 @@ from counting_executor import byte_tokenizer, make_engine, run
 from nanoserve import LLM, SamplingParams
 from nanoserve.cli.main import main
 from nanoserve.config import EngineConfig
+from nanoserve.engine.executor import ForwardInputs
 from nanoserve.engine.guard import GuardedEngine
+from nanoserve.engine.kv_transfers import KVTransfers
 from nanoserve.engine.listeners import BlockListener
+from nanoserve.engine.plan import Plan
 from nanoserve.features.trace import start_trace
 from nanoserve.features.trace.page import make_page
 from nanoserve.features.trace.phases import chrome_trace, phases, step_end
 from nanoserve.features.trace.reader import Pool, Trace, read_trace
-from nanoserve.features.trace.recorder import SequenceTexts
+from nanoserve.features.trace.recorder import HostCopies, SequenceTexts
 from nanoserve.features.trace.whole_lines import WholeLines
 from nanoserve.text.incremental_decoder import TokenTexts
 
@@ -254,6 +257,44 @@ def test_a_line_that_is_interrupted_is_written_as_a_whole_or_not_at_all(
     assert path.read_bytes() == b"first\nthird\n"
 
 
+def host_trace(path: Path) -> Trace:
+    """The trace of two prompts in turns, in a pool that holds one of them."""
+    options: dict[str, Any] = {"skip_tokenizer_init": True, "num_kv_blocks": 6, "block_size": 4}
+    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    with LLM("tiny-qwen3", trace=path, kv_offloading_size=0.01, **options) as llm:
+        for first in (100, 200, 100):
+            llm.generate([[*range(first, first + 21)]], one, use_tqdm=False)
+    return read_trace(path)
+
+
+def test_copies_to_and_from_the_host_are_recorded(tmp_path: Path) -> None:
+    first, second, third = host_trace(tmp_path / "run.jsonl").steps
+    assert first["to_host"] == first["from_host"] == []
+    assert sorted(second["to_host"]) == second["evicted"] and len(second["to_host"]) == 5
+    assert sorted(third["to_host"]) == third["evicted"] and len(third["to_host"]) == 5
+    (row,) = third["rows"]
+    assert (row["computed"], row["new"], row["hits"]) == (20, 1, 5)
+    assert sorted(third["from_host"]) == sorted(row["blocks"][:5])
+
+
+def test_copies_of_a_step_that_failed_are_not_those_of_the_next() -> None:
+    copies = HostCopies()
+    plans = [Plan(0) for _ in range(4)]
+    for number in (0, 1, 3):
+        inputs = ForwardInputs(kv_transfers=KVTransfers([(number, 7)], []))
+        copies.forward_inputs(plans[number], inputs)
+    copies.forward_inputs(plans[2], ForwardInputs())
+    assert copies.take(plans[1]).to_host == [(1, 7)]
+    assert copies.take(plans[2]) == KVTransfers([], [])
+    assert copies.take(plans[3]).to_host == [(3, 7)]
+    assert not copies._noted
+
+
+def test_without_a_host_tier_a_step_says_nothing_of_it(tmp_path: Path) -> None:
+    trace = record(tmp_path / "run.jsonl", ask([1, 2, 3]))
+    assert not any({"to_host", "from_host"} & step.keys() for step in trace.steps)
+
+
 # ---------------------------------------------------------------- random runs
 
 
@@ -438,6 +479,9 @@ def test_the_command_writes_what_it_is_asked_for(tmp_path: Path, capsys) -> None
     assert look(path, "--chrome", tmp_path / "chrome.json", "-o", tmp_path / "page.html") == ""
     assert (tmp_path / "run.html").read_bytes() == (tmp_path / "page.html").read_bytes()
     assert json.loads((tmp_path / "chrome.json").read_text())["traceEvents"]
+    host_trace(path)
+    assert look(path) == ""
+    assert "evicted, 10 copied to the host, 5 filled from it" in capsys.readouterr().out
 
 
 def test_the_command_refuses_in_a_line(tmp_path: Path) -> None:
@@ -551,25 +595,60 @@ def test_a_text_cannot_break_out_of_the_page(tmp_path: Path) -> None:
     assert "".join(data["steps"][0]["arrived"][0]["texts"]) == "</script>"
 
 
+def run_page(folder: Path, page: str, code: str, *pieces: str) -> Any:
+    """Return the value that `code` prints as JSON after the page's program, without its drawing.
+
+    `pieces`: patterns of further pieces of the program that the code needs.
+    """
+    (program,) = re.findall(r'<script type="module">\n(.*?)</script>', page, re.S)
+    (folder / "data.json").write_text(data_of(page), encoding="utf-8")
+    script = [
+        "const text = require('fs').readFileSync('data.json', 'utf8');",
+        "const document = { getElementById: () => ({ textContent: text }) };",
+        program.partition("- drawing")[0],
+        *(re.findall(piece, program, re.S)[0] for piece in pieces),
+        code,
+    ]
+    shown = subprocess.run(
+        [NODE, "-"],
+        input="\n".join(script),
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(shown.stdout)
+
+
 @pytest.mark.skipif(NODE is None, reason="the page's program runs outside a browser with node")
 def test_the_page_rebuilds_the_same_pool(tmp_path: Path) -> None:
     trace = busy_trace(tmp_path / "run.jsonl")
-    page = make_page(trace)
-    (program,) = re.findall(r'<script type="module">\n(.*?)</script>', page, re.S)
-    (tmp_path / "data.json").write_text(data_of(page), encoding="utf-8")
-    script = (
-        "const text = require('fs').readFileSync('data.json', 'utf8');"
-        "const document = { getElementById: () => ({ textContent: text }) };"
-        + program.partition("- drawing")[0]
-        + "\nconst states = steps.map((_, i) => stateAt(i));"
+    code = (
+        "const states = steps.map((_, i) => stateAt(i));"
         "console.log(JSON.stringify(states.map((s) => [[...s.tables], [...s.cached]])));"
     )
-    shown = subprocess.run(
-        [NODE, "-"], input=script, cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    states = run_page(tmp_path, make_page(trace), code)
     pool = Pool()
-    for step, (tables, cached) in zip(trace.steps, json.loads(shown.stdout), strict=True):
+    for step, (tables, cached) in zip(trace.steps, states, strict=True):
         pool.advance(step)
         assert dict(tables) == pool.tables
         assert set(cached) == pool.cached
         pool.release(step)
+
+
+@pytest.mark.skipif(NODE is None, reason="the page's program runs outside a browser with node")
+def test_the_page_knows_what_a_block_from_the_host_holds(tmp_path: Path) -> None:
+    """Not what it held before."""
+    trace = host_trace(tmp_path / "run.jsonl")
+    code = (
+        "const current = 2;"
+        "console.log(JSON.stringify([[...stateAt(2).contents], storyOf(steps[2])]));"
+    )
+    pieces = r"const plural = .*?;\n", r"function storyOf.*?\n}\n"
+    contents, told = run_page(tmp_path, make_page(trace), code, *pieces)
+    (row,) = trace.steps[2]["rows"]
+    for index, block in enumerate(row["blocks"]):
+        expected = {"seq": row["seq"], "index": index, "isHit": index < 5}
+        assert dict(contents)[block] == expected
+    assert "with 20 tokens from the host." in told
+    assert "Copied to the host: 5 blocks. Filled from the host: 5 blocks." in told

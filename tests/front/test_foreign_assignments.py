@@ -34,6 +34,10 @@ ALLOWED = {
         "engine/llm_engine.py: step.*",
         "engine/stopwatch.py: times.*",
         "engine/*.py: self._stats.*",
+        "features/kv_transfer/*.py: self.stats.*",
+    ),
+    "an extension fills in the inputs of a step": (
+        "features/kv_transfer/*.py: inputs.kv_transfers",
     ),
     "a batch is numbered, and the handle of a step filled in, by the runner that made them": (
         "worker/model_runner.py: batch.step",

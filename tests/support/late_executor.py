@@ -22,7 +22,13 @@ import numpy as np
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import PENDING, Batch
 from nanoserve.engine.batch_layout import BatchLayout
-from nanoserve.engine.executor import ForwardInputs, SampleInputs, SlotUpdate, StepResult
+from nanoserve.engine.executor import (
+    ForwardInputs,
+    KVTransfers,
+    SampleInputs,
+    SlotUpdate,
+    StepResult,
+)
 from nanoserve.engine.sequence_room import SequenceRoom
 
 POISON = -7
@@ -64,10 +70,19 @@ def expected_tokens(
     return output
 
 
+def copy_blocks(shadow: list[Any], places: Any, transfers: KVTransfers, size: int) -> None:
+    """Copy what slots remember of their K and V, by block, to places of the host and back."""
+    for block, place in transfers.to_host:
+        places[place] = shadow[block * size : (block + 1) * size]
+    for place, block in transfers.to_device:
+        shadow[block * size : (block + 1) * size] = places[place]
+
+
 @dataclass
 class LateHandle:
     batch: Batch
     step: int
+    transfers: KVTransfers | None = None
     slots: list[int] = field(default_factory=list)
     prefixes: list[int] = field(default_factory=list)
     token_ids: list[int] | None = None
@@ -120,6 +135,7 @@ class LateExecutor:
         self.queue: list[tuple[int, Callable[[], None]]] = []  # (step, what it does), in order
         # By slot: which group's K and V, and of which prefix.
         self.shadow = [(0, POISON)] * ((num_kv_blocks + 1) * config.block_size)
+        self.places: dict[int, list[tuple[int, int]]] = {}  # of the host
         self.parent_of: dict[int, int] = {}
         self.last_token = [POISON] * config.max_num_seqs
         self.states: list[State | None] = [None] * config.max_num_seqs
@@ -139,7 +155,7 @@ class LateExecutor:
     def forward(self, batch: Batch, inputs: ForwardInputs) -> LateHandle:
         for change in inputs.slot_updates:
             self.states[change.slot] = State(change, list(change.output_token_ids))
-        handle = LateHandle(batch, batch.step)
+        handle = LateHandle(batch, batch.step, inputs.kv_transfers)
         header = batch.header
         handle.slots = batch.output_slots[: header.num_sampled].tolist()
         self.queue.append((batch.step, lambda: self._compute(handle)))
@@ -164,6 +180,12 @@ class LateExecutor:
     def cancel(self, handles: list[LateHandle]) -> None:
         """What was launched is computed like anything else: one device runs its steps in order."""
 
+    def copy_blocks(self, transfers: KVTransfers) -> None:
+        """Copy blocks after all steps that were launched."""
+        while self.queue:
+            self.queue.pop(0)[1]()
+        copy_blocks(self.shadow, self.places, transfers, self.block_size)
+
     def close(self) -> None:
         self.closed = True
 
@@ -178,6 +200,8 @@ class LateExecutor:
         batch = handle.batch
         header = batch.header
         require(header.step == handle.step, "a batch was packed anew before it was read")
+        if handle.transfers is not None:
+            copy_blocks(self.shadow, self.places, handle.transfers, self.block_size)
         starts = batch.cu_seqlens_q[: header.num_rows + 1].tolist()
         tables = batch.block_tables(header.num_rows, header.table_width).tolist()  # by group
         slots, positions = batch.slot_mapping.tolist(), batch.positions.tolist()
@@ -291,8 +315,8 @@ class LatePipeline(LateExecutor):
 
     def forward(self, batch: Batch, inputs: ForwardInputs) -> LateHandle:
         self.on_call("forward")
-        self.first._compute(LateHandle(batch, batch.step))
-        handle = LateHandle(batch, batch.step)
+        self.first._compute(LateHandle(batch, batch.step, inputs.kv_transfers))
+        handle = LateHandle(batch, batch.step, inputs.kv_transfers)
         handle.slots = batch.output_slots[: batch.header.num_sampled].tolist()
         self.launched.append((handle, inputs.slot_updates))
         return handle

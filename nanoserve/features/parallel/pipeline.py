@@ -41,7 +41,7 @@ class PipelineExecutor(TensorParallelExecutor):
     def forward(self, batch: Batch, inputs: ForwardInputs) -> Launched:
         self._workers.check()
         with self._recovery():
-            self._workers.announce(batch)
+            self._announce(batch, inputs)
             self._launched.append(Launched(batch, inputs))
         return self._launched[-1]
 

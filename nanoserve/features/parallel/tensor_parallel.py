@@ -37,6 +37,7 @@ from nanoserve.features.parallel.process_group import (
 from nanoserve.features.parallel.ranks import join_ranks
 from nanoserve.features.parallel.worker_processes import (
     CHECK_WEIGHTS,
+    COPY_BLOCKS,
     DROP_WEIGHTS,
     LOAD_WEIGHTS,
     REPLACE_WEIGHTS,
@@ -152,11 +153,17 @@ class TensorParallelExecutor:
             # This may raise, so it comes before any other rank starts.
             self.runner.fill_slots(inputs.slot_updates)
             self._is_amid_collectives = True
-            self._workers.announce(batch)
+            self._announce(batch, inputs)
             self._uncollected.add(batch)
             handle = self.runner.forward(batch, replace(inputs, slot_updates=[]))
             self._is_amid_collectives = False
             return handle
+
+    def _announce(self, batch: Batch, inputs: ForwardInputs) -> None:
+        """Let the other ranks start a step."""
+        if inputs.kv_transfers is not None:
+            self._workers.send_order(COPY_BLOCKS, inputs.kv_transfers.to_bytes())
+        self._workers.announce(batch)
 
     def sample(self, handle: Any, inputs: SampleInputs) -> None:
         with self._recovery():

@@ -26,12 +26,14 @@ from nanoserve.checkpoint.checkpoint import Checkpoint
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import ForwardInputs
+from nanoserve.engine.kv_transfers import KVTransfers
 from nanoserve.features.parallel.heartbeat import beat_for_ever
 from nanoserve.features.parallel.process_group import LOOPBACK, find_store, map_memory
 from nanoserve.features.parallel.ranks import join_ranks
 from nanoserve.features.parallel.worker_processes import (
     CALL_FUNCTION,
     CHECK_WEIGHTS,
+    COPY_BLOCKS,
     LOAD_WEIGHTS,
     PING,
     REPLACE_WEIGHTS,
@@ -159,7 +161,7 @@ def serve(job: dict[str, Any], steps: Steps, report: Reporter) -> None:
     parallel = join_ranks(config, model_config, job["rank"], store, device, [], own_host)
     runner = make_runner(config, model_config, path, parallel)
     report(state="built")
-    exchange = WeightExchange(runner)
+    exchange, kv_transfers = WeightExchange(runner), None
     while (step := steps.next()) is not None:
         if step == PING:
             runner.device.finish()
@@ -171,10 +173,14 @@ def serve(job: dict[str, Any], steps: Steps, report: Reporter) -> None:
         if step == CALL_FUNCTION:
             answer_call(steps.content(), runner, report)
             continue
+        if step == COPY_BLOCKS:
+            kv_transfers = KVTransfers.from_bytes(steps.content())
+            continue
         # Rank 0 does the same, up to the logits, which are gathered there.
         batch = steps.fetch(step, runner.next_batch())
         began = time.perf_counter()
-        runner.forward(batch, ForwardInputs())
+        runner.forward(batch, ForwardInputs(kv_transfers=kv_transfers))
+        kv_transfers = None
         if config.trace is not None and parallel.pp.num_stages > 1 and parallel.tp.rank == 0:
             pp = parallel.pp  # a stage works from its receive to its send
             report(step=step, span=[began if pp.is_first else pp.received_at, pp.sent_at])

@@ -71,10 +71,14 @@ function advance(state, step, before) {
   const gone = [...(before?.finished ?? []), ...step.aborted].map((ended) => ended.seq);
   for (const seq of [...gone, ...step.undone, ...step.preempted]) state.tables.delete(seq);
   for (const block of step.evicted) state.cached.delete(block);
+  for (const block of step.from_host ?? []) state.contents.delete(block);
   for (const row of step.rows) {
     const table = state.tables.get(row.seq) ?? [];
     row.blocks.forEach((block, i) => {
-      if (i >= row.hits) state.contents.set(block, { seq: row.seq, index: table.length + i });
+      // A hit has a content already, unless it has just come from the host.
+      const isHit = i < row.hits;
+      if (isHit && state.contents.has(block)) return;
+      state.contents.set(block, { seq: row.seq, index: table.length + i, isHit });
     });
     state.tables.set(row.seq, table.concat(row.blocks));
     state.computed.set(row.seq, row.computed + row.new - numRejected(row));
@@ -369,12 +373,20 @@ function storyOf(step) {
   if (step.undone.length) parts.push(`A previous step failed: ${names(step.undone)} lost their blocks.`);
   if (step.preempted.length) parts.push(`No block was free; preempted: ${names(step.preempted)}.`);
   for (const row of step.rows.filter((row) => step.admitted.includes(row.seq))) {
-    const hits = row.hits ? `, with ${plural(row.hits * blockSize, "token")} from the prefix cache` : "";
+    const loaded = row.blocks.slice(0, row.hits).filter((block) => step.from_host?.includes(block)).length;
+    const found = [
+      [row.hits - loaded, "the prefix cache"],
+      [loaded, "the host"],
+    ].filter(([count]) => count);
+    const words = found.map(([count, where]) => `${plural(count * blockSize, "token")} from ${where}`);
+    const hits = words.length ? `, with ${words.join(" and ")}` : "";
     const again = phases[row.seq].some((span) => span.phase === "preempted" && span.first <= current);
     parts.push(`#${row.seq} starts${again ? " again" : ""}${hits}.`);
   }
   parts.push(`${count("decode")} decode, ${count("prefill")} prefill.`);
   if (step.evicted.length) parts.push(`Evicted from the cache: ${plural(step.evicted.length, "block")}.`);
+  if (step.to_host?.length) parts.push(`Copied to the host: ${plural(step.to_host.length, "block")}.`);
+  if (step.from_host?.length) parts.push(`Filled from the host: ${plural(step.from_host.length, "block")}.`);
   for (const ended of step.finished) parts.push(`#${ended.seq} finishes (${ended.reason}).`);
   return parts.join(" ");
 }
@@ -426,12 +438,14 @@ function describeBlock(block) {
   else lines.push("free");
   if (state.cached.has(block)) lines.push("in the prefix cache");
   if (steps[current].evicted.includes(block)) lines.push("evicted from the cache in this step");
+  if (steps[current].to_host?.includes(block)) lines.push("its previous content was copied to the host");
+  if (steps[current].from_host?.includes(block)) lines.push("filled from the host in this step");
   const filled = numFilled(block);
   lines.push(`K and V of ${filled} of ${blockSize} tokens`);
   const content = state.contents.get(block);
   if (filled && content) {
     const first = content.index * blockSize;
-    lines.push(`positions ${first} to ${first + filled - 1}, computed by #${content.seq}:`);
+    lines.push(`positions ${first} to ${first + filled - 1}, ${content.isHit ? "from the host, for" : "computed by"} #${content.seq}:`);
     lines.push(quoted(textOf(sequences.get(content.seq), first, first + filled)));
   }
   return lines.join("\n");

@@ -19,6 +19,9 @@ and the last one has the time at which the engine was closed. A line in between 
     finished    sequences that ended with this step
     waiting     the waiting queue after this step, its head first
     running     the running sequences after this step, in order of admission
+    to_host     with a host tier or a KV connector: blocks copied to the host before this step's
+                model ran
+    from_host   likewise: blocks then filled from the host, which count as hits of their rows
     stages      with pipeline parallelism: the start and end of this step in each stage, in
                 seconds of its machine's clock from the start of the trace
 
@@ -32,6 +35,7 @@ repeated: a row has the blocks that are new in its table, which after an admissi
 
 import json
 import time
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict
 from datetime import datetime
@@ -39,8 +43,10 @@ from typing import Any
 
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.block_manager import blocks_needed
-from nanoserve.engine.executor import StepResult
+from nanoserve.engine.executor import ForwardInputs, StepResult
+from nanoserve.engine.extension import Extension
 from nanoserve.engine.guard import GuardedEngine
+from nanoserve.engine.kv_transfers import KVTransfers
 from nanoserve.engine.listeners import BlockListener, CachedBlock
 from nanoserve.engine.plan import Plan, Row
 from nanoserve.engine.sequence import Sequence, SequenceStatus
@@ -71,6 +77,11 @@ class TraceRecorder:
         self._texts: dict[Sequence, SequenceTexts] = {}  # of all sequences that have not ended
         self._tables: dict[Sequence, list[int]] = {}  # of running sequences
         self.cache_changes = CacheChanges()
+        self._host_copies: HostCopies | None = None
+        config = engine.config
+        if config.kv_offloading_size is not None or config.kv_connector is not None:
+            self._host_copies = HostCopies()
+            engine.add_extension(self._host_copies)
         self._file = file
         self._start = time.perf_counter()
         options = {name: getattr(engine.config, name) for name in _OPTIONS}
@@ -131,7 +142,18 @@ class TraceRecorder:
             "finished": self._ended(planned),
             "waiting": _numbers(filter(self._texts.__contains__, self._scheduler.waiting)),
             "running": _numbers(filter(self._texts.__contains__, self._scheduler.running)),
-        } | self._stages(header.step)
+            **self._copies(plan),
+            **self._stages(header.step),
+        }
+
+    def _copies(self, plan: Plan) -> dict[str, list[int]]:
+        if self._host_copies is None:
+            return {}
+        to_host, to_device = self._host_copies.take(plan)
+        return {
+            "to_host": [block for block, _ in to_host],
+            "from_host": [block for _, block in to_device],
+        }
 
     def _stages(self, step: int) -> dict[str, Any]:
         if self._engine.config.pipeline_parallel_size == 1:
@@ -207,7 +229,8 @@ class TraceRecorder:
         kind: "decode" for a single token of the output, else "prefill": a prompt, or tokens that
             are computed again after a preemption.
         computed, new: number of tokens with K and V in the cache before, and computed in this step.
-        hits: at an admission, the number of `blocks`, from the first, that were cached.
+        hits: at an admission, the number of `blocks`, from the first, that were cached or came
+            from the host.
         blocks: the new blocks of its block table.
         yields: true if a token was sampled, which is `token` with its `text`; `token` is null if
             sampling failed.
@@ -317,3 +340,26 @@ class CacheChanges(BlockListener):
         self._added.clear()
         self._removed.clear()
         return evicted, added
+
+
+class HostCopies(Extension):
+    """An extension that changes nothing: it notes which blocks each step copies.
+
+    It has to come after the extension that orders these copies.
+    """
+
+    def __init__(self) -> None:
+        self._noted: deque[tuple[Plan, KVTransfers]] = deque()
+
+    def forward_inputs(self, plan: Plan, inputs: ForwardInputs) -> None:
+        if inputs.kv_transfers is not None:
+            self._noted.append((plan, inputs.kv_transfers))
+
+    def take(self, plan: Plan) -> KVTransfers:
+        """Return the copies of a step, and forget those of earlier ones, which have failed."""
+        if any(noted is plan for noted, _ in self._noted):
+            while True:
+                noted, transfers = self._noted.popleft()
+                if noted is plan:
+                    return transfers
+        return KVTransfers([], [])

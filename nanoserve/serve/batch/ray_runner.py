@@ -94,7 +94,7 @@ def answer_on_ray(
     `ValueError` if Ray lacks resources for the replicas, and `RuntimeError` if a replica fails.
     """
     options = answerer["options"]
-    for name in ("trace", "kv_events_config"):
+    for name in ("trace", "kv_events_config", "kv_offloading_path"):
         require(name not in options, f"{name} needs a single engine; remove it or --replicas")
     config = engine_config(answerer["model"], options)
     backend = config.distributed_executor_backend

@@ -76,7 +76,7 @@ class DevEndpoints:
         return Response(status_code=200)
 
     async def reset_prefix_cache(self, request: Request) -> Response:
-        options = self._query(request, reset_running_requests=_boolean)
+        options = self._query(request, reset_running_requests=_boolean, reset_connector=_boolean)
         await _checked(self._llm.reset_prefix_cache, **options)
         return Response(status_code=200)
 

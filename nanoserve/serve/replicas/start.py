@@ -82,6 +82,10 @@ def replicas(
         "kv_events_config needs a single engine, as replicas would share an address; remove it"
     )
     require(config.kv_events_config is None, kv_events)
+    require(
+        config.kv_offloading_path is None,
+        "kv_offloading_path needs a single engine, as each needs a folder of its own; remove it",
+    )
     if is_local:  # otherwise the machines of the cluster must have the checkpoint
         checkpoint = Checkpoint.open(model, config, config.revision)
         checkpoint.model_config(config, supported_architectures())

@@ -38,9 +38,9 @@ class WatchedSpeculation(Speculation):
     def extend_plan(self, plan: Plan) -> None:
         scheduler = self._scheduler
         manager, running = scheduler.block_manager, list(scheduler.running)
-        free = [block for block in manager._free if manager.is_cached(block)]
+        free = [block for block in manager._free if manager.prefix_cache.has(block)]
         super().extend_plan(plan)
-        require(all(map(manager.is_cached, free)), "evicted for a draft token")
+        require(all(map(manager.prefix_cache.has, free)), "evicted for a draft token")
         require(scheduler.running == running, "preempted for a draft token")
 
 
@@ -69,7 +69,7 @@ class DraftingRun(ShadowRun):
             return
         pool = self.scheduler.block_manager
         blocks = {slot // self.block_size for slot in self._draft_slots()}
-        require(not any(map(pool.is_cached, blocks)), "a block with draft tokens is cached")
+        require(not any(map(pool.prefix_cache.has, blocks)), "a block with draft tokens is cached")
         new_ids = [self._sampled(plan.draft_tokens.get(row.seq, [])) for row in plan.sampled]
         self.scheduler.update(plan, new_ids)
         self.extensions[0].on_result(plan, StepResult(new_ids))

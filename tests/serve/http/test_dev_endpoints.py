@@ -131,9 +131,10 @@ def test_the_prefix_cache_is_reset(server: Served) -> None:
         return (usage["prompt_tokens_details"] or {})["cached_tokens"]
 
     num_cached()
-    assert num_cached() > 0
-    assert post(server, "/reset_prefix_cache?reset_running_requests=true")[0] == 200
-    assert num_cached() == 0
+    for query in ("reset_running_requests=true", "reset_connector=true", "reset_connector=false"):
+        assert num_cached() > 0
+        assert post(server, f"/reset_prefix_cache?{query}")[0] == 200
+        assert num_cached() == 0
 
 
 def test_weights_are_replaced_awake_and_asleep(server: Served, tmp_path: Path) -> None:
@@ -170,7 +171,8 @@ def test_weights_are_replaced_awake_and_asleep(server: Served, tmp_path: Path) -
         ("/update_weights?path=no/such/folder", "is neither a folder nor a GGUF file"),
         ("/update_weights?path=.&mode=wait", "mode='wait' is not supported"),
         ("/resume?now=1", "'now' is not an argument of /resume: use none"),
-        ("/reset_prefix_cache?reset_connector=true", "'reset_connector' is not an argument"),
+        ("/reset_prefix_cache?reset_connector=2", "reset_connector='2' must be true or false"),
+        ("/reset_prefix_cache?reset_external=true", "'reset_external' is not an argument"),
     ],
 )
 def test_bad_arguments_are_400_with_the_reason(server: Served, path: str, told: str) -> None:
@@ -243,8 +245,7 @@ def test_async_llm_sleeps() -> None:
             await llm.sleep(mode="keep")
         assert not await llm.is_sleeping()
         assert await llm.reset_prefix_cache(reset_running_requests=True)
-        with pytest.raises(ValueError, match="reset_connector"):
-            await llm.reset_prefix_cache(reset_connector=True)
+        assert await llm.reset_prefix_cache(reset_connector=True)
 
     asyncio.run(run())
     llm.shutdown()

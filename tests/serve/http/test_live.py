@@ -52,7 +52,9 @@ class Replay:
     def check(self, engine: GuardedEngine) -> None:
         """It is what the block manager itself has."""
         manager = engine.scheduler.block_manager
-        assert self.cached == set(filter(manager.is_cached, range(1, manager.num_blocks + 1)))
+        assert self.cached == set(
+            filter(manager.prefix_cache.has, range(1, manager.num_blocks + 1))
+        )
         held = [0] * (manager.num_blocks + 1)
         for table in self.tables.values():
             for block in table:

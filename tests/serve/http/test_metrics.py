@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+import re
 from bisect import bisect_left
 
 import pytest
@@ -14,12 +15,17 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from nanoserve.features.metrics import Histogram, Metrics, metrics_of
+from nanoserve.serve.replicas.merged_metrics import merged
 
 # What the Grafana dashboard of vLLM's repository asks for, and its documentation lists.
 GAUGES = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
 COUNTERS = (
     *("num_preemptions_total", "prefix_cache_queries_total", "prefix_cache_hits_total"),
     *("prompt_tokens_total", "generation_tokens_total", "request_success_total"),
+)
+HOST_COUNTERS = (  # with `kv_offloading_size`
+    *("external_prefix_cache_queries", "external_prefix_cache_hits"),
+    *("kv_offload_stored_blocks", "kv_offload_loaded_blocks", "kv_offload_evicted_blocks"),
 )
 HISTOGRAMS = (
     *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
@@ -125,6 +131,34 @@ def test_counts_are_those_of_the_requests(measured) -> None:
     assert one("kv_cache_usage_perc") == one("num_requests_running") == 0
     assert not metrics._requests
     assert all(seq.finished for seq in metrics._progress)
+
+
+def test_the_host_tier_is_counted() -> None:
+    """Two prompts in turns, in a pool that holds one of them: 20 of 21 tokens come back."""
+    options = {"skip_tokenizer_init": True, "num_kv_blocks": 6, "block_size": 4}
+    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    with LLM("tiny-qwen3", kv_offloading_size=0.01, disable_log_stats=False, **options) as llm:
+        for first in (100, 200, 100):
+            llm.generate([[*range(first, first + 21)]], one, use_tqdm=False)
+        (metrics,) = metrics_of(llm.engine)
+    values = read(metrics)
+    found = {name: values[f"vllm:{name}_total"] for name in HOST_COUNTERS}
+    assert found == {
+        "external_prefix_cache_queries": {(): 63},
+        "external_prefix_cache_hits": {(): 20},
+        "kv_offload_stored_blocks": {(): 10},
+        "kv_offload_loaded_blocks": {(): 5},
+        "kv_offload_evicted_blocks": {(): 0},
+    }
+    assert values["vllm:prefix_cache_hits_total"] == {(): 20}  # those of the host are among them
+    of_two = merged({number: generate_latest(metrics.registry) for number in range(2)}).decode()
+    for name in HOST_COUNTERS:
+        assert len(re.findall(rf"^vllm:{name}_total{{replica=\"[01]\",", of_two, re.M)) == 2, name
+
+
+def test_without_a_host_tier_there_are_no_counters_of_it(measured) -> None:
+    _, metrics = measured
+    assert not [name for name in read(metrics) if "external" in name or "offload" in name]
 
 
 def test_the_longest_completion_of_a_request_is_counted() -> None:

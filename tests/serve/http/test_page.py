@@ -834,7 +834,7 @@ def test_the_engine_is_seen_at_work(tab: Tab) -> None:
     tab.wait_for("document.getElementById('num-used').textContent === '0'")
     assert int(page.inner_text("#num-cached")) > 0 and page.inner_text("#num-running") == "0"
     manager = tab.engine.scheduler.block_manager
-    num_cached = sum(map(manager.is_cached, range(1, manager.num_blocks + 1)))
+    num_cached = sum(map(manager.prefix_cache.has, range(1, manager.num_blocks + 1)))
     tab.wait_for(f"document.getElementById('num-cached').textContent === '{num_cached}'")
 
 

@@ -112,8 +112,8 @@ def test_what_comes_and_goes_between_two_calls_is_not_told() -> None:
     events = BlockEvents(manager)
     seq = Sequence("a", list(range(12)), SamplingParams(), 100)
     assert manager.allocate(seq, 12)
-    cached = manager.cache(seq, 12)
-    manager.prefix_cache.remove(cached[2])
+    manager.cache(seq, 12)
+    manager.prefix_cache.remove(seq.block_table[2])
     stored, removed = events.take()
     assert set(stored) == set(seq.block_hashes[:2]) and not removed
     manager.clear()
