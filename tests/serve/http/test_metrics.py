@@ -171,7 +171,7 @@ def test_what_a_connector_stores_and_loads_is_counted(tmp_path: Path) -> None:
         with LLM("tiny-qwen3", kv_offloading_path=tmp_path, **options) as llm:
             llm.generate([[*range(100, 121)]], one, use_tqdm=False)
             (metrics,) = metrics_of(llm.engine)
-            values = read(metrics)
+        values = read(metrics)  # the thread that stores has ended with the engine
         names = ("external_prefix_cache_hits", *CONNECTOR_COUNTERS)
         found.append([values[f"vllm:{name}_total"][()] for name in names])
     assert found == [[0, 5, 0, 0, 0, 0], [20, 0, 0, 5, 0, 0]]
