@@ -296,6 +296,7 @@ def test_on_a_gpu_that_is_none(
         ({"capture_mixed_steps": True}, "capture_mixed_steps=True"),
         ({"kv_events_config": {"enable_kv_cache_events": True}}, "kv_events_config"),
         ({"kv_offloading_size": 1}, "kv_offloading_size .*no prefix cache"),
+        ({"kv_offloading_path": "kv"}, "kv_offloading_path .*no prefix cache"),
     ],
     ids=str,
 )

@@ -4,6 +4,7 @@ import asyncio
 import random
 import re
 from bisect import bisect_left
+from pathlib import Path
 
 import pytest
 from serving import wait_until
@@ -26,6 +27,10 @@ COUNTERS = (
 HOST_COUNTERS = (  # with `kv_offloading_size`
     *("external_prefix_cache_queries", "external_prefix_cache_hits"),
     *("kv_offload_stored_blocks", "kv_offload_loaded_blocks", "kv_offload_evicted_blocks"),
+)
+CONNECTOR_COUNTERS = (  # with a KV connector
+    *("kv_connector_stored_blocks", "kv_connector_missed_blocks", "kv_connector_loaded_blocks"),
+    *("kv_connector_late_loads", "kv_connector_failed_calls"),
 )
 HISTOGRAMS = (
     *("time_to_first_token_seconds", "inter_token_latency_seconds", "e2e_request_latency_seconds"),
@@ -156,9 +161,26 @@ def test_the_host_tier_is_counted() -> None:
         assert len(re.findall(rf"^vllm:{name}_total{{replica=\"[01]\",", of_two, re.M)) == 2, name
 
 
-def test_without_a_host_tier_there_are_no_counters_of_it(measured) -> None:
+def test_what_a_connector_stores_and_loads_is_counted(tmp_path: Path) -> None:
+    """An engine that starts again loads 20 of 21 tokens, and stores no block twice."""
+    options = {"skip_tokenizer_init": True, "num_kv_blocks": 6, "block_size": 4}
+    options["disable_log_stats"] = False
+    one = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    found = []
+    for _ in range(2):
+        with LLM("tiny-qwen3", kv_offloading_path=tmp_path, **options) as llm:
+            llm.generate([[*range(100, 121)]], one, use_tqdm=False)
+            (metrics,) = metrics_of(llm.engine)
+        values = read(metrics)  # the thread that stores has ended with the engine
+        names = ("external_prefix_cache_hits", *CONNECTOR_COUNTERS)
+        found.append([values[f"vllm:{name}_total"][()] for name in names])
+    assert found == [[0, 5, 0, 0, 0, 0], [20, 0, 0, 5, 0, 0]]
+
+
+def test_without_a_host_tier_and_a_connector_there_are_no_counters_of_them(measured) -> None:
     _, metrics = measured
-    assert not [name for name in read(metrics) if "external" in name or "offload" in name]
+    parts = ("external", "offload", "connector")
+    assert not [name for name in read(metrics) if any(part in name for part in parts)]
 
 
 def test_the_longest_completion_of_a_request_is_counted() -> None:

@@ -74,6 +74,7 @@ def test_what_is_missing_is_named() -> None:
         (["-dp", "2", "--router", "random"], "router='random'"),
         (["-dp", "2", "no-such-model"], "no-such-model"),
         (["-dp", "2", "--max-model-len", "1"], "max_model_len=1"),
+        (["-dp", "2", "--kv-offloading-path", "kv"], "kv_offloading_path needs a single engine"),
     ],
 )
 def test_what_cannot_be_served_is_told_before_ray_is_started(arguments, told, capsys) -> None:
