@@ -445,6 +445,9 @@ NO_BOUNDS = """
     nanoserve.config._SMALLEST
     nanoserve.engine.pause._POLL_SECONDS
     nanoserve.features.request_spans._FLUSH_SECONDS
+    nanoserve.features.kv_transfer.block_keys._MOST_REMEMBERED
+    nanoserve.features.kv_transfer.load_rate._FEWEST_TOKENS
+    nanoserve.features.kv_transfer.prepare._LOAD_TIMEOUT
     nanoserve.engine.bad_words
     nanoserve.text.detokenizer
     nanoserve.text.incremental_decoder
