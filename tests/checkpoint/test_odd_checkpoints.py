@@ -251,8 +251,9 @@ def test_a_hundred_thousand_names_take_no_time() -> None:
     ],
 )
 def test_architectures(odd: Path, architecture: str, advice: str | None) -> None:
+    """Some of these could pool: see tests/features/pooling/test_pooling_checkpoints.py."""
     edit_json(odd / CONFIG, architectures=[architecture])
-    told = refusal(odd)
+    told = refusal(odd, runner="generate")
     assert told.startswith(f"architecture '{architecture}' is not supported; {advice or 'suppo'}")
     assert "supported: ['DeepseekV2ForCausalLM', " in told
     assert told.endswith("see nanoserve.models.registry.register_model")
