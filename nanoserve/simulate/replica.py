@@ -1,0 +1,164 @@
+"""One simulated engine, which is moved from event to event.
+
+An event is the end of a step or of a leap. What a step yields is known when it begins, and is
+delivered when it ends. A leap under way can be cut short by an arrival: the steps that would have
+started before it are done, and the next step sees the new request.
+"""
+
+from array import array
+from dataclasses import dataclass, replace
+
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.engine.extension import Extension
+from nanoserve.engine.llm_engine import LLMEngine, Step
+from nanoserve.engine.request import Request
+from nanoserve.engine.sequence import Sequence
+from nanoserve.outputs import EngineStats, RequestOutput
+from nanoserve.simulate.executor import Script, Scripts, SimulatedExecutor, VirtualClock
+from nanoserve.simulate.leap import Leap, apply_leap, can_leap, plan_leap
+from nanoserve.simulate.step_time import StepTime
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a simulated engine is made of.
+
+    extensions: classes of extensions, called with the engine. leaps: False computes each step.
+    """
+
+    config: EngineConfig
+    model_config: ModelConfig
+    num_kv_blocks: int
+    step_time: StepTime
+    extensions: tuple[type[Extension], ...] = ()
+    leaps: bool = True
+
+
+class TokenTimes:
+    """The intervals between tokens: values with how often each of them occurred."""
+
+    def __init__(self) -> None:
+        self.seconds, self.counts = array("d"), array("q")
+        self._last: dict[Sequence, float] = {}  # time of the last token
+
+    def note_step(self, step: Step, now: float) -> None:
+        """Note the tokens of a step that ends at `now`; a stop token is not output."""
+        found: dict[float, int] = {}
+        for row, token_ids in zip(step.plan.sampled, step.result.token_ids, strict=True):
+            seq, last = row.seq, self._last.pop(row.seq, None)
+            count = len(token_ids)
+            if seq.finished:
+                count -= bool(token_ids) and token_ids[-1] in seq.stop_token_ids
+            else:
+                self._last[seq] = now
+            if last is not None and count > 0:
+                found[now - last] = found.get(now - last, 0) + 1
+            if count > 1:  # accepted draft tokens come together
+                found[0.0] = found.get(0.0, 0) + count - 1
+        self.seconds.extend(found)
+        self.counts.extend(found.values())
+
+    def note_leap(self, leap: Leap) -> None:
+        """Note the tokens of all steps of a leap."""
+        durations = leap.durations.tolist()
+        self.seconds.extend(durations)
+        self.counts.extend([len(leap.sequences)] * len(durations))
+        end = float(leap.ends[-1])
+        for seq in leap.sequences:
+            self._last[seq] = end
+
+    def drop_finished(self) -> None:
+        """Drop sequences that have been aborted."""
+        self._last = {seq: time for seq, time in self._last.items() if not seq.finished}
+
+
+class Replica:
+    """A simulated engine. `busy_until` is the end of the step or leap under way, or None."""
+
+    def __init__(self, setup: Setup, name: str = "0", speed: float = 1.0) -> None:
+        self.name, self.clock, self.scripts = name, VirtualClock(), Scripts()
+        config = setup.config
+        parts = setup.step_time, self.clock, self.scripts, speed
+        self.executor = SimulatedExecutor(config, setup.model_config, setup.num_kv_blocks, *parts)
+        self.engine = LLMEngine(config, setup.model_config, self.executor, None, self.clock)
+        self.engine.extensions += [extension(self.engine) for extension in setup.extensions]
+        self.busy_until: float | None = None
+        self.busy_seconds = 0.0
+        self.token_times = TokenTimes()
+        self._leaps = setup.leaps and can_leap(self.engine)
+        self._leap: Leap | None = None
+        self._outputs: list[RequestOutput] = []
+        self._seeds: dict[str, int] = {}  # of unfinished requests
+        self._num_leapt_steps = self._num_leapt_tokens = 0
+
+    @property
+    def stats(self) -> EngineStats:
+        """Totals of the engine, with the steps of leaps."""
+        stats = self.engine.stats
+        return replace(
+            stats,
+            num_steps=stats.num_steps + self._num_leapt_steps,
+            num_computed_tokens=stats.num_computed_tokens + self._num_leapt_tokens,
+        )
+
+    def add(self, request: Request, outputs: list[Script], now: float) -> None:
+        """Queue a request at `now`, with the output of each completion."""
+        self.interrupt(now)
+        self._seeds[request.request_id] = request.params.seed
+        self.scripts.add(request.params.seed, outputs)
+        self.engine.add(request)
+
+    def abort(self, request_id: str, now: float) -> RequestOutput | None:
+        """End a request; the step under way still computes it."""
+        self.interrupt(now)
+        output = self.engine.abort(request_id)
+        self.token_times.drop_finished()
+        self.scripts.remove(self._seeds.pop(request_id, None))
+        return output
+
+    def begin(self, now: float) -> None:
+        """Begin a step or a leap at `now`, if there is anything to compute."""
+        if self.busy_until is not None or not self.engine.scheduler.has_unfinished():
+            return
+        self.clock.advance_to(now)
+        if self._leaps:
+            self._leap = plan_leap(self.engine, self.executor, now)
+            if self._leap is not None:
+                self.busy_until = float(self._leap.ends[-1])
+                return
+        self._step(now)
+
+    def _step(self, now: float) -> None:
+        steps = self.engine.advance()
+        if not steps and not self.engine.plans_under_way:
+            return  # every sequence is held
+        self.engine.report(steps)
+        for step in steps:
+            self.token_times.note_step(step, self.clock.now)
+        self._outputs = self.engine.outputs.take()
+        self.busy_until = self.clock.now
+        self.busy_seconds += self.clock.now - now
+
+    def interrupt(self, now: float) -> None:
+        """Cut a leap short: of its steps, only those that start before `now` are computed."""
+        if self._leap is not None:
+            num_steps = self._leap.num_started_before(now)
+            self._leap = self._leap.first(num_steps) if num_steps else None
+            self.busy_until = float(self._leap.ends[-1]) if self._leap is not None else None
+
+    def end(self) -> list[RequestOutput]:
+        """End the step or leap under way; returns the outputs of requests that have finished."""
+        leap, self._leap = self._leap, None
+        if leap is not None:
+            apply_leap(self.engine, self.executor, leap)
+            self.clock.advance_to(self.busy_until)
+            self.token_times.note_leap(leap)
+            self._num_leapt_steps += len(leap.ends)
+            self._num_leapt_tokens += len(leap.ends) * len(leap.sequences)
+            self.busy_seconds += self.busy_until - leap.start
+        self.busy_until = None
+        outputs, self._outputs = self._outputs, []
+        for output in outputs:
+            self.scripts.remove(self._seeds.pop(output.request_id, None))
+        return outputs

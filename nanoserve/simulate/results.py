@@ -1,0 +1,145 @@
+"""What a simulated run has measured: latencies, throughput and goodput."""
+
+from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from nanoserve.outputs import EngineStats, RequestOutput
+from nanoserve.simulate.replica import Replica, TokenTimes
+
+PERCENTILES = (50, 90, 99)
+_SUMS = ("num_steps", "num_computed_tokens", "num_preemptions")
+_SUMS += ("prefix_cache_queries", "prefix_cache_hits", "num_draft_tokens", "num_accepted_tokens")
+
+
+@dataclass
+class Finished:
+    """Finished requests, one entry per request in each array; times in seconds."""
+
+    arrival: array = field(default_factory=lambda: array("d"))
+    first_scheduled: array = field(default_factory=lambda: array("d"))
+    first_token: array = field(default_factory=lambda: array("d"))
+    last_token: array = field(default_factory=lambda: array("d"))
+    end: array = field(default_factory=lambda: array("d"))
+    num_prompt_tokens: array = field(default_factory=lambda: array("q"))
+    num_output_tokens: array = field(default_factory=lambda: array("q"))
+
+    def add(self, output: RequestOutput) -> None:
+        metrics = output.metrics
+        self.arrival.append(metrics.arrival_time)
+        self.first_scheduled.append(metrics.first_scheduled_time)
+        self.first_token.append(metrics.first_token_time)
+        last = metrics.last_token_time
+        self.last_token.append(metrics.first_token_time if last is None else last)
+        self.end.append(metrics.finished_time)
+        self.num_prompt_tokens.append(len(output.prompt_token_ids))
+        self.num_output_tokens.append(metrics.num_output_tokens)
+
+    def __len__(self) -> int:
+        return len(self.arrival)
+
+    def columns(self) -> dict[str, np.ndarray]:
+        return {name: np.asarray(values) for name, values in vars(self).items()}
+
+
+@dataclass
+class Results:
+    """The results of a run. `seconds` is the virtual time at which its last request ended."""
+
+    finished: Finished
+    token_times: list[TokenTimes]
+    stats: EngineStats
+    seconds: float
+    busy_seconds: list[float]  # by replica
+    num_failed: int = 0  # requests that ended with an error
+
+    @classmethod
+    def of(
+        cls, finished: Finished, replicas: Iterable[Replica], seconds: float, num_failed: int
+    ) -> "Results":
+        replicas = list(replicas)
+        each = [replica.stats for replica in replicas]
+        stats = EngineStats(**{name: sum(getattr(s, name) for s in each) for name in _SUMS})
+        stats.num_prompt_tokens = sum(finished.num_prompt_tokens)
+        stats.num_output_tokens = sum(finished.num_output_tokens)
+        times = [replica.token_times for replica in replicas]
+        busy = [replica.busy_seconds for replica in replicas]
+        return cls(finished, times, stats, seconds, busy, num_failed)
+
+    def counts(self) -> dict[str, int]:
+        """Return the totals that do not depend on times alone."""
+        names = (*_SUMS[:5], "num_prompt_tokens", "num_output_tokens")
+        return {"num_requests": len(self.finished)} | {n: getattr(self.stats, n) for n in names}
+
+    def summary(self, slo_ttft: float = 1.0, slo_itl: float = 0.1) -> dict[str, float]:
+        """Return rates per second, and latencies in milliseconds, as `nanoserve bench` does.
+
+        Goodput is the rate of the requests whose first token came within `slo_ttft` seconds, and
+        whose mean time per further token is `slo_itl` seconds at most.
+        """
+        if not len(self.finished):
+            raise ValueError("no request has finished: there is nothing to summarize")
+        done = self.finished.columns()
+        ttft = done["first_token"] - done["arrival"]
+        after_first = done["last_token"] - done["first_token"]
+        tpot = after_first / np.maximum(1, done["num_output_tokens"] - 1)
+        met = int(((ttft <= slo_ttft) & (tpot <= slo_itl)).sum())
+        seconds = self.seconds or float("inf")
+        found = {
+            "seconds": self.seconds,
+            "request_rate": len(ttft) / seconds,
+            "goodput": met / seconds,
+            "attainment": met / (len(ttft) + self.num_failed),
+            "output_tokens_per_s": float(done["num_output_tokens"].sum()) / seconds,
+            "busy": float(np.mean(self.busy_seconds)) / seconds,
+            "hit_rate": self.stats.prefix_cache_hit_rate,
+            "num_preemptions": self.stats.num_preemptions,
+        }
+        several = tpot[done["num_output_tokens"] > 1]
+        waits = {"queue": done["first_scheduled"] - done["arrival"], "ttft": ttft}
+        waits |= {"tpot": several, "e2e": done["end"] - done["arrival"]}
+        for name, values in waits.items():
+            found |= _spread(name, values, np.ones(len(values)))
+        intervals = [np.asarray(times.seconds) for times in self.token_times]
+        counts = [np.asarray(times.counts) for times in self.token_times]
+        return found | _spread("itl", np.concatenate(intervals), np.concatenate(counts))
+
+
+def _spread(name: str, seconds: np.ndarray, counts: np.ndarray) -> dict[str, float]:
+    """Return mean and percentiles in milliseconds of values that occurred `counts` times."""
+    if not len(seconds):
+        seconds, counts = np.zeros(1), np.ones(1)
+    found = {f"{name}_mean": 1000 * float(np.average(seconds, weights=counts))}
+    order = np.argsort(seconds)
+    ranks, total = np.cumsum(counts[order]), counts.sum()
+    for percentile in PERCENTILES:
+        # Linear between the two nearest ranks, as numpy's percentile of the values one by one.
+        place = percentile / 100 * (total - 1)
+        low, high = np.searchsorted(ranks, [np.floor(place), np.ceil(place)], side="right")
+        below, above = seconds[order[low]], seconds[order[high]]
+        value = below + (place - np.floor(place)) * (above - below)
+        found[f"{name}_p{percentile}"] = 1000 * float(value)
+    return found
+
+
+def table(rows: dict[str, dict[str, Any]]) -> str:
+    """Return a text table of summaries by name, with the columns that decide most often."""
+    columns = ("request_rate", "goodput", "output_tokens_per_s", "ttft_p50", "ttft_p99")
+    columns += ("itl_p50", "itl_p99", "hit_rate", "num_preemptions", "busy")
+    heads = ("requests/s", "goodput/s", "tokens/s", "TTFT p50", "p99", "ITL p50", "p99 ms")
+    heads += ("hit rate", "preempted", "busy")
+    width = max(len(name) for name in rows)
+    lines = [" ".join([" " * width, *(f"{head:>10}" for head in heads)])]
+    for name, row in rows.items():
+        cells = [_cell(column, row[column]) for column in columns]
+        lines.append(" ".join([f"{name:<{width}}", *(f"{cell:>10}" for cell in cells)]))
+    return "\n".join(lines)
+
+
+def _cell(column: str, value: float) -> str:
+    if column in ("hit_rate", "busy"):
+        return f"{value:.1%}"
+    return f"{value:.0f}" if value >= 1000 or column == "num_preemptions" else f"{value:.4g}"

@@ -1,0 +1,98 @@
+"""Requests of simulated traffic: when they arrive, their prompts, and the outputs they get.
+
+The tokens of an output are drawn with its request, so the next turn of a conversation can repeat
+them in its prompt, and finds them in the prefix cache.
+"""
+
+from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Protocol
+
+from nanoserve.cli.bench.latency import poisson_arrivals
+from nanoserve.cli.bench.workloads import draw_workload
+from nanoserve.sampling_params import SamplingParams
+
+
+@dataclass
+class Arrival:
+    """A request that arrives at `time`, in seconds.
+
+    output: the tokens that it gets. max_tokens: the limit that the scheduler knows; None if the
+        output ends with a stop token, which the scheduler cannot foresee.
+    tenant: names a cache of its own, as a salt does. conversation: names the source of follow-ups.
+    """
+
+    time: float
+    prompt: AbstractSequence[int]
+    output: AbstractSequence[int]
+    max_tokens: int | None = None
+    priority: int = 0
+    tenant: str | None = None
+    conversation: "Conversation | None" = field(default=None, repr=False)
+
+    def params(self, seed: int, stop_token_id: int) -> SamplingParams:
+        """Return the request's parameters; `seed` finds its script in the executor."""
+        stops = [stop_token_id] if self.max_tokens is None else None
+        limit = self.max_tokens
+        return SamplingParams(
+            max_tokens=limit, seed=seed, ignore_eos=True, stop_token_ids=stops, temperature=0
+        )
+
+    def script(self, stop_token_id: int) -> list[int]:
+        """Return the output with the stop token that ends it, if one does."""
+        return [*self.output, stop_token_id] if self.max_tokens is None else [*self.output]
+
+
+class Conversation(Protocol):
+    """A source of requests that depend on the end of an earlier one."""
+
+    def next(self, finished_at: float) -> Arrival | None:
+        """Return the request that follows one that has ended at `finished_at`, or None."""
+
+
+class Traffic(Protocol):
+    """A source of requests, in the order of their times."""
+
+    def arrivals(self) -> Iterable[Arrival]: ...
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The requests of a benchmark (`nanoserve.cli.bench.workloads`), as a Poisson process.
+
+    rate: requests per second; None: all of them at once.
+    """
+
+    prompts: list[list[int]]
+    output_lens: list[int]
+    rate: float | None = None
+    seed: int = 0
+    vocab_size: int = 2048
+
+    @classmethod
+    def draw(
+        cls,
+        num_seqs: int,
+        input_len: tuple[int, int],
+        output_len: tuple[int, int],
+        vocab_size: int,
+        rate: float | None = None,
+        shared_len: int = 0,
+        turns: int = 1,
+        seed: int = 0,
+    ) -> "Workload":
+        """Draw the same requests as `nanoserve bench` with these settings."""
+        lengths = num_seqs, input_len, output_len, vocab_size
+        prompts, output_lens = draw_workload(*lengths, shared_len, turns, seed)
+        return cls(prompts, output_lens, rate, seed, vocab_size)
+
+    def arrivals(self) -> Iterator[Arrival]:
+        times = [0.0] * len(self.prompts)
+        if self.rate is not None:
+            times = poisson_arrivals(self.rate, len(self.prompts), self.seed)
+        rng = Random(self.seed + 1)
+        for time, prompt, n in zip(times, self.prompts, self.output_lens, strict=True):
+            output = rng.choices(range(self.vocab_size), k=n)
+            yield Arrival(time, prompt, output, max_tokens=n)
