@@ -95,7 +95,7 @@ class SimulatedExecutor:
         limit = model_config.max_position_embeddings
         self.num_kv_blocks = num_kv_blocks
         self.max_model_len = config.resolve_max_model_len(limit, num_kv_blocks, longest)
-        self.step_time, self.shares = step_time, WindowShares(model_config.sliding_windows)
+        self.step_time, self.shares = step_time, WindowShares(model_config)
         self.speed = speed
         self._clock, self._find_script, self._free_at = clock, find_script, 0.0
         width = blocks_needed(self.max_model_len, config.block_size)

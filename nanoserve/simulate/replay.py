@@ -32,12 +32,16 @@ from nanoserve.simulate.models import model_config_of
 from nanoserve.simulate.step_time import RecordedTimes
 from nanoserve.utils.checks import require
 
-_OPTIONS = ("block_size", "max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold")
-_OPTIONS += ("scheduling_policy", "enable_prefix_caching", "max_model_len")
+_OPTIONS = (
+    *("block_size", "max_num_seqs", "max_num_batched_tokens", "long_prefill_token_threshold"),
+    *("scheduling_policy", "enable_prefix_caching", "max_model_len"),
+)
 # What two runs must have in common. A queue may have more entries in the trace of a server, where
 # requests arrive while a step is recorded.
-_COMPARED = ("aborted", "preempted", "admitted", "batch", "rows", "evicted", "published")
-_COMPARED += ("finished", "running")
+_COMPARED = (
+    *("aborted", "preempted", "admitted", "batch", "rows", "evicted", "published"),
+    *("finished", "running"),
+)
 _OF_A_ROW = ("seq", "kind", "computed", "new", "hits", "blocks", "yields", "right")
 
 
@@ -182,7 +186,8 @@ class Replay:
 
     def _add(self, arrival: Record) -> None:
         """Queue a request with the completions that the trace has of it."""
-        first, lives = arrival["seq"], []
+        first = arrival["seq"]
+        lives: list[Life] = []
         life = self._lives.get(first)
         while life is not None and life.arrival["request"] == arrival["request"]:
             if life.arrival["index"] != len(lives):
@@ -190,7 +195,7 @@ class Replay:
             lives.append(life)
             life = self._lives.get(first + len(lives))
         by_length = [len(life.output) for life in lives if life.reason == "length"]
-        by_token = [life.stop_reason for life in lives if life.is_ended_by_token]
+        by_token: list[Any] = [life.stop_reason for life in lives if life.is_ended_by_token]
         params = SamplingParams(
             n=len(lives),
             max_tokens=max(by_length, default=None),

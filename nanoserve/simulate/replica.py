@@ -6,6 +6,7 @@ started before it are done, and the next step sees the new request.
 """
 
 from array import array
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from nanoserve.checkpoint.model_config import ModelConfig
@@ -24,14 +25,15 @@ from nanoserve.simulate.step_time import StepTime
 class Setup:
     """What a simulated engine is made of.
 
-    extensions: classes of extensions, called with the engine. leaps: False computes each step.
+    extensions: functions that make extensions, called with the engine.
+    leaps: False computes each step, also where nothing changes.
     """
 
     config: EngineConfig
     model_config: ModelConfig
     num_kv_blocks: int
     step_time: StepTime
-    extensions: tuple[type[Extension], ...] = ()
+    extensions: tuple[Callable[[LLMEngine], Extension], ...] = ()
     leaps: bool = True
 
 
@@ -74,9 +76,18 @@ class TokenTimes:
 
 
 class Replica:
-    """A simulated engine. `busy_until` is the end of the step or leap under way, or None."""
+    """A simulated engine. `busy_until` is the end of the step or leap under way, or None.
 
-    def __init__(self, setup: Setup, name: str = "0", speed: float = 1.0) -> None:
+    speed: divides the times of all steps. longest_leap: in seconds.
+    """
+
+    def __init__(
+        self,
+        setup: Setup,
+        name: str = "0",
+        speed: float = 1.0,
+        longest_leap: float = float("inf"),
+    ) -> None:
         self.name, self.clock, self.scripts = name, VirtualClock(), Scripts()
         config = setup.config
         parts = setup.step_time, self.clock, self.scripts, speed
@@ -86,7 +97,8 @@ class Replica:
         self.busy_until: float | None = None
         self.busy_seconds = 0.0
         self.token_times = TokenTimes()
-        self._leaps = setup.leaps and can_leap(self.engine)
+        self._leaps = setup.leaps and longest_leap > 0 and can_leap(self.engine)
+        self._longest_leap = longest_leap
         self._leap: Leap | None = None
         self._outputs: list[RequestOutput] = []
         self._seeds: dict[str, int] = {}  # of unfinished requests
@@ -125,7 +137,7 @@ class Replica:
         if self._leaps:
             self._leap = plan_leap(self.engine, self.executor, now)
             if self._leap is not None:
-                self.busy_until = float(self._leap.ends[-1])
+                self.interrupt(now + self._longest_leap)
                 return
         self._step(now)
 

@@ -11,8 +11,22 @@ from nanoserve.outputs import EngineStats, RequestOutput
 from nanoserve.simulate.replica import Replica, TokenTimes
 
 PERCENTILES = (50, 90, 99)
-_SUMS = ("num_steps", "num_computed_tokens", "num_preemptions")
-_SUMS += ("prefix_cache_queries", "prefix_cache_hits", "num_draft_tokens", "num_accepted_tokens")
+COLUMNS = {  # of tables: name in a summary, heading; latencies in milliseconds
+    "request_rate": "requests/s",
+    "goodput": "goodput/s",
+    "output_tokens_per_s": "tokens/s",
+    "ttft_p50": "TTFT p50",
+    "ttft_p99": "TTFT p99",
+    "itl_p50": "ITL p50",
+    "itl_p99": "ITL p99",
+    "hit_rate": "hit rate",
+    "num_preemptions": "preempted",
+    "busy": "busy",
+}
+_SUMS = (
+    *("num_steps", "num_computed_tokens", "num_preemptions", "prefix_cache_queries"),
+    *("prefix_cache_hits", "num_draft_tokens", "num_accepted_tokens"),
+)
 
 
 @dataclass
@@ -127,14 +141,10 @@ def _spread(name: str, seconds: np.ndarray, counts: np.ndarray) -> dict[str, flo
 
 def table(rows: dict[str, dict[str, Any]]) -> str:
     """Return a text table of summaries by name, with the columns that decide most often."""
-    columns = ("request_rate", "goodput", "output_tokens_per_s", "ttft_p50", "ttft_p99")
-    columns += ("itl_p50", "itl_p99", "hit_rate", "num_preemptions", "busy")
-    heads = ("requests/s", "goodput/s", "tokens/s", "TTFT p50", "p99", "ITL p50", "p99 ms")
-    heads += ("hit rate", "preempted", "busy")
     width = max(len(name) for name in rows)
-    lines = [" ".join([" " * width, *(f"{head:>10}" for head in heads)])]
+    lines = [" ".join([" " * width, *(f"{head:>10}" for head in COLUMNS.values())])]
     for name, row in rows.items():
-        cells = [_cell(column, row[column]) for column in columns]
+        cells = [_cell(column, row[column]) for column in COLUMNS]
         lines.append(" ".join([f"{name:<{width}}", *(f"{cell:>10}" for cell in cells)]))
     return "\n".join(lines)
 

@@ -7,12 +7,12 @@ step, to the bit: a leap over many steps depends on it.
 """
 
 from collections.abc import Iterable
-from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.engine.batch import Batch
 
 Number = Any  # a float, or an array of floats with an entry per step
@@ -38,7 +38,8 @@ class StepSize(NamedTuple):
 class StepTime(Protocol):
     """Predicts the seconds of a step. `description` says where the prediction comes from."""
 
-    description: str
+    @property
+    def description(self) -> str: ...
 
     def seconds(self, size: StepSize) -> Number: ...
 
@@ -91,8 +92,13 @@ class RecordedTimes:
 class WindowShares:
     """The mean over the layers of what rows attend to, given the layers' sliding windows."""
 
-    def __init__(self, sliding_windows: AbstractSequence[int | None]) -> None:
-        windows = [window or _NO_WINDOW for window in sliding_windows] or [_NO_WINDOW]
+    def __init__(self, model_config: ModelConfig) -> None:
+        """Count the windows of the layers that have K and V."""
+        windows = [
+            window or _NO_WINDOW
+            for layer, window in enumerate(model_config.sliding_windows)
+            if layer not in model_config.recurrent_layers
+        ]
         self._shares = {w: windows.count(w) / len(windows) for w in sorted({*windows})}
         self.is_full = windows.count(_NO_WINDOW) == len(windows)
 

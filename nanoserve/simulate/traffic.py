@@ -12,7 +12,9 @@ from typing import Protocol
 
 from nanoserve.cli.bench.latency import poisson_arrivals
 from nanoserve.cli.bench.workloads import draw_workload
+from nanoserve.features.trace.reader import Trace
 from nanoserve.sampling_params import SamplingParams
+from nanoserve.simulate.replay import lives_of
 
 
 @dataclass
@@ -56,6 +58,31 @@ class Traffic(Protocol):
     """A source of requests, in the order of their times."""
 
     def arrivals(self) -> Iterable[Arrival]: ...
+
+
+@dataclass(frozen=True)
+class TraceTraffic:
+    """The requests of a recorded trace, at the times at which they arrived, times `stretch`.
+
+    A request for several completions becomes one for its first. An aborted request gets the tokens
+    that it had got.
+    """
+
+    trace: Trace
+    stretch: float = 1.0
+
+    def arrivals(self) -> Iterator[Arrival]:
+        arrivals = []
+        for life in lives_of(self.trace).values():
+            output = [token_id for token_id in life.output if token_id is not None]
+            if life.is_ended_by_token and len(output) == len(life.output):
+                output.pop()  # the stop token
+            if life.arrival["index"] or not output:
+                continue
+            limit = len(output) if life.reason == "length" else None
+            time, priority = self.stretch * life.arrival["time"], life.arrival["priority"]
+            arrivals.append(Arrival(time, life.arrival["prompt"], output, limit, priority))
+        return iter(sorted(arrivals, key=lambda arrival: arrival.time))
 
 
 @dataclass(frozen=True)
