@@ -11,7 +11,7 @@ A trace cannot be computed again if it has steps that raised, requests that fail
 an extension, or several steps in flight, as a pipeline has.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ _COMPARED = (
     *("aborted", "preempted", "admitted", "batch", "rows", "evicted", "published"),
     *("finished", "running"),
 )
+_QUEUES = ("waiting", "running")
 _OF_A_ROW = ("seq", "kind", "computed", "new", "hits", "blocks", "yields", "right")
 
 
@@ -124,6 +125,25 @@ def first_difference(one: Trace, other: Trace) -> str | None:
     return None
 
 
+def renumbered(trace: Trace, numbers: Mapping[int, int]) -> Trace:
+    """Return a trace in which sequences have other arrival numbers.
+
+    A trace does not have requests that were aborted before a step saw them, but counts them.
+    """
+
+    def renumber(value: Any) -> Any:
+        if isinstance(value, dict):
+            return value | {"seq": numbers[value["seq"]]}
+        return numbers[value]
+
+    lists = ("arrived", "aborted", "undone", "preempted", "admitted", "rows", "finished")
+    steps = [
+        step | {name: [renumber(value) for value in step[name]] for name in (*lists, *_QUEUES)}
+        for step in trace.steps
+    ]
+    return replace(trace, steps=steps)
+
+
 def _comparable(step: Record, name: str) -> Any:
     if name == "batch":  # the number of a step counts failed ones, too
         return {key: value for key, value in step[name].items() if key != "step"}
@@ -182,7 +202,8 @@ class Replay:
                 if self._drafts is not None:
                     self._drafts.rows = step["rows"]
                 self.engine.step()
-        return read_trace(self.output)
+        numbers = {seq.arrival: number for seq, number in self.numbers.items()}
+        return renumbered(read_trace(self.output), numbers)
 
     def _add(self, arrival: Record) -> None:
         """Queue a request with the completions that the trace has of it."""

@@ -95,7 +95,7 @@ class Replica:
         self.engine = LLMEngine(config, setup.model_config, self.executor, None, self.clock)
         self.engine.extensions += [extension(self.engine) for extension in setup.extensions]
         self.busy_until: float | None = None
-        self.busy_seconds = 0.0
+        self._last_end = self._idle_seconds = 0.0
         self.token_times = TokenTimes()
         self._leaps = setup.leaps and longest_leap > 0 and can_leap(self.engine)
         self._longest_leap = longest_leap
@@ -103,6 +103,11 @@ class Replica:
         self._outputs: list[RequestOutput] = []
         self._seeds: dict[str, int] = {}  # of unfinished requests
         self._num_leapt_steps = self._num_leapt_tokens = 0
+
+    @property
+    def busy_seconds(self) -> float:
+        """Seconds in which a step was under way."""
+        return self._last_end - self._idle_seconds
 
     @property
     def stats(self) -> EngineStats:
@@ -134,14 +139,16 @@ class Replica:
         if self.busy_until is not None or not self.engine.scheduler.has_unfinished():
             return
         self.clock.advance_to(now)
+        self._idle_seconds += now - self._last_end
+        self._last_end = now
         if self._leaps:
             self._leap = plan_leap(self.engine, self.executor, now)
             if self._leap is not None:
                 self.interrupt(now + self._longest_leap)
                 return
-        self._step(now)
+        self._step()
 
-    def _step(self, now: float) -> None:
+    def _step(self) -> None:
         steps = self.engine.advance()
         if not steps and not self.engine.plans_under_way:
             return  # every sequence is held
@@ -150,7 +157,6 @@ class Replica:
             self.token_times.note_step(step, self.clock.now)
         self._outputs = self.engine.outputs.take()
         self.busy_until = self.clock.now
-        self.busy_seconds += self.clock.now - now
 
     def interrupt(self, now: float) -> None:
         """Cut a leap short: of its steps, only those that start before `now` are computed."""
@@ -168,8 +174,7 @@ class Replica:
             self.token_times.note_leap(leap)
             self._num_leapt_steps += len(leap.ends)
             self._num_leapt_tokens += len(leap.ends) * len(leap.sequences)
-            self.busy_seconds += self.busy_until - leap.start
-        self.busy_until = None
+        self.busy_until, self._last_end = None, self.busy_until
         outputs, self._outputs = self._outputs, []
         for output in outputs:
             self.scripts.remove(self._seeds.pop(output.request_id, None))
