@@ -44,14 +44,14 @@ class Leap(NamedTuple):
 
 
 def can_leap(engine: LLMEngine) -> bool:
-    """Return True if nothing but the scheduler takes part in the steps of this engine.
+    """Return True if steps in which nothing changes do the same for every engine of this kind.
 
-    Extensions and observers want to see each step, a step in flight is already planned, and a
-    scheduler class may do anything in methods other than `order`.
+    Not with async scheduling, where a step in flight is already planned, nor with a scheduler
+    class that does something else in methods other than `order`.
     """
     kind = type(engine.scheduler)
     return (
-        not (engine.extensions or engine.observers or engine.config.num_steps_ahead)
+        not engine.config.num_steps_ahead
         and not engine.scheduler.block_manager.has_windows
         and all(
             getattr(kind, name) is method
@@ -62,13 +62,16 @@ def can_leap(engine: LLMEngine) -> bool:
 
 
 def plan_leap(engine: LLMEngine, executor: SimulatedExecutor, start: float) -> Leap | None:
-    """Return the longest leap from `start`, or None if single steps are as fast.
+    """Return the longest leap from `start`, or None if single steps are needed or as fast.
 
-    The last token of a sequence is left to a step, which then makes the request's output.
+    Extensions and observers want to see each step. The last token of a sequence is left to a step,
+    which then makes the request's output.
     """
     scheduler = engine.scheduler
     is_full = len(scheduler.running) >= scheduler.max_num_seqs
-    if not scheduler.running or scheduler.held or (scheduler.waiting and not is_full):
+    if engine.extensions or engine.observers or scheduler.held or not scheduler.running:
+        return None
+    if scheduler.waiting and not is_full:
         return None
     sequences = scheduler.running[:]
     num_steps = _MOST
