@@ -43,9 +43,9 @@ class VirtualClock:
 
 
 class Scripts:
-    """The outputs of requests, found by the seed of their sampling parameters.
+    """The outputs of requests, found by the seeds of their sequences.
 
-    A seed is what an executor sees of a request's identity: each request has its own.
+    A seed is what an executor sees of a request's identity. An engine draws 64 bits for each.
     """
 
     def __init__(self) -> None:

@@ -11,16 +11,15 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, NamedTuple
 
-from nanoserve.engine.input_processor import InputProcessor
 from nanoserve.engine.request import Request
-from nanoserve.outputs import RequestOutput, RequestOutputKind
+from nanoserve.outputs import RequestOutput
 from nanoserve.serve.replicas.block_events import BlockEvents
 from nanoserve.serve.replicas.messages import Order
 from nanoserve.serve.replicas.routing import Placement
 from nanoserve.simulate.executor import VirtualClock
 from nanoserve.simulate.replica import Replica, Setup
 from nanoserve.simulate.results import Finished, Results
-from nanoserve.simulate.traffic import Arrival, Traffic
+from nanoserve.simulate.traffic import Arrival, RequestMaker, Traffic
 from nanoserve.utils.checks import check_choice, check_int, check_number, require
 
 # Kinds of events, in their order at the same time.
@@ -71,7 +70,6 @@ class FleetSettings:
 class Flight:
     """A request on its way: where it came from, its order at the router, and its replica."""
 
-    number: int
     arrival: Arrival
     request: Request
     order: Order
@@ -102,9 +100,7 @@ class Fleet:
         self._touched: dict[str, None] = {}  # replicas that may begin a step now
         for number in range(self.settings.num_replicas):
             self._join(number)
-        limit = self.replicas["0"].executor.max_model_len
-        self._input = InputProcessor(setup.config, setup.model_config, None, limit, self.clock)
-        self._stop_token_id = setup.model_config.vocab_size - 1
+        self._maker = RequestMaker(self.replicas["0"].engine)
 
     def run(self, traffic: Traffic, until: float | None = None) -> Results:
         """Run until all requests have ended, or until virtual time `until`."""
@@ -165,23 +161,14 @@ class Fleet:
         self._touched[replica.name] = None
 
     def _arrive(self, arrival: Arrival) -> None:
-        number = self._num_requests
+        request = self._maker.make(str(self._num_requests), arrival, self.clock.now)
         self._num_requests += 1
-        request = self._request(number, arrival)
         place = _only_one if self._placement is None else self._placement.choose
-        flight = Flight(number, arrival, request, Order(request, b"", place))
+        flight = Flight(arrival, request, Order(request, b"", place))
         self._flights[request.request_id] = flight
         if self._placement is not None:
             self._placement.hash(flight.order)
         self._send(flight)
-
-    def _request(self, number: int, arrival: Arrival) -> Request:
-        params = arrival.params(number, self._stop_token_id)
-        prompt: dict[str, Any] = {"prompt_token_ids": arrival.prompt}
-        if arrival.tenant is not None:
-            prompt["cache_salt"] = arrival.tenant
-        kind = RequestOutputKind.FINAL_ONLY
-        return self._input.process(str(number), prompt, params, arrival.priority, kind)
 
     def _send(self, flight: Flight) -> None:
         """Send a request to the replica that the router chooses; without one, try again later."""
@@ -190,7 +177,7 @@ class Fleet:
             self._push(self.clock.now + _RETRY_SECONDS, _RESEND, flight)
             return
         flight.replica = name
-        script = flight.arrival.script(self._stop_token_id)
+        script = flight.arrival.script(self._maker.stop_token_id)
         replica = self.replicas[name]
         was_until = replica.busy_until
         replica.add(flight.request, [script], self.clock.now)
@@ -259,9 +246,8 @@ class Fleet:
             del self._flights[lost.request_id]
             self.num_failed += 1
             return
-        flight.request = self._request(flight.number, flight.arrival)
         arrival_time = lost.sequences[0].metrics.arrival_time
-        flight.request.sequences[0].metrics.arrival_time = arrival_time
+        flight.request = self._maker.make(lost.request_id, flight.arrival, arrival_time)
         self._send(flight)
 
 

@@ -122,9 +122,10 @@ class Replica:
     def add(self, request: Request, outputs: list[Script], now: float) -> None:
         """Queue a request at `now`, with the output of each completion."""
         self.interrupt(now)
-        self._seeds[request.request_id] = request.params.seed
-        self.scripts.add(request.params.seed, outputs)
         self.engine.add(request)
+        seed = request.sequences[0].seed  # drawn by the engine unless the request has one
+        self._seeds[request.request_id] = seed
+        self.scripts.add(seed, outputs)
 
     def abort(self, request_id: str, now: float) -> RequestOutput | None:
         """End a request; the step under way still computes it."""

@@ -12,7 +12,12 @@ from typing import Protocol
 
 from nanoserve.cli.bench.latency import poisson_arrivals
 from nanoserve.cli.bench.workloads import draw_workload
+from nanoserve.engine.input_processor import key_of_salt
+from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.request import Request
+from nanoserve.engine.sequence import Sequence
 from nanoserve.features.trace.reader import Trace
+from nanoserve.outputs import RequestMetrics, RequestOutputKind
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.simulate.replay import lives_of
 
@@ -34,17 +39,60 @@ class Arrival:
     tenant: str | None = None
     conversation: "Conversation | None" = field(default=None, repr=False)
 
-    def params(self, seed: int, stop_token_id: int) -> SamplingParams:
-        """Return the request's parameters; `seed` finds its script in the executor."""
-        stops = [stop_token_id] if self.max_tokens is None else None
-        limit = self.max_tokens
-        return SamplingParams(
-            max_tokens=limit, seed=seed, ignore_eos=True, stop_token_ids=stops, temperature=0
-        )
-
     def script(self, stop_token_id: int) -> list[int]:
         """Return the output with the stop token that ends it, if one does."""
         return [*self.output, stop_token_id] if self.max_tokens is None else [*self.output]
+
+
+class RequestMaker:
+    """Makes the requests of arrivals, as `InputProcessor` does.
+
+    Parameters are checked once for each limit, and not once for each of millions of requests. The
+    last token of the vocabulary is the stop token.
+    """
+
+    def __init__(self, engine: LLMEngine) -> None:
+        processor = engine.input_processor
+        self.stop_token_id = processor.vocab_size - 1
+        self._max_model_len, self._num_cached = processor.max_model_len, processor.num_cached
+        self._params: dict[int | None, SamplingParams] = {}
+
+    def make(self, request_id: str, arrival: Arrival, arrival_time: float) -> Request:
+        """Return a request. Raises `ValueError` for a prompt that the engine would reject."""
+        prompt, limit = [*arrival.prompt], self._max_model_len
+        if not 0 < len(prompt) < limit:
+            raise ValueError(
+                f"the prompt of request {request_id} has {len(prompt)} tokens; max_model_len="
+                f"{limit} leaves room for 1 to {limit - 1}: raise it, or shorten the prompts"
+            )
+        if min(prompt) < 0 or max(prompt) >= self.stop_token_id:
+            raise ValueError(
+                f"the prompt of request {request_id} has token ids of {min(prompt)} to "
+                f"{max(prompt)}: they must be in [0, {self.stop_token_id})"
+            )
+        params = self._params_of(arrival.max_tokens)
+        metrics = RequestMetrics(arrival_time, num_cached_prompt_tokens=self._num_cached)
+        key = () if arrival.tenant is None else key_of_salt(arrival.tenant)
+        seq = Sequence(
+            request_id,
+            prompt,
+            params,
+            limit,
+            priority=arrival.priority,
+            metrics=metrics,
+            cache_key=key,
+        )
+        return Request(request_id, None, [*prompt], params, [seq])
+
+    def _params_of(self, max_tokens: int | None) -> SamplingParams:
+        if max_tokens not in self._params:
+            self._params[max_tokens] = SamplingParams(
+                max_tokens=max_tokens,
+                ignore_eos=True,
+                stop_token_ids=[self.stop_token_id] if max_tokens is None else None,
+                output_kind=RequestOutputKind.FINAL_ONLY,
+            )
+        return self._params[max_tokens]
 
 
 class Conversation(Protocol):
