@@ -46,7 +46,7 @@ def waits_of(traffic: Poisson) -> tuple[np.ndarray, np.ndarray]:
 
 def test_each_wait_is_lindleys(by_size) -> None:
     """W' = max(0, W + service - time to the next arrival) (Lindley 1952), for every request."""
-    traffic = Poisson(0.9, by_size(1500, 5000, 20_000), 3)
+    traffic = Poisson(0.9, by_size(800, 5000, 20_000), 3)
     _, waits = waits_of(traffic)
     expected = [0.0]
     for this, following in pairwise(traffic.times):
@@ -59,12 +59,12 @@ def test_each_wait_is_lindleys(by_size) -> None:
 def test_mean_waits_are_those_of_m_d_1(load: float, by_size) -> None:
     """Pollaczek-Khinchine: W = load x service / (2 (1 - load)), at the load that was drawn.
 
-    The mean of 8,000 correlated waits is known to about 3 %, that of 200,000 to less than 1 %.
+    The mean of 4,000 correlated waits is known to about 4 %, that of 200,000 to less than 1 %.
     """
-    arrivals, waits = waits_of(Poisson(load, by_size(8_000, 30_000, 200_000), 0))
+    arrivals, waits = waits_of(Poisson(load, by_size(4_000, 30_000, 200_000), 0))
     drawn = SERVICE * (len(arrivals) - 1) / (arrivals[-1] - arrivals[0])
     expected = drawn * SERVICE / (2 * (1 - drawn))
-    assert waits.mean() == pytest.approx(expected, rel=by_size(0.06, 0.04, 0.02))
+    assert waits.mean() == pytest.approx(expected, rel=by_size(0.08, 0.04, 0.02))
 
 
 class Watched:
@@ -83,7 +83,7 @@ class Watched:
 def test_littles_law_holds_for_a_batching_engine(by_size) -> None:
     """Poisson arrivals see time averages: rate x mean time in the system."""
     setup = make_setup(150, max_num_seqs=6)
-    traffic = Watched(random_traffic(5, num_requests=by_size(3000, 6000, 30_000), rate=9.0))
+    traffic = Watched(random_traffic(5, num_requests=by_size(1500, 6000, 30_000), rate=9.0))
     traffic.fleet = Fleet(setup)
     results = traffic.fleet.run(traffic)
     done = results.finished.columns()
