@@ -18,7 +18,7 @@ COMMANDS: Registry[Command] = Registry(
         "bench": "nanoserve.cli.bench:main",
         "info": "nanoserve.cli.info:main",
         "trace": "nanoserve.cli.trace:main",
-        "simulate": "nanoserve.simulate.command:main",
+        "simulate": "nanoserve.cli.simulate.command:main",
     },
 )
 _PURPOSES = {

@@ -175,7 +175,6 @@ LINES = (
     ("compat",),
     ("front",),
     ("cli", "serve"),
-    ("simulate",),  # it drives the engine, the router and the benchmarks' workloads
 )
 FLOOR = {room: floor for floor, rooms in enumerate(LINES) for room in rooms}
 # The arrows that point upwards all the same, and why. The list may only become shorter.

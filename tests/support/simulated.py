@@ -3,13 +3,13 @@
 from random import Random
 from typing import Any
 
+from nanoserve.cli.simulate.fleet import Fleet, FleetSettings
+from nanoserve.cli.simulate.models import model_config_of
+from nanoserve.cli.simulate.replica import Setup
+from nanoserve.cli.simulate.results import Results
+from nanoserve.cli.simulate.step_time import LinearTime
+from nanoserve.cli.simulate.traffic import Arrival, Traffic
 from nanoserve.config import EngineConfig
-from nanoserve.simulate.fleet import Fleet, FleetSettings
-from nanoserve.simulate.models import model_config_of
-from nanoserve.simulate.replica import Setup
-from nanoserve.simulate.results import Results
-from nanoserve.simulate.step_time import LinearTime
-from nanoserve.simulate.traffic import Arrival, Traffic
 
 TIME = LinearTime(0.004, 2e-5, 1e-5, 1e-5, 1e-4, 1e-7, 1e-9)
 VOCAB_SIZE = 2047  # of the shape "tiny", without the stop token

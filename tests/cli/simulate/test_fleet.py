@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from simulated import VOCAB_SIZE, Listed, make_setup, random_traffic, simulate
 
+from nanoserve.cli.simulate.fleet import Failure, Fleet, FleetSettings
+from nanoserve.cli.simulate.traffic import Arrival
 from nanoserve.config import EngineConfig
 from nanoserve.serve.replicas.routing import Placement
-from nanoserve.simulate.fleet import Failure, Fleet, FleetSettings
-from nanoserve.simulate.traffic import Arrival
 
 
 def conversations(num: int = 24, turns: int = 5, seed: int = 0) -> Listed:

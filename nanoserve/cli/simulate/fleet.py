@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any, NamedTuple
 
+from nanoserve.cli.simulate.executor import VirtualClock
+from nanoserve.cli.simulate.replica import Replica, Setup
+from nanoserve.cli.simulate.results import Finished, Results
+from nanoserve.cli.simulate.traffic import Arrival, RequestMaker, Traffic
 from nanoserve.engine.request import Request
 from nanoserve.outputs import RequestOutput
 from nanoserve.serve.replicas.block_events import BlockEvents
 from nanoserve.serve.replicas.messages import Order
 from nanoserve.serve.replicas.routing import Placement
-from nanoserve.simulate.executor import VirtualClock
-from nanoserve.simulate.replica import Replica, Setup
-from nanoserve.simulate.results import Finished, Results
-from nanoserve.simulate.traffic import Arrival, RequestMaker, Traffic
 from nanoserve.utils.checks import check_choice, check_int, check_number, require
 
 # Kinds of events, in their order at the same time.
@@ -74,6 +74,15 @@ class Flight:
     request: Request
     order: Order
     replica: str | None = None
+    num_failures: int = 0  # replicas that failed while they had it
+
+    def send_to(self, replica: str) -> None:
+        self.replica = replica
+
+    def lose(self, request: Request) -> None:
+        """Note that its replica has failed, and replace the request by a new one."""
+        self.replica, self.request = None, request
+        self.num_failures += 1
 
 
 class Fleet:
@@ -176,7 +185,7 @@ class Fleet:
         if name is None:
             self._push(self.clock.now + _RETRY_SECONDS, _RESEND, flight)
             return
-        flight.replica = name
+        flight.send_to(name)
         script = flight.arrival.script(self._maker.stop_token_id)
         replica = self.replicas[name]
         was_until = replica.busy_until
@@ -237,17 +246,15 @@ class Fleet:
             self._lose(flight)
 
     def _lose(self, flight: Flight) -> None:
-        order, lost = flight.order, flight.request
+        lost, first = flight.request, flight.request.sequences[0]
         if self._placement is not None:
-            self._placement.release(order)
-        order.num_failures += 1
-        flight.replica = None
-        if lost.sequences[0].num_output_tokens or order.num_failures >= _MOST_FAILURES:
+            self._placement.release(flight.order)
+        again = self._maker.make(lost.request_id, flight.arrival, first.metrics.arrival_time)
+        flight.lose(again)
+        if first.num_output_tokens or flight.num_failures >= _MOST_FAILURES:
             del self._flights[lost.request_id]
             self.num_failed += 1
             return
-        arrival_time = lost.sequences[0].metrics.arrival_time
-        flight.request = self._maker.make(lost.request_id, flight.arrival, arrival_time)
         self._send(flight)
 
 

@@ -6,11 +6,11 @@ from typing import Any
 import pytest
 from simulated import TIME, Listed, make_setup, random_traffic, simulate
 
+from nanoserve.cli.simulate.fleet import Fleet
+from nanoserve.cli.simulate.results import Results
+from nanoserve.cli.simulate.traffic import Arrival
 from nanoserve.engine.extension import Extension
 from nanoserve.engine.scheduler import Scheduler
-from nanoserve.simulate.fleet import Fleet
-from nanoserve.simulate.results import Results
-from nanoserve.simulate.traffic import Arrival
 
 COUNTED = ("num_steps", "num_computed_tokens", "num_preemptions", "prefix_cache_hits")
 

@@ -10,20 +10,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.cli.simulate.executor import Script, Scripts, SimulatedExecutor, VirtualClock
+from nanoserve.cli.simulate.leap import Leap, apply_leap, can_leap, plan_leap
+from nanoserve.cli.simulate.step_time import StepTime
 from nanoserve.config import EngineConfig
 from nanoserve.engine.extension import Extension
 from nanoserve.engine.llm_engine import LLMEngine, Step
 from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import Sequence
 from nanoserve.outputs import EngineStats, RequestOutput
-from nanoserve.simulate.executor import Script, Scripts, SimulatedExecutor, VirtualClock
-from nanoserve.simulate.leap import Leap, apply_leap, can_leap, plan_leap
-from nanoserve.simulate.step_time import StepTime
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What a simulated engine is made of.
+    """The parts of a simulated engine.
 
     extensions: functions that make extensions, called with the engine.
     leaps: False computes each step, also where nothing changes.
@@ -93,7 +93,7 @@ class Replica:
         parts = setup.step_time, self.clock, self.scripts, speed
         self.executor = SimulatedExecutor(config, setup.model_config, setup.num_kv_blocks, *parts)
         self.engine = LLMEngine(config, setup.model_config, self.executor, None, self.clock)
-        self.engine.extensions += [extension(self.engine) for extension in setup.extensions]
+        self.engine.extensions.extend(make(self.engine) for make in setup.extensions)
         self.busy_until: float | None = None
         self._last_end = self._idle_seconds = 0.0
         self.token_times = TokenTimes()

@@ -11,17 +11,17 @@ import pytest
 from simulated import TIME
 
 from nanoserve.cli.bench.roofline import Need, Step
-from nanoserve.config import EngineConfig
-from nanoserve.features.trace.reader import read_trace
-from nanoserve.simulate.fit import (
+from nanoserve.cli.simulate.fit import (
     MeasuredStep,
     fit_step_time,
     non_negative_least_squares,
     steps_of_trace,
 )
-from nanoserve.simulate.gpus import GPUS, RooflineTime, gpu_named, num_kv_blocks, weight_bytes
-from nanoserve.simulate.models import model_config_of
-from nanoserve.simulate.step_time import RecordedTimes, StepSize, WindowShares
+from nanoserve.cli.simulate.gpus import GPUS, RooflineTime, gpu_named, num_kv_blocks, weight_bytes
+from nanoserve.cli.simulate.models import model_config_of
+from nanoserve.cli.simulate.step_time import RecordedTimes, StepSize, WindowShares
+from nanoserve.config import EngineConfig
+from nanoserve.features.trace.reader import read_trace
 
 
 def best_of_all_subsets(matrix: np.ndarray, target: np.ndarray) -> float:
@@ -108,7 +108,7 @@ def test_too_few_steps_are_refused() -> None:
 
 
 def test_the_sizes_of_recorded_steps_are_those_of_their_batches() -> None:
-    path = Path(__file__).parents[2] / "docs" / "07-preemption" / "chunked-prefill.jsonl"
+    path = Path(__file__).parents[3] / "docs" / "07-preemption" / "chunked-prefill.jsonl"
     trace = read_trace(path)
     for step, measured in zip(
         trace.steps, steps_of_trace(trace, model_config_of("tiny-qwen3")), strict=True

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from nanoserve.cli.simulate.executor import SimulatedExecutor
+from nanoserve.cli.simulate.step_time import StepSize
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.outputs import RequestOutputKind
-from nanoserve.simulate.executor import SimulatedExecutor
-from nanoserve.simulate.step_time import StepSize
 
 _FEWEST = 3  # steps; shorter leaps cost more than steps
 _MOST = 4096  # steps; bounds the arrays of a leap

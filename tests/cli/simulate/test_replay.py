@@ -9,13 +9,13 @@ from counting_executor import byte_tokenizer, make_engine
 
 from nanoserve import SamplingParams
 from nanoserve.cli.main import main
+from nanoserve.cli.simulate.replay import Replay, counts, first_difference
 from nanoserve.engine.draft_room import add_draft_tokens
 from nanoserve.engine.extension import Extension
 from nanoserve.features.trace import start_trace
 from nanoserve.features.trace.reader import Trace, read_trace
-from nanoserve.simulate.replay import Replay, counts, first_difference
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 RECORDED = sorted(DOCS.glob("*/*.jsonl"))
 # Replaced weights empty the prefix cache, and traces do not have them.
 OTHER = {"other-weights.jsonl"}

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from nanoserve.cli.bench.latency import poisson_arrivals
 from nanoserve.cli.bench.workloads import draw_workload
+from nanoserve.cli.simulate.replay import lives_of
 from nanoserve.engine.input_processor import key_of_salt
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.request import Request
@@ -19,7 +20,6 @@ from nanoserve.engine.sequence import Sequence
 from nanoserve.features.trace.reader import Trace
 from nanoserve.outputs import RequestMetrics, RequestOutputKind
 from nanoserve.sampling_params import SamplingParams
-from nanoserve.simulate.replay import lives_of
 
 
 @dataclass

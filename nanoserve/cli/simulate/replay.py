@@ -16,6 +16,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from nanoserve.cli.simulate.executor import Scripts, SimulatedExecutor, VirtualClock
+from nanoserve.cli.simulate.models import model_config_of
+from nanoserve.cli.simulate.step_time import RecordedTimes
 from nanoserve.config import EngineConfig
 from nanoserve.engine.draft_room import add_draft_tokens
 from nanoserve.engine.extension import Extension
@@ -27,9 +30,6 @@ from nanoserve.features.trace.recorder import TraceRecorder
 from nanoserve.features.trace.whole_lines import WholeLines
 from nanoserve.outputs import RequestOutputKind
 from nanoserve.sampling_params import SamplingParams
-from nanoserve.simulate.executor import Scripts, SimulatedExecutor, VirtualClock
-from nanoserve.simulate.models import model_config_of
-from nanoserve.simulate.step_time import RecordedTimes
 from nanoserve.utils.checks import require
 
 _OPTIONS = (
@@ -48,7 +48,7 @@ _OF_A_ROW = ("seq", "kind", "computed", "new", "hits", "blocks", "yields", "righ
 
 @dataclass
 class Life:
-    """What a trace has of one sequence: its arrival, its output and how it ended.
+    """The life of a sequence in a trace: its arrival, its output and how it ended.
 
     output: all tokens after its prompt, with the stop token that ended it, if one did; None where
         an older trace does not have that token.
@@ -58,6 +58,9 @@ class Life:
     output: list[int | None]
     reason: str | None = None
     stop_reason: int | str | None = None
+
+    def end(self, reason: str, stop_reason: int | str | None) -> None:
+        self.reason, self.stop_reason = reason, stop_reason
 
     @property
     def is_ended_by_token(self) -> bool:
@@ -78,12 +81,11 @@ def lives_of(trace: Trace) -> dict[int, Life]:
         for row in step["rows"]:
             if row["yields"]:
                 accepted = row.get("guesses", [])[: row.get("right", 0)]
-                new = [*(token_id for token_id, _ in accepted), row["token"]]
-                lives[row["seq"]].output += new
+                accepted_ids = [token_id for token_id, _ in accepted]
+                lives[row["seq"]].output.extend([*accepted_ids, row["token"]])
         for ended in (*step["finished"], *step["aborted"]):
             if ended["seq"] in lives:
-                life = lives[ended["seq"]]
-                life.reason, life.stop_reason = ended["reason"], ended["stop_reason"]
+                lives[ended["seq"]].end(ended["reason"], ended["stop_reason"])
     return lives
 
 
@@ -200,7 +202,7 @@ class Replay:
                         self._add(arrival)
                 self._clock.advance_to(max(self._clock(), step["time"]))
                 if self._drafts is not None:
-                    self._drafts.rows = step["rows"]
+                    self._drafts.begin_step(step["rows"])
                 self.engine.step()
         numbers = {seq.arrival: number for seq, number in self.numbers.items()}
         return renumbered(read_trace(self.output), numbers)
@@ -252,16 +254,19 @@ class StopAfter:
 
 
 class RecordedDrafts(Extension):
-    """Adds the draft tokens of the recorded step; `rows` are its rows."""
+    """Adds the draft tokens of the recorded step."""
 
     def __init__(self, engine: GuardedEngine, numbers: dict[Sequence, int]) -> None:
         self._scheduler, self._numbers = engine.scheduler, numbers
-        self.rows: list[Record] = []
+        self._drafts: dict[int, list[int]] = {}
+
+    def begin_step(self, rows: list[Record]) -> None:
+        """Take the draft tokens of the recorded rows of the next step."""
+        self._drafts = {row["seq"]: _draft_ids(row) for row in rows}
 
     def extend_plan(self, plan: Plan) -> None:
-        drafts = {row["seq"]: _draft_ids(row) for row in self.rows}
         for index, row in enumerate(plan.rows):
-            token_ids = drafts.get(self._numbers[row.seq])
+            token_ids = self._drafts.get(self._numbers[row.seq])
             if token_ids:
                 add_draft_tokens(self._scheduler, plan, index, token_ids)
 

@@ -1,4 +1,4 @@
-"""What a simulated run has measured: latencies, throughput and goodput."""
+"""The results of a simulated run: latencies, throughput and goodput."""
 
 from array import array
 from collections.abc import Iterable
@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from nanoserve.cli.simulate.replica import Replica, TokenTimes
 from nanoserve.outputs import EngineStats, RequestOutput
-from nanoserve.simulate.replica import Replica, TokenTimes
 
 PERCENTILES = (50, 90, 99)
 COLUMNS = {  # of tables: name in a summary, heading; latencies in milliseconds

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from simulated import Listed, make_setup, random_traffic, simulate
 
-from nanoserve.simulate.fleet import Fleet
-from nanoserve.simulate.replica import Setup
-from nanoserve.simulate.step_time import LinearTime
-from nanoserve.simulate.traffic import Arrival
+from nanoserve.cli.simulate.fleet import Fleet
+from nanoserve.cli.simulate.replica import Setup
+from nanoserve.cli.simulate.step_time import LinearTime
+from nanoserve.cli.simulate.traffic import Arrival
 
 SERVICE = 0.01  # seconds
 

@@ -27,19 +27,19 @@ from nanoserve.cli.bench.workloads import (
 )
 from nanoserve.cli.engine_flags import add_engine_flags, engine_options
 from nanoserve.cli.parser import Parser, add_model, model_of
+from nanoserve.cli.simulate.fit import fit_step_time, steps_of_trace
+from nanoserve.cli.simulate.fleet import Fleet, FleetSettings
+from nanoserve.cli.simulate.gpus import GPUS, RooflineTime, gpu_named, num_kv_blocks
+from nanoserve.cli.simulate.laboratory import load_extension, load_policy
+from nanoserve.cli.simulate.models import model_config_of
+from nanoserve.cli.simulate.replay import Replay, counts, first_difference
+from nanoserve.cli.simulate.replica import Setup
+from nanoserve.cli.simulate.results import table
+from nanoserve.cli.simulate.step_time import StepTime
+from nanoserve.cli.simulate.traffic import TraceTraffic, Traffic, Workload
 from nanoserve.compat.options import engine_config
 from nanoserve.config import EngineConfig
 from nanoserve.features.trace.reader import read_trace
-from nanoserve.simulate.fit import fit_step_time, steps_of_trace
-from nanoserve.simulate.fleet import Fleet, FleetSettings
-from nanoserve.simulate.gpus import GPUS, RooflineTime, gpu_named, num_kv_blocks
-from nanoserve.simulate.laboratory import load_extension, load_policy
-from nanoserve.simulate.models import model_config_of
-from nanoserve.simulate.replay import Replay, counts, first_difference
-from nanoserve.simulate.replica import Setup
-from nanoserve.simulate.results import table
-from nanoserve.simulate.step_time import StepTime
-from nanoserve.simulate.traffic import TraceTraffic, Traffic, Workload
 from nanoserve.utils.checks import require
 
 _SEED_OF_HASHES = 0  # of the prefix caches of all replicas and their router
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
     if args.json is not None:
         args.json.write_text(json.dumps({"times": source, "results": rows}, indent=1))
     if args.plot is not None:
-        from nanoserve.simulate.plots import plot_summaries  # needs matplotlib
+        from nanoserve.cli.simulate.plots import plot_summaries  # needs matplotlib
 
         plot_summaries(rows, str(args.plot))
     return 0

@@ -2,8 +2,8 @@
 
 A step reads weights and KV, and computes: it takes at least the longer of both. Kernels do not
 reach the numbers of a data sheet, and launching takes time, so a real engine is slower; a fit to
-measured steps (`nanoserve.simulate.fit`) knows by how much. The bytes and operations are those of
-`nanoserve.cli.bench.roofline`.
+measured steps (`nanoserve.cli.simulate.fit`) knows by how much. The bytes and operations are those
+of `nanoserve.cli.bench.roofline`.
 """
 
 from dataclasses import replace
@@ -13,8 +13,8 @@ import numpy as np
 
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.cli.bench.roofline import Need, Step
+from nanoserve.cli.simulate.step_time import Number, StepSize
 from nanoserve.config import EngineConfig
-from nanoserve.simulate.step_time import Number, StepSize
 from nanoserve.utils.checks import check_int, check_number, require
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.cli.simulate.step_time import StepTime, WindowShares
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchLayout
@@ -19,7 +20,6 @@ from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.engine.draft_tokens import accept_draft_tokens
 from nanoserve.engine.executor import ForwardInputs, SampleInputs, SlotUpdate, StepResult
 from nanoserve.engine.kv_groups import SequenceRoom, kv_cache_groups
-from nanoserve.simulate.step_time import StepTime, WindowShares
 
 Script = AbstractSequence[int]
 # Returns the output of a sequence that is new in its slot: all tokens after its prompt.

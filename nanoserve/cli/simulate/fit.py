@@ -13,13 +13,13 @@ from typing import NamedTuple
 import numpy as np
 
 from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.cli.simulate.step_time import LinearTime, StepSize, WindowShares
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import StepResult
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.stopwatch import StepTimes
 from nanoserve.features.trace.reader import Trace
-from nanoserve.simulate.step_time import LinearTime, StepSize, WindowShares
 from nanoserve.utils.checks import require
 
 _FEWEST = 30  # steps

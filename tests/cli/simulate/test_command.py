@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from nanoserve.cli.main import main
+from nanoserve.cli.simulate.laboratory import load_extension, load_policy
 from nanoserve.engine.extension import Extension
 from nanoserve.engine.scheduler import Scheduler
-from nanoserve.simulate.laboratory import load_extension, load_policy
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[3] / "docs"
 TRACE = DOCS / "07-preemption" / "chunked-prefill.jsonl"
 GPU = ["simulate", "qwen3-0.6b", "--gpu", "l4", "--max-model-len", "4096"]
 POLICY = """
