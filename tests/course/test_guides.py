@@ -25,6 +25,7 @@ PRINTED = {
     "adding-a-feature": "8 8 4 1 1",
     "offline": "my-request",
     "serving": "keys and values",
+    "simulating": "None True",
     "speculative-decoding": "accepted",
     "structured-output-and-tools": '"city"',
     "tracing": "13 2 2",
