@@ -16,6 +16,7 @@ from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.cli.simulate.step_time import LinearTime, StepSize, WindowShares
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import StepResult
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.stopwatch import StepTimes
@@ -23,6 +24,7 @@ from nanoserve.features.trace.reader import Trace
 from nanoserve.utils.checks import require
 
 _FEWEST = 30  # steps
+_ROUNDS = 5  # of fits, each weighted by the times that the one before expects
 # Of `LinearTime`, in the order of the sizes in `StepSize`, behind the fixed time.
 _COEFFICIENTS = (
     *("fixed", "per_token", "per_row", "per_sampled", "per_admitted", "per_context"),
@@ -73,7 +75,7 @@ class StepSizes:
     which requests are added and outputs are handed out.
     """
 
-    def __init__(self, engine: LLMEngine, gaps: bool = True) -> None:
+    def __init__(self, engine: LLMEngine | GuardedEngine, gaps: bool = True) -> None:
         self.steps: list[MeasuredStep] = []
         self._engine, self._gaps = engine, gaps
         self._shares = WindowShares(engine.model_config)
@@ -121,13 +123,16 @@ def fit_step_time(steps: Iterable[MeasuredStep], source: str = "measured steps")
     measured = np.array(seconds)
     require(bool((measured > 0).all()), "a step took no time: it was not measured, but simulated")
     matrix = np.column_stack([np.ones(len(sizes)), np.array(sizes, dtype=np.float64)])
-    relative = matrix / measured[:, None]
-    kept = np.ones(len(sizes), dtype=bool)
-    for _ in range(2):
-        found = non_negative_least_squares(relative[kept], np.ones(int(kept.sum())))
-        residuals = 1 - relative @ found  # positive: the step took longer
+    kept, expected = np.ones(len(sizes), dtype=bool), measured
+    for _ in range(_ROUNDS):
+        # Relative to what is expected: relative to the measured times, a step that was too fast by
+        # chance would count more than one that was too slow.
+        relative = matrix[kept] / expected[kept, None]
+        found = non_negative_least_squares(relative, measured[kept] / expected[kept])
+        expected = matrix @ found
+        residuals = measured / expected - 1  # positive: the step took longer
         kept = residuals <= _DISTURBED * max(1e-9, float(np.median(np.abs(residuals))))
-    errors = np.abs(residuals[kept])
+    errors = np.abs(expected[kept] / measured[kept] - 1)
     coefficients = dict(zip(_COEFFICIENTS, found.tolist(), strict=True))
     return Fit(
         LinearTime(**coefficients, description=f"fitted to {source}"),
@@ -135,7 +140,7 @@ def fit_step_time(steps: Iterable[MeasuredStep], source: str = "measured steps")
         int((~kept).sum()),
         float(np.median(errors)),
         float(np.percentile(errors, 90)),
-        float((matrix @ found).sum() / measured.sum() - 1),
+        float(expected.sum() / measured.sum() - 1),
     )
 
 

@@ -14,8 +14,10 @@ from nanoserve.cli.simulate.executor import Script, Scripts, SimulatedExecutor, 
 from nanoserve.cli.simulate.leap import Leap, apply_leap, can_leap, plan_leap
 from nanoserve.cli.simulate.step_time import StepTime
 from nanoserve.config import EngineConfig
+from nanoserve.engine.executor import StepResult
 from nanoserve.engine.extension import Extension
-from nanoserve.engine.llm_engine import LLMEngine, Step
+from nanoserve.engine.llm_engine import LLMEngine
+from nanoserve.engine.plan import Plan
 from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import Sequence
 from nanoserve.outputs import EngineStats, RequestOutput
@@ -44,10 +46,10 @@ class TokenTimes:
         self.seconds, self.counts = array("d"), array("q")
         self._last: dict[Sequence, float] = {}  # time of the last token
 
-    def note_step(self, step: Step, now: float) -> None:
+    def note(self, plan: Plan, result: StepResult, now: float) -> None:
         """Note the tokens of a step that ends at `now`; a stop token is not output."""
         found: dict[float, int] = {}
-        for row, token_ids in zip(step.plan.sampled, step.result.token_ids, strict=True):
+        for row, token_ids in zip(plan.sampled, result.token_ids, strict=True):
             seq, last = row.seq, self._last.pop(row.seq, None)
             count = len(token_ids)
             if seq.finished:
@@ -155,7 +157,7 @@ class Replica:
             return  # every sequence is held
         self.engine.report(steps)
         for step in steps:
-            self.token_times.note_step(step, self.clock.now)
+            self.token_times.note(step.plan, step.result, self.clock.now)
         self._outputs = self.engine.outputs.take()
         self.busy_until = self.clock.now
 

@@ -83,6 +83,21 @@ class Results:
         busy = [replica.busy_seconds for replica in replicas]
         return cls(finished, times, stats, seconds, busy, num_failed)
 
+    @classmethod
+    def of_engine(
+        cls,
+        finished: Finished,
+        token_times: TokenTimes,
+        before: EngineStats,
+        after: EngineStats,
+        seconds: float,
+        busy_seconds: float,
+    ) -> "Results":
+        """Return the results of a real engine between two readings of its statistics."""
+        names = (*_SUMS, "num_prompt_tokens", "num_output_tokens")
+        stats = EngineStats(**{n: getattr(after, n) - getattr(before, n) for n in names})
+        return cls(finished, [token_times], stats, seconds, [busy_seconds])
+
     def counts(self) -> dict[str, int]:
         """Return the totals that do not depend on times alone."""
         names = (*_SUMS[:5], "num_prompt_tokens", "num_output_tokens")

@@ -6,13 +6,14 @@ them in its prompt, and finds them in the prefix cache.
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as AbstractSequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Protocol
 
 from nanoserve.cli.bench.latency import poisson_arrivals
 from nanoserve.cli.bench.workloads import draw_workload
 from nanoserve.cli.simulate.replay import lives_of
+from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.input_processor import key_of_salt
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.request import Request
@@ -39,6 +40,10 @@ class Arrival:
     tenant: str | None = None
     conversation: "Conversation | None" = field(default=None, repr=False)
 
+    def with_limit(self) -> "Arrival":
+        """Return a request whose limit ends it, for a real model, which follows no script."""
+        return replace(self, max_tokens=len(self.output))
+
     def script(self, stop_token_id: int) -> list[int]:
         """Return the output with the stop token that ends it, if one does."""
         return [*self.output, stop_token_id] if self.max_tokens is None else [*self.output]
@@ -51,7 +56,7 @@ class RequestMaker:
     last token of the vocabulary is the stop token.
     """
 
-    def __init__(self, engine: LLMEngine) -> None:
+    def __init__(self, engine: LLMEngine | GuardedEngine) -> None:
         processor = engine.input_processor
         self.stop_token_id = processor.vocab_size - 1
         self._max_model_len, self._num_cached = processor.max_model_len, processor.num_cached
@@ -91,6 +96,7 @@ class RequestMaker:
                 ignore_eos=True,
                 stop_token_ids=[self.stop_token_id] if max_tokens is None else None,
                 output_kind=RequestOutputKind.FINAL_ONLY,
+                temperature=0.0,
             )
         return self._params[max_tokens]
 
