@@ -103,27 +103,35 @@ class Results:
         names = (*_SUMS[:5], "num_prompt_tokens", "num_output_tokens")
         return {"num_requests": len(self.finished)} | {n: getattr(self.stats, n) for n in names}
 
-    def summary(self, slo_ttft: float = 1.0, slo_itl: float = 0.1) -> dict[str, float]:
+    def summary(
+        self, slo_ttft: float = 1.0, slo_itl: float = 0.1, warm_up: float = 0.0
+    ) -> dict[str, float]:
         """Return rates per second, and latencies in milliseconds, as `nanoserve bench` does.
+
+        Requests that arrived in the first `warm_up` seconds are left out, but their inter-token
+        latencies and hits are not.
 
         Goodput is the rate of the requests whose first token came within `slo_ttft` seconds, and
         whose mean time per further token is `slo_itl` seconds at most.
         """
-        if not len(self.finished):
-            raise ValueError("no request has finished: there is nothing to summarize")
         done = self.finished.columns()
+        done = {name: values[done["arrival"] >= warm_up] for name, values in done.items()}
+        if not len(done["arrival"]):
+            raise ValueError(
+                f"no request that arrived after {warm_up:g} s has finished: simulate for longer"
+            )
         ttft = done["first_token"] - done["arrival"]
         after_first = done["last_token"] - done["first_token"]
         tpot = after_first / np.maximum(1, done["num_output_tokens"] - 1)
         met = int(((ttft <= slo_ttft) & (tpot <= slo_itl)).sum())
-        seconds = self.seconds or float("inf")
+        seconds = max(1e-9, self.seconds - warm_up)
         found = {
             "seconds": self.seconds,
             "request_rate": len(ttft) / seconds,
             "goodput": met / seconds,
             "attainment": met / (len(ttft) + self.num_failed),
             "output_tokens_per_s": float(done["num_output_tokens"].sum()) / seconds,
-            "busy": float(np.mean(self.busy_seconds)) / seconds,
+            "busy": float(np.mean(self.busy_seconds)) / max(1e-9, self.seconds),
             "hit_rate": self.stats.prefix_cache_hit_rate,
             "num_preemptions": self.stats.num_preemptions,
         }

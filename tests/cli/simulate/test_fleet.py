@@ -218,5 +218,5 @@ def test_summaries_count_values_as_often_as_they_occurred() -> None:
     intervals = results.stats.num_output_tokens - len(results.finished)
     assert len(values) == intervals
     assert Counter(times.counts)[1] > 0
-    with pytest.raises(ValueError, match="no request has finished"):
+    with pytest.raises(ValueError, match="no request that arrived after 0 s"):
         Fleet(make_setup()).run(Listed([])).summary()
