@@ -19,6 +19,7 @@ COMMANDS: Registry[Command] = Registry(
         "info": "nanoserve.cli.info:main",
         "trace": "nanoserve.cli.trace:main",
         "simulate": "nanoserve.cli.simulate.command:main",
+        "plan": "nanoserve.cli.simulate.plan:main",
     },
 )
 _PURPOSES = {
@@ -29,6 +30,7 @@ _PURPOSES = {
     "info": "describe a model, its memory needs, and whether it runs on this machine",
     "trace": "inspect a file that LLM(..., trace=...) has recorded",
     "simulate": "predict latency and throughput in virtual time, or compute a trace again",
+    "plan": "find how many GPUs, with which options, serve a load within its objectives",
 }
 
 

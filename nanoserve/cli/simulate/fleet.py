@@ -135,7 +135,9 @@ class Fleet:
                     self._push_next(pending)
             self._begin()
         replicas = [*self.replicas.values(), *self._gone]
-        return Results.of(self.finished, replicas, self.clock.now, self.num_failed)
+        # The last event may be the end of a leap that was cut short before.
+        seconds = until if self._events else max(self.finished.end, default=0.0)
+        return Results.of(self.finished, replicas, seconds, self.num_failed)
 
     # ------------------------------------------------------------------ events
 

@@ -99,6 +99,8 @@ class Replica:
         self.busy_until: float | None = None
         self._last_end = self._idle_seconds = 0.0
         self.token_times = TokenTimes()
+        # Seconds of steps in which requests waited, by what they waited for.
+        self.waited_for = {"max_num_seqs": 0.0, "max_num_batched_tokens": 0.0, "KV blocks": 0.0}
         self._leaps = setup.leaps and longest_leap > 0 and can_leap(self.engine)
         self._longest_leap = longest_leap
         self._leap: Leap | None = None
@@ -160,6 +162,19 @@ class Replica:
             self.token_times.note(step.plan, step.result, self.clock.now)
         self._outputs = self.engine.outputs.take()
         self.busy_until = self.clock.now
+        if steps and self.engine.scheduler.waiting:
+            self._note_shortage(steps[-1].plan)
+
+    def _note_shortage(self, plan: Plan) -> None:
+        """Note what the requests that a step has not admitted waited for."""
+        scheduler = self.engine.scheduler
+        if plan.budget <= 0:
+            name = "max_num_batched_tokens"
+        elif len(plan.rows) >= scheduler.max_num_seqs:
+            name = "max_num_seqs"
+        else:
+            name = "KV blocks"
+        self.waited_for[name] += self.busy_until - self._last_end
 
     def interrupt(self, now: float) -> None:
         """Cut a leap short: of its steps, only those that start before `now` are computed."""
@@ -175,6 +190,8 @@ class Replica:
             apply_leap(self.engine, self.executor, leap)
             self.clock.advance_to(self.busy_until)
             self.token_times.note_leap(leap)
+            if self.engine.scheduler.waiting:  # a leap with waiting requests has no slot for them
+                self.waited_for["max_num_seqs"] += self.busy_until - leap.start
             self._num_leapt_steps += len(leap.ends)
             self._num_leapt_tokens += len(leap.ends) * len(leap.sequences)
         self.busy_until, self._last_end = None, self.busy_until

@@ -69,6 +69,7 @@ class Results:
     seconds: float
     busy_seconds: list[float]  # by replica
     num_failed: int = 0  # requests that ended with an error
+    waited_for: dict[str, float] = field(default_factory=dict)  # seconds: see `Replica`
 
     @classmethod
     def of(
@@ -81,7 +82,9 @@ class Results:
         stats.num_output_tokens = sum(finished.num_output_tokens)
         times = [replica.token_times for replica in replicas]
         busy = [replica.busy_seconds for replica in replicas]
-        return cls(finished, times, stats, seconds, busy, num_failed)
+        waits = [replica.waited_for for replica in replicas]
+        waited_for = {name: sum(one[name] for one in waits) for name in waits[0]}
+        return cls(finished, times, stats, seconds, busy, num_failed, waited_for)
 
     @classmethod
     def of_engine(

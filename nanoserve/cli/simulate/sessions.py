@@ -65,13 +65,12 @@ class Sessions:
         check_int("vocab_size", self.vocab_size, 2)
         self.numbers = KINDS[self.kind]
         check_int("longest", self.longest, self.numbers.shared + 100)
-        self.rng = Random(self.seed)
-        self._pool = self.rng.choices(range(self.vocab_size), k=_POOL)
+        self._pool = Random(self.seed).choices(range(self.vocab_size), k=_POOL)
         self.prefix = self._pool[: self.numbers.shared]
 
     def arrivals(self) -> Iterator[Arrival]:
         """Yield the first request of each session; all requests of a batch come at once."""
-        rng, (turns, pause) = self.rng, (self.numbers.turns, self.numbers.pause)
+        rng, turns, pause = Random(self.seed + 1), self.numbers.turns, self.numbers.pause
         if not pause:
             for number in range(max(1, round(self.rate * self.seconds))):
                 yield Session(self, number).first(0.0)
@@ -90,23 +89,18 @@ class Sessions:
             yield Session(self, number).first(now)
             now, number = now + rng.expovariate(self.rate / turns), number + 1
 
-    def tokens(self, number: int) -> list[int]:
-        start = self.rng.randrange(_POOL - number)
+    def tokens(self, rng: Random, number: int) -> list[int]:
+        start = rng.randrange(_POOL - number)
         return self._pool[start : start + number]
-
-    def length(self, of: tuple[float, int]) -> int:
-        """Draw a length with the given mean and limit."""
-        mean, most = of
-        drawn = mean * self.rng.lognormvariate(-(_SPREAD**2) / 2, _SPREAD)
-        return min(most, max(1, round(drawn)))
 
 
 class Session:
     """One chat, task or document; a source of follow-up requests."""
 
     def __init__(self, sessions: Sessions, number: int, is_under_way: bool = False) -> None:
-        self._of = sessions
-        size = sessions.vocab_size
+        self._of, size = sessions, sessions.vocab_size
+        # Of its own, so that a session is the same whatever other sessions do meanwhile.
+        self._rng = Random(f"{sessions.seed} {number}")
         # Parts of one pool may be equal; these tokens make the block behind the prefix unique.
         unique = [number % size, number // size % size, number // size**2 % size]
         self._history = [*sessions.prefix, *unique]
@@ -118,22 +112,28 @@ class Session:
 
     def next(self, finished_at: float) -> Arrival | None:
         """Return the next request, or None if the session, or the traffic, has ended."""
-        of = self._of
         if not self._goes_on():
             return None
-        time = finished_at + of.rng.expovariate(1 / of.numbers.pause)
-        return self._arrival(time) if time < of.seconds else None
+        time = finished_at + self._rng.expovariate(1 / self._of.numbers.pause)
+        return self._arrival(time) if time < self._of.seconds else None
 
     def _goes_on(self) -> bool:
         of, numbers = self._of, self._of.numbers
         expected = len(self._history) + numbers.message[0] + numbers.output[0]
-        return expected < of.longest and of.rng.random() >= 1 / numbers.turns
+        return expected < of.longest and self._rng.random() >= 1 / numbers.turns
 
     def _arrival(self, time: float) -> Arrival:
         of, numbers = self._of, self._of.numbers
         room = of.longest - len(self._history) - 1
-        message = of.tokens(min(of.length(numbers.message), max(1, room // 2)))
-        prompt = [*self._history, *message]
-        output = of.tokens(min(of.length(numbers.output), of.longest - len(prompt)))
+        num_message = min(self._length(numbers.message), max(1, room // 2))
+        prompt = [*self._history, *of.tokens(self._rng, num_message)]
+        num_output = min(self._length(numbers.output), of.longest - len(prompt))
+        output = of.tokens(self._rng, num_output)
         self._history = [*prompt, *output]
         return Arrival(time, prompt, output, conversation=self)
+
+    def _length(self, of: tuple[float, int]) -> int:
+        """Draw a length with the given mean and limit."""
+        mean, most = of
+        drawn = mean * self._rng.lognormvariate(-(_SPREAD**2) / 2, _SPREAD)
+        return min(most, max(1, round(drawn)))

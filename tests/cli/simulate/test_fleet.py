@@ -153,10 +153,18 @@ def test_reports_of_every_step_equal_single_steps() -> None:
     assert late.summary()["ttft_p50"] == pytest.approx(rows[0].summary()["ttft_p50"], rel=0.1)
 
 
+def test_a_run_ends_with_its_last_request() -> None:
+    """And not with a leap that an arrival has cut short."""
+    arrivals = [Arrival(0.0, [1, 2, 3], [5] * 300), Arrival(0.1, [4, 5], [6] * 3, 3)]
+    results, _ = simulate(make_setup(), Listed(arrivals))
+    assert results.seconds == max(results.finished.end)
+    assert results.summary()["request_rate"] == pytest.approx(2 / results.seconds)
+
+
 def test_until_ends_a_run_early() -> None:
     fleet = Fleet(make_setup())
     results = fleet.run(random_traffic(0, rate=2.0), until=10.0)
-    assert 5 < len(results.finished) < 40 and results.seconds <= 10.0
+    assert 5 < len(results.finished) < 40 and results.seconds == 10.0
 
 
 @pytest.mark.parametrize(
