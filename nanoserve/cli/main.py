@@ -20,6 +20,7 @@ COMMANDS: Registry[Command] = Registry(
         "trace": "nanoserve.cli.trace:main",
         "simulate": "nanoserve.cli.simulate.command:main",
         "plan": "nanoserve.cli.simulate.plan:main",
+        "tune": "nanoserve.cli.simulate.tune:main",
     },
 )
 _PURPOSES = {
@@ -30,6 +31,7 @@ _PURPOSES = {
     "info": "describe a model, its memory needs, and whether it runs on this machine",
     "trace": "inspect a file that LLM(..., trace=...) has recorded",
     "simulate": "predict latency and throughput in virtual time, or compute a trace again",
+    "tune": "find the best engine options for a workload, and verify them on the real engine",
     "plan": "find how many GPUs, with which options, serve a load within its objectives",
 }
 
