@@ -77,7 +77,7 @@ class Sessions:
             return
         # Numbers of turns are geometric and pauses exponential, so both have no memory: a session
         # under way is like a new one but for its past. Turns take little time beside pauses.
-        under_way = round(self.rate * pause)
+        under_way = round(self.rate * pause * (1 - 1 / turns))  # all but first requests follow them
         times = sorted(rng.expovariate(1 / pause) for _ in range(under_way))
         now, number = rng.expovariate(self.rate / turns), under_way
         for index, time in enumerate(times):
@@ -104,8 +104,10 @@ class Session:
         # Parts of one pool may be equal; these tokens make the block behind the prefix unique.
         unique = [number % size, number // size % size, number // size**2 % size]
         self._history = [*sessions.prefix, *unique]
-        while is_under_way and self._goes_on():
+        if is_under_way:
             self._arrival(0.0)  # extends the history
+            while self._goes_on():
+                self._arrival(0.0)
 
     def first(self, time: float) -> Arrival:
         return self._arrival(time)
