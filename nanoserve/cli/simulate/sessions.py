@@ -2,8 +2,8 @@
 
 A session begins at a random time with a prompt of its own behind a prefix that all sessions share.
 Its next request repeats what was said, and arrives some time after the answer: a person reads and
-types, a tool runs. So a slow engine is asked later, and a router that sends a session elsewhere
-loses its cached prefix.
+types, a tool runs. So a slow engine gets requests later, and a router that sends a session
+elsewhere loses its cached prefix.
 """
 
 from collections.abc import Iterator

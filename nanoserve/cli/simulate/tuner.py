@@ -2,7 +2,7 @@
 
 All candidates run the first few requests; the better third of them runs three times as many, and so
 on, until the last few have run all requests (Jamieson and Talwalkar 2016). So the work is spent on
-candidates that are hard to tell apart, and bad ones cost little.
+candidates that are hard to distinguish, and bad ones cost little.
 """
 
 from collections.abc import Callable, Iterator, Mapping
