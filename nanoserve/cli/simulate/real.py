@@ -85,7 +85,7 @@ class _Watch:
             while pending and start + pending[0].time <= engine.clock():
                 arrival = pending.popleft()
                 due = start + arrival.time
-                engine.add(self._maker.make(f"real-{number}", arrival.with_limit(), due))
+                engine.add(self._maker.make(str(number), arrival.with_limit(), due))
                 number += 1
             if not engine.has_unfinished_requests():
                 wait(max(0.0, start + pending[0].time - engine.clock()))

@@ -31,8 +31,12 @@ _SUMS = (
 
 @dataclass
 class Finished:
-    """Finished requests, one entry per request in each array; times in seconds."""
+    """Finished requests, one entry per request in each array; times in seconds.
 
+    request: the number of the request, in the order of arrival.
+    """
+
+    request: array = field(default_factory=lambda: array("q"))
     arrival: array = field(default_factory=lambda: array("d"))
     first_scheduled: array = field(default_factory=lambda: array("d"))
     first_token: array = field(default_factory=lambda: array("d"))
@@ -43,6 +47,7 @@ class Finished:
 
     def add(self, output: RequestOutput) -> None:
         metrics = output.metrics
+        self.request.append(int(output.request_id))
         self.arrival.append(metrics.arrival_time)
         self.first_scheduled.append(metrics.first_scheduled_time)
         self.first_token.append(metrics.first_token_time)
