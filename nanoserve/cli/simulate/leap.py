@@ -21,7 +21,8 @@ from nanoserve.outputs import RequestOutputKind
 
 _FEWEST = 3  # steps; shorter leaps cost more than steps
 _MOST = 4096  # steps; bounds the arrays of a leap
-_ORDER_ONLY = ("order", "__init__")  # methods of a policy that do not matter while queues stand
+# Methods of a scheduler that are not called in steps in which the queues stay as they are.
+_NOT_IN_LEAPS = ("order", "add", "__init__")
 
 
 class Leap(NamedTuple):
@@ -47,7 +48,7 @@ def can_leap(engine: LLMEngine) -> bool:
     """Return True if steps in which nothing changes do the same for every engine of this kind.
 
     Not with async scheduling, where a step in flight is already planned, nor with a scheduler
-    class that does something else in methods other than `order`.
+    class that does something else in methods that such steps call.
     """
     kind = type(engine.scheduler)
     return (
@@ -56,7 +57,7 @@ def can_leap(engine: LLMEngine) -> bool:
         and all(
             getattr(kind, name) is method
             for name, method in vars(Scheduler).items()
-            if callable(method) and name not in _ORDER_ONLY
+            if callable(method) and name not in _NOT_IN_LEAPS
         )
     )
 
