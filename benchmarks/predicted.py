@@ -3,10 +3,11 @@
     python benchmarks/predicted.py                         the bundled model
     python benchmarks/predicted.py --shape qwen3-0.6b-8l   random weights of that shape
 
-A step time is fitted to one workload, and predicts the others. Each workload is first served at
-once, which measures how many requests a second the engine can serve at most, and then at shares of
-that rate. Every request arrives at the same time, with the same tokens, in the real and in the
-simulated run. Measure on an idle machine: a step that another process disturbs is in no prediction.
+A step time is fitted to one workload, which is measured before and after each run of another one,
+and predicts that run. Each workload is first served at once, which measures how many requests a
+second the engine can serve at most, and then at shares of that rate. Every request arrives at the
+same time, with the same tokens, in the real and in the simulated run. Measure on an idle machine: a
+step that another process disturbs is in no prediction.
 """
 
 import json
@@ -22,7 +23,7 @@ from nanoserve.cli.bench.shapes import SHAPES
 from nanoserve.cli.bench.workloads import WORKLOADS, length_range
 from nanoserve.cli.simulate.fit import MeasuredStep, fit_step_time
 from nanoserve.cli.simulate.fleet import Fleet
-from nanoserve.cli.simulate.real import CpuClock, serve_for_real
+from nanoserve.cli.simulate.real import CpuClock, Measured, serve_for_real
 from nanoserve.cli.simulate.replica import Setup
 from nanoserve.cli.simulate.traffic import Workload
 from nanoserve.engine.guard import GuardedEngine
@@ -74,32 +75,34 @@ def engine_of(llm: LLM, clock: CpuClock | None) -> GuardedEngine:
 
 def compare(engine: GuardedEngine, args: Any, wait: Any) -> list[dict[str, Any]]:
     vocab_size = engine.model_config.vocab_size - 1
-    serve_for_real(engine, workload(args.fit, vocab_size, None, 16), wait)  # compiles, warms up
-    most: dict[str, float] = {}
-    steps: list[MeasuredStep] = []
-    rows: list[dict[str, Any]] = []
-    fit = None
-    for name in (args.fit, *args.test):
+
+    def serve(name: str, rate: float | None, num_seqs: int) -> tuple[Measured, Workload]:
         engine.reset_prefix_cache()
-        measured = serve_for_real(engine, workload(name, vocab_size, None, args.num_seqs), wait)
-        most[name] = measured.results.summary()["request_rate"]
-        if name == args.fit:
-            steps += measured.steps
+        traffic = workload(name, vocab_size, rate, num_seqs)
+        return serve_for_real(engine, traffic, wait), traffic
+
+    def steps_to_fit() -> list[MeasuredStep]:
+        """Steps of the workload to fit: all requests at once, and one by one."""
+        at_once, _ = serve(args.fit, None, args.num_seqs // 2)
+        rate = 0.5 * at_once.results.summary()["request_rate"]
+        return at_once.steps + serve(args.fit, rate, args.num_seqs // 2)[0].steps
+
+    serve(args.fit, None, 16)  # compiles, warms up
+    rows: list[dict[str, Any]] = []
+    before = steps_to_fit()
+    for name in args.test:
+        highest = serve(name, None, args.num_seqs)[0].results.summary()["request_rate"]
         for share in SHARES:
-            engine.reset_prefix_cache()
-            traffic = workload(name, vocab_size, share * most[name], args.num_seqs)
-            measured = serve_for_real(engine, traffic, wait)
-            if name == args.fit:
-                steps += measured.steps
-                continue
-            if fit is None:
-                fit = fit_step_time(steps, f"workload {args.fit}")
-                print(fit.describe())
+            measured, traffic = serve(name, share * highest, args.num_seqs)
+            after = steps_to_fit()
+            # A machine's speed drifts: the steps are those just before and just after the run.
+            fit = fit_step_time(before + after, f"workload {args.fit}")
+            before = after
             setup = Setup(
                 engine.config, engine.model_config, engine.executor.num_kv_blocks, fit.step_time
             )
-            simulated = Fleet(setup).run(traffic)
-            rows.append(show(name, share, measured.results, simulated))
+            rows.append(show(name, share, measured.results, Fleet(setup).run(traffic)))
+            print(f"    fitted to {fit.describe()}")
     return rows
 
 
