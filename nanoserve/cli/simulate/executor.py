@@ -96,7 +96,7 @@ class SimulatedExecutor:
         self.num_kv_blocks = num_kv_blocks
         self.max_model_len = config.resolve_max_model_len(limit, num_kv_blocks, longest)
         self.step_time, self.shares = step_time, WindowShares(model_config)
-        self.speed = speed
+        self.speed, self._is_ahead = speed, config.num_steps_ahead > 0
         self._clock, self._find_script, self._free_at = clock, find_script, 0.0
         width = blocks_needed(self.max_model_len, config.block_size)
         sizes = config.max_num_batched_tokens, config.max_num_seqs, width
@@ -133,7 +133,8 @@ class SimulatedExecutor:
         for slot, place in zip(slots, places, strict=True):
             num_prompt_tokens, script = self._scripts[slot]
             index = place + 1 - num_prompt_tokens
-            if slot in draft_tokens:  # a draft may go on where the output has ended
+            # A draft, or a step that was launched early, may go on where the output has ended.
+            if slot in draft_tokens or self._is_ahead:
                 index = min(index, len(script) - 1)
             token_ids.append(script[index])
         return token_ids

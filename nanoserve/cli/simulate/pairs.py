@@ -114,16 +114,22 @@ def simulate_pairs(setup: Setup, traffic: Traffic, settings: PairSettings) -> Pa
             indices.append(index)
     ends, decode = first_tokens.copy(), None
     if handed:
-        order = sorted(range(len(handed)), key=lambda i: handed[i].time)
-        decode_setup = replace(setup, step_time=DecodeTime(setup.step_time))
-        decode = Fleet(decode_setup, FleetSettings(settings.num_decode)).run(_Listed(handed))
-        last = _by_request(decode, "last_token", len(handed))
-        for place, i in enumerate(order):
-            ends[indices[i]] = last[place]
+        decode, last = _decode(setup, handed, settings.num_decode)
+        ends[indices] = last
     arrivals = np.array([arrival.time for arrival in requests])
     further = np.array([max(1, len(arrival.output) - 1) for arrival in requests])
     tpot = (ends - first_tokens) / further
     return PairResults(first_tokens - arrivals, tpot, ends, prefill, decode)
+
+
+def _decode(setup: Setup, handed: list[Arrival], num_replicas: int) -> tuple[Results, np.ndarray]:
+    """Run the decode pool; returns its results, and the time of each request's last token."""
+    decode_setup = replace(setup, step_time=DecodeTime(setup.step_time))
+    results = Fleet(decode_setup, FleetSettings(num_replicas)).run(_Listed(handed))
+    last = np.empty(len(handed))
+    order = sorted(range(len(handed)), key=lambda i: handed[i].time)
+    last[order] = _by_request(results, "last_token", len(handed))
+    return results, last
 
 
 def _after_first(arrival: Arrival, time: float) -> Arrival:

@@ -146,6 +146,21 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_model(parser, "Model as for LLM(), or a shape of nanoserve bench. Default: tiny-qwen3.")
     add_times(parser)
+    _add_load(parser)
+    add = parser.add_argument
+    text = "Most replicas that are tried. Default: %(default)s."
+    add("--most-replicas", type=count, default=64, metavar="N", help=text)
+    text = "Price of a GPU per hour, in any currency. Default: none."
+    add("--price", type=positive, help=text)
+    add("--json", type=Path, metavar="FILE", help="File for all plans, in JSON. Default: none.")
+    text = "File for a plot; needs matplotlib (nanoserve[bench]). Default: none."
+    add("--plot", type=Path, metavar="FILE.png", help=text)
+    add_engine_flags(parser, but=("trace",))
+    return parser
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of traffic and objectives."""
     add = parser.add_argument
     text = "Kind of traffic: see nanoserve/cli/simulate/sessions.py. Default: %(default)s."
     add("--traffic", choices=KINDS, default="chat", help=text)
@@ -163,13 +178,4 @@ def _parser() -> argparse.ArgumentParser:
     add("--slo-itl", type=milliseconds, default="100", metavar="MS", help=text)
     text = "Part of the requests that must meet both. Default: %(default)s."
     add("--attainment", type=float, default=0.95, help=text)
-    text = "Most replicas that are tried. Default: %(default)s."
-    add("--most-replicas", type=count, default=64, metavar="N", help=text)
-    text = "Price of a GPU per hour, in any currency. Default: none."
-    add("--price", type=positive, help=text)
     add("--traffic-seed", dest="seed", type=int, default=0, help="Default: %(default)s.")
-    add("--json", type=Path, metavar="FILE", help="File for all plans, in JSON. Default: none.")
-    text = "File for a plot; needs matplotlib (nanoserve[bench]). Default: none."
-    add("--plot", type=Path, metavar="FILE.png", help=text)
-    add_engine_flags(parser, but=("trace",))
-    return parser

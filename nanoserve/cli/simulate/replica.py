@@ -72,10 +72,6 @@ class TokenTimes:
         for seq in leap.sequences:
             self._last[seq] = end
 
-    def drop_finished(self) -> None:
-        """Drop sequences that have been aborted."""
-        self._last = {seq: time for seq, time in self._last.items() if not seq.finished}
-
 
 class Replica:
     """A simulated engine. `busy_until` is the end of the step or leap under way, or None.
@@ -130,14 +126,6 @@ class Replica:
         seed = request.sequences[0].seed  # drawn by the engine unless the request has one
         self._seeds[request.request_id] = seed
         self.scripts.add(seed, outputs)
-
-    def abort(self, request_id: str, now: float) -> RequestOutput | None:
-        """End a request; the step under way still computes it."""
-        self.interrupt(now)
-        output = self.engine.abort(request_id)
-        self.token_times.drop_finished()
-        self.scripts.remove(self._seeds.pop(request_id, None))
-        return output
 
     def begin(self, now: float) -> None:
         """Begin a step or a leap at `now`, if there is anything to compute."""

@@ -128,9 +128,7 @@ class Results:
             raise ValueError(
                 f"no request that arrived after {warm_up:g} s has finished: simulate for longer"
             )
-        ttft = done["first_token"] - done["arrival"]
-        after_first = done["last_token"] - done["first_token"]
-        tpot = after_first / np.maximum(1, done["num_output_tokens"] - 1)
+        ttft, tpot = _ttft_and_tpot(done)
         met = int(((ttft <= slo_ttft) & (tpot <= slo_itl)).sum())
         seconds = max(1e-9, self.seconds - warm_up)
         found = {
@@ -151,6 +149,13 @@ class Results:
         intervals = [np.asarray(times.seconds) for times in self.token_times]
         counts = [np.asarray(times.counts) for times in self.token_times]
         return found | _spread("itl", np.concatenate(intervals), np.concatenate(counts))
+
+
+def _ttft_and_tpot(done: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the time to first token, and the mean time per further token, of each request."""
+    after_first = done["last_token"] - done["first_token"]
+    tpot = after_first / np.maximum(1, done["num_output_tokens"] - 1)
+    return done["first_token"] - done["arrival"], tpot
 
 
 def _spread(name: str, seconds: np.ndarray, counts: np.ndarray) -> dict[str, float]:

@@ -9,7 +9,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from simulated import VOCAB_SIZE, Listed, make_setup, random_traffic, simulate
+from simulated import TIME, VOCAB_SIZE, Listed, make_setup, random_traffic, simulate
 
 from nanoserve.cli.simulate.fleet import Failure, Fleet, FleetSettings
 from nanoserve.cli.simulate.traffic import Arrival
@@ -159,6 +159,23 @@ def test_a_run_ends_with_its_last_request() -> None:
     results, _ = simulate(make_setup(), Listed(arrivals))
     assert results.seconds == max(results.finished.end)
     assert results.summary()["request_rate"] == pytest.approx(2 / results.seconds)
+
+
+def test_async_scheduling_runs_ahead() -> None:
+    """Steps are launched while others run, so that an arrival waits for one step more."""
+    traffic = random_traffic(6, num_requests=50, rate=4.0)
+    rows = {}
+    for is_ahead in (False, True):
+        setup = make_setup(2000, async_scheduling=is_ahead)
+        results, fleet = simulate(setup, traffic)
+        fleet.replicas["0"].engine.scheduler.check()
+        assert len(results.finished) == 50
+        rows[is_ahead] = results
+    assert rows[True].stats.num_output_tokens == rows[False].stats.num_output_tokens
+    sync, ahead = rows[False].summary(), rows[True].summary()
+    assert ahead["itl_p50"] == pytest.approx(sync["itl_p50"], rel=0.02)
+    step = TIME.fixed * 1000
+    assert 0.3 * step < ahead["ttft_mean"] - sync["ttft_mean"] < 2 * step
 
 
 def test_until_ends_a_run_early() -> None:
