@@ -33,13 +33,15 @@ class Listed:
 
 
 def random_traffic(seed: int, num_requests: int = 60, rate: float = 20.0) -> Listed:
-    """Requests with shared prefixes, of which about half end with a stop token."""
+    """Requests with shared prefixes; about half end with a stop token, and some come again."""
     rng, now, arrivals = Random(seed), 0.0, []
     prefixes = [rng.choices(range(VOCAB_SIZE), k=rng.randint(10, 90)) for _ in range(3)]
     for _ in range(num_requests):
         now += rng.expovariate(rate)
         prompt = [*rng.choice(prefixes), *rng.choices(range(VOCAB_SIZE), k=rng.randint(1, 60))]
         output = rng.choices(range(VOCAB_SIZE), k=rng.randint(1, 120))
+        if arrivals and rng.random() < 0.2:
+            prompt, output = arrivals[-1].prompt, arrivals[-1].output
         arrivals.append(Arrival(now, prompt, output, rng.choice([None, len(output)])))
     return Listed(arrivals)
 

@@ -107,16 +107,16 @@ def test_without_a_router_first_come_first_served_is_never_later_when_faster() -
             assert all(a >= b for a, b in zip(slower, faster, strict=True))
 
 
-def test_requests_of_a_failed_replica_are_sent_to_another() -> None:
+@pytest.mark.parametrize("leaps", [True, False])
+def test_requests_of_a_failed_replica_are_sent_to_another(leaps: bool) -> None:
     traffic = random_traffic(2, num_requests=200, rate=30.0)
     failure = Failure(1.5, 0, 2.0)
-    results, fleet = simulate(
-        make_setup(2000, max_num_seqs=4), traffic, num_replicas=2, failures=(failure,)
-    )
+    setup = make_setup(2000, leaps, max_num_seqs=4)
+    results, fleet = simulate(setup, traffic, num_replicas=2, failures=(failure,))
     # Those that had output fail, as their clients have got the beginning; all others end.
     assert len(results.finished) + results.num_failed == 200
     assert 0 < results.num_failed <= 4
-    calm, _ = simulate(make_setup(2000, max_num_seqs=4), traffic, num_replicas=2)
+    calm, _ = simulate(setup, traffic, num_replicas=2)
     assert calm.num_failed == 0
     assert results.summary()["ttft_p99"] > calm.summary()["ttft_p99"]
     assert fleet.replicas["0"].stats.num_steps > 50  # it is back

@@ -124,6 +124,20 @@ def test_the_random_lives_have_everything_in_them(tmp_path: Path) -> None:
     assert {str, int} < {type(reason) for _, reason in ends}
 
 
+def test_an_id_may_be_used_again(tmp_path: Path) -> None:
+    """The next request with the same id is not a further completion of the first."""
+    engine = make_engine(trace=tmp_path / "run.jsonl")
+    with start_trace(engine):
+        for start in (1, 50):
+            engine.add_request("same", [start, start + 1], SamplingParams(max_tokens=4))
+            while engine.has_unfinished_requests():
+                engine.step()
+        engine.close()
+    trace = read_trace(tmp_path / "run.jsonl")
+    assert trace.num_sequences == 2
+    assert first_difference(trace, replayed(trace, tmp_path, "tiny")) is None
+
+
 @pytest.mark.parametrize("changed", ["computed", "new", "blocks"])
 def test_a_change_of_one_number_is_found(changed: str, tmp_path: Path) -> None:
     path = DOCS / "07-preemption" / "preemption.jsonl"
