@@ -394,6 +394,7 @@ NO_BOUNDS = """
     nanoserve.cli.simulate.fit
     nanoserve.cli.simulate.fleet
     nanoserve.cli.simulate.leap
+    nanoserve.cli.simulate.tuner
     nanoserve.attention.quantized_kv
     nanoserve.serve.batch.batch_job
     nanoserve.serve.batch.ray_runner
