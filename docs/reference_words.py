@@ -393,6 +393,10 @@ NO_BOUNDS = """
     nanoserve.cli.chat.backend
     nanoserve.cli.chat.lines
     nanoserve.cli.chat.saved
+    nanoserve.cli.simulate.fit
+    nanoserve.cli.simulate.fleet
+    nanoserve.cli.simulate.leap
+    nanoserve.cli.simulate.tuner
     nanoserve.attention.quantized_kv
     nanoserve.serve.batch.batch_job
     nanoserve.serve.batch.ray_runner
