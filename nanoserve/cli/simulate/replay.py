@@ -8,7 +8,7 @@ is compared; only times and texts are left out. A difference means that the sche
 since the trace was recorded.
 
 A trace cannot be computed again if it has steps that raised, requests that failed or were held by
-an extension, or several steps in flight, as a pipeline has.
+an extension, several steps in flight, as a pipeline has, or KV blocks from the host's memory.
 """
 
 from collections.abc import Iterable, Mapping
@@ -279,6 +279,11 @@ def check_replayable(trace: Trace, lives: dict[int, Life]) -> None:
         where = f"step {step['step']} of the trace"
         require(not step["undone"], f"{where} follows a step that raised: record another run")
         require(not step.get("stages"), f"{where} ran in pipeline stages: record a run without")
+        require(
+            not step.get("from_host"),
+            f"{where} got KV blocks from the host: record a run without kv_offloading_size and "
+            "KV connectors",
+        )
         for arrival in step["arrived"]:
             require(
                 arrival["index"] > 0 or arrival["seq"] > newest,

@@ -21,12 +21,21 @@ from nanoserve.engine.plan import Plan
 from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import Sequence
 from nanoserve.outputs import EngineStats, RequestOutput
+from nanoserve.utils.checks import require
+
+# The options of the features in `nanoserve.build`, which is not imported here: it imports PyTorch.
+NOT_SIMULATED = (
+    *("pipeline_parallel_size", "speculative_config", "kv_offloading_size"),
+    *("kv_offloading_path", "kv_transfer_config", "kv_events_config"),
+    *("enable_return_routed_experts", "otlp_traces_endpoint"),
+)
 
 
 @dataclass(frozen=True)
 class Setup:
     """The parts of a simulated engine.
 
+    config: without the options of `NOT_SIMULATED`.
     extensions: functions that make extensions, called with the engine.
     leaps: False computes each step, also where nothing changes.
     """
@@ -37,6 +46,16 @@ class Setup:
     step_time: StepTime
     extensions: tuple[Callable[[LLMEngine], Extension], ...] = ()
     leaps: bool = True
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` for options that enable a feature, which would be ignored."""
+        changed = self.config.changed_options()
+        ignored = [name for name in NOT_SIMULATED if name in changed]
+        require(
+            not ignored,
+            f"{', '.join(ignored)} cannot be simulated: leave it out, or pass an extension of your "
+            f"own that does the same",
+        )
 
 
 class TokenTimes:

@@ -8,6 +8,7 @@ import pytest
 
 from nanoserve.cli.main import main
 from nanoserve.cli.simulate.laboratory import load_extension, load_policy
+from nanoserve.cli.simulate.replica import NOT_SIMULATED
 from nanoserve.engine.extension import Extension
 from nanoserve.engine.scheduler import Scheduler
 
@@ -110,6 +111,7 @@ def test_classes_are_loaded_from_files_and_modules(tmp_path: Path) -> None:
         ([*GPU, "--policy", "nowhere:A"], "cannot be imported: No module named 'nowhere'"),
         ([*GPU, "--policy", f"{__file__}:Path"], "is not a subclass of Scheduler"),
         ([*GPU, "--efficiency", "1.5"], "efficiency=1.5 must be"),
+        ([*GPU, "--kv-offloading-size", "1"], "kv_offloading_size cannot be simulated: leave it"),
         (["simulate", "qwen3-8b", "--gpu", "rtx-4090", "--dtype", "float32"], "do not fit"),
         (["simulate", "--replay", str(DOCS / "23-scaling-out/two-stages.jsonl")], "stages"),
     ],
@@ -121,6 +123,12 @@ def test_usage_errors_are_one_line(
     shown = capsys.readouterr().err
     assert message in shown and shown.startswith("nanoserve simulate: ")
     assert shown.count("\n") == 1
+
+
+def test_all_options_that_enable_features_are_known() -> None:
+    from nanoserve.build import FEATURES
+
+    assert sorted(NOT_SIMULATED) == sorted(FEATURES.names())
 
 
 def test_torch_is_not_imported(tmp_path: Path) -> None:

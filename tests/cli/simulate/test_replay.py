@@ -20,7 +20,8 @@ RECORDED = sorted(DOCS.glob("*/*.jsonl"))
 # Replaced weights empty the prefix cache, and traces do not have them.
 OTHER = {"other-weights.jsonl"}
 PAIRS = [chr(code) + chr(code + 1) for code in range(70, 120, 10)]  # the executor counts
-STAGES = {"two-stages.jsonl"}
+# These are rejected: pipeline stages, and blocks that come back from the host.
+REJECTED = {"two-stages.jsonl", "blocks-come-back.jsonl"}
 
 
 def replayed(trace: Trace, folder: Path, model: str | None = None) -> Trace:
@@ -28,7 +29,7 @@ def replayed(trace: Trace, folder: Path, model: str | None = None) -> Trace:
 
 
 @pytest.mark.parametrize(
-    "path", [p for p in RECORDED if p.name not in OTHER | STAGES], ids=lambda path: path.stem
+    "path", [p for p in RECORDED if p.name not in OTHER | REJECTED], ids=lambda path: path.stem
 )
 def test_the_traces_of_the_course_are_computed_again(path: Path, tmp_path: Path) -> None:
     """They were recorded with the real model, on other days."""
@@ -43,6 +44,9 @@ def test_what_a_trace_does_not_have_is_found(tmp_path: Path) -> None:
     assert "batch" in first_difference(trace, replayed(trace, tmp_path))
     trace = read_trace(DOCS / "23-scaling-out" / "two-stages.jsonl")
     with pytest.raises(ValueError, match=r"step 0 of the trace ran in pipeline stages: record"):
+        replayed(trace, tmp_path)
+    trace = read_trace(DOCS / "25-disaggregation" / "blocks-come-back.jsonl")
+    with pytest.raises(ValueError, match="got KV blocks from the host: record .* without kv_off"):
         replayed(trace, tmp_path)
 
 
