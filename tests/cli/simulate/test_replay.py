@@ -46,7 +46,7 @@ def test_what_a_trace_does_not_have_is_found(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"step 0 of the trace ran in pipeline stages: record"):
         replayed(trace, tmp_path)
     trace = read_trace(DOCS / "25-disaggregation" / "blocks-come-back.jsonl")
-    with pytest.raises(ValueError, match="got KV blocks from the host: record .* without kv_off"):
+    with pytest.raises(ValueError, match=r"got KV blocks from the host: record .* without kv_off"):
         replayed(trace, tmp_path)
 
 
