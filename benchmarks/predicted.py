@@ -7,7 +7,9 @@ A step time is fitted to one workload, which is measured before and after each r
 and predicts that run. Each workload is first served at once, which measures how many requests a
 second the engine can serve at most, and then at shares of that rate. Every request arrives at the
 same time, with the same tokens, in the real and in the simulated run. Measure on an idle machine: a
-step that another process disturbs is in no prediction.
+step that another process disturbs is in no prediction. Each real run is repeated: no prediction can
+be closer than two measurements are to each other. The table has percentages: of the prediction, and
+in parentheses of the repetition, relative to the first run.
 """
 
 import json
@@ -60,6 +62,8 @@ def main() -> None:
             options["load_format"] = "dummy"
         with LLM(model, max_model_len=2048, **options) as llm:
             clock = CpuClock() if args.cpu_time else None
+            print(f"{describe('cpu')}\n\n| workload | share | {' | '.join(SHOWN)} |")
+            print(f"|{'---|' * (len(SHOWN) + 2)}")
             rows = compare(engine_of(llm, clock), args, clock.wait if clock else time.sleep)
     if args.json is not None:
         args.json.write_text(json.dumps({"machine": describe("cpu"), "rows": rows}, indent=1))
@@ -94,6 +98,7 @@ def compare(engine: GuardedEngine, args: Any, wait: Any) -> list[dict[str, Any]]
         highest = serve(name, None, args.num_seqs)[0].results.summary()["request_rate"]
         for share in SHARES:
             measured, traffic = serve(name, share * highest, args.num_seqs)
+            again, _ = serve(name, share * highest, args.num_seqs)
             after = steps_to_fit()
             # A machine's speed drifts: the steps are those just before and just after the run.
             fit = fit_step_time(before + after, f"workload {args.fit}")
@@ -101,20 +106,22 @@ def compare(engine: GuardedEngine, args: Any, wait: Any) -> list[dict[str, Any]]
             setup = Setup(
                 engine.config, engine.model_config, engine.executor.num_kv_blocks, fit.step_time
             )
-            rows.append(show(name, share, measured.results, Fleet(setup).run(traffic)))
-            print(f"    fitted to {fit.describe()}")
+            runs = {"measured": measured.results, "again": again.results}
+            runs["predicted"] = Fleet(setup).run(traffic)
+            summaries = {kind: results.summary() for kind, results in runs.items()}
+            rows.append({"workload": name, "share": share, **summaries, "fit": fit.describe()})
+            print(line(rows[-1]), flush=True)
     return rows
 
 
-def show(name: str, share: float, measured: Any, simulated: Any) -> dict[str, Any]:
-    real, predicted = measured.summary(), simulated.summary()
-    cells = [f"{name} at {share:g} of its highest rate"]
+def line(row: dict[str, Any]) -> str:
+    """Return a line of a Markdown table."""
+    cells = [row["workload"], f"{row['share']:g}"]
     for column in SHOWN:
-        error = predicted[column] / real[column] - 1
-        cells.append(f"{column} {real[column]:.4g} -> {predicted[column]:.4g} ({error:+.1%})")
-    cells.append(f"steps {measured.stats.num_steps} -> {simulated.stats.num_steps}")
-    print("; ".join(cells), flush=True)
-    return {"workload": name, "share": share, "measured": real, "predicted": predicted}
+        first = row["measured"][column]
+        predicted, again = (row[kind][column] / first - 1 for kind in ("predicted", "again"))
+        cells.append(f"{first:.4g}: {predicted:+.0%} ({again:+.0%})")
+    return f"| {' | '.join(cells)} |"
 
 
 if __name__ == "__main__":
