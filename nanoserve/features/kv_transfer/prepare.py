@@ -1,6 +1,7 @@
 """Checks the options of KV transfer, and adds its extensions to an engine."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from nanoserve.checkpoint.model_config import ModelConfig
@@ -23,7 +24,7 @@ from nanoserve.utils.registry import import_location
 from nanoserve.worker.host_pool import num_host_places, num_staging_places
 from nanoserve.worker.kv_cache import kv_block_bytes, physical_memory_bytes
 
-_LOAD_TIMEOUT = 10.0  # seconds
+_LOAD_TIMEOUT = 10.0  # seconds, for a connector that has no `load_timeout` of its own
 
 
 def prepare_host_tier(config: EngineConfig, model_config: ModelConfig) -> PreparedFeature:
@@ -59,10 +60,12 @@ def prepare_connector(config: EngineConfig, model_config: ModelConfig) -> Prepar
         f"kv_offloading_size supports several",
     )
     extra = dict(options.kv_connector_extra_config)
-    timeout = check_number("load_timeout", extra.pop("load_timeout", _LOAD_TIMEOUT), 0)
     make = _connector(options)
+    usual = getattr(make, "load_timeout", _LOAD_TIMEOUT)
+    timeout = check_number("load_timeout", extra.pop("load_timeout", usual), 0)
+    transfer = replace(options, kv_connector_extra_config=extra)
     if hasattr(make, "check"):
-        make.check(extra, block_bytes)
+        make.check(transfer, block_bytes)
 
     def add_to(engine: GuardedEngine) -> None:
         runner: Any = engine.executor  # of one rank: a `ModelRunner`
@@ -71,7 +74,9 @@ def prepare_connector(config: EngineConfig, model_config: ModelConfig) -> Prepar
         num_groups = len(manager.windows)
         tiers = [each for each in engine.extensions if isinstance(each, HostTier)]
         connector = make(
-            ConnectorContext(extra, pool.place_bytes, manager.block_size, num_groups, own)
+            ConnectorContext(
+                transfer, pool.place_bytes, manager.block_size, num_groups, own, timeout
+            )
         )
         staging = Staging(pool.num_places - num_places, num_places, lambda: pool.memory.numpy())
         keys = BlockKeys(own, manager.block_size, num_groups)

@@ -16,6 +16,7 @@ from nanoserve.engine.listeners import BlockListener, CachedBlock
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.prefix_cache import Prefix
 from nanoserve.engine.scheduler import Scheduler
+from nanoserve.engine.sequence import Sequence
 from nanoserve.features.kv_transfer.block_keys import BlockKeys
 from nanoserve.features.kv_transfer.calls import ConnectorCalls
 from nanoserve.features.kv_transfer.connector import BlockKey
@@ -78,6 +79,16 @@ class ConnectorStores(Extension, BlockListener):
         for waiting in (self._ready, self._new):
             if block in waiting:
                 self._leaving[block] = waiting.pop(block)
+
+    def on_admit(self, seq: Sequence) -> int:
+        """Note the blocks that a sequence has found, for a connector that drops what it had."""
+        if self._calls.stores_hits and self._is_enabled():
+            num_blocks = seq.num_computed_tokens // self._cache.block_size
+            for prefix in self._cache.chain(seq, num_blocks):
+                for group, own in enumerate(prefix.blocks):
+                    if own and not any(each in self._ready or each in self._new for each in own):
+                        self._ready[own[0]] = self._cache.keep(prefix.block_hash), group
+        return 0
 
     def on_step_start(self) -> None:
         """Free the places whose blocks have been stored."""

@@ -16,7 +16,7 @@ from late_executor import require
 from nanoserve.features.kv_transfer import loads, stores
 from nanoserve.features.kv_transfer.block_keys import BlockKeys
 from nanoserve.features.kv_transfer.calls import ConnectorCalls
-from nanoserve.features.kv_transfer.connector import BlockKey
+from nanoserve.features.kv_transfer.connector import BlockKey, Prompt
 from nanoserve.features.kv_transfer.loads import ConnectorLoads
 from nanoserve.features.kv_transfer.staging import Staging
 from nanoserve.features.kv_transfer.stores import ConnectorStores
@@ -69,19 +69,22 @@ class Shelf:
     def __init__(self, run: "ConnectorRun") -> None:
         self.chance, self.blocks, self.num_loaded = run.rng, {}, 0
         self.failure_rate = run.rng.choice([0, 0, 0.1])
+        self.stores_hits = self.always_loads = run.rng.random() < 0.5
 
     def _may_fail(self) -> None:
         if self.chance.random() < self.failure_rate:
             raise RuntimeError("the shelf has fallen down")
 
-    def find(self, keys: list[BlockKey]) -> int:
+    def find(self, keys: list[BlockKey], prompt: Prompt | None) -> int:
         self._may_fail()
         if self.blocks and self.chance.random() < 0.02:
             del self.blocks[self.chance.choice(list(self.blocks))]
         found = [key in self.blocks for key in keys]
         return found.index(False) if False in found else len(found)
 
-    def load(self, keys: list[BlockKey], memory: list[Place]) -> int:
+    def load(self, keys: list[BlockKey], memory: list[Place], prompt: Prompt) -> int:
+        assert len(prompt.token_ids) % len(keys[-1].token_ids) == 0
+        assert tuple(prompt.token_ids[-len(keys[-1].token_ids) :]) == keys[-1].token_ids
         for index, (key, place) in enumerate(zip(keys, memory, strict=True)):
             self._may_fail()
             if key not in self.blocks or self.chance.random() < 0.05:
