@@ -28,19 +28,19 @@ class PrefillServer:
     kv_ip: str
     bodies: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)  # of the requests
-    # Called with each body instead of the engine; returns a status.
-    before: Callable[[dict[str, Any]], int] = lambda body: 200
+    # Called with each body; returns a status. The engine gets it if that is None.
+    before: Callable[[dict[str, Any]], int | None] = lambda body: None
 
     def answer(self, body: dict[str, Any]) -> int:
         self.bodies.append(body)
         status = self.before(body)
-        if status == 200:
+        if status is None:
             prompt = {"prompt_token_ids": body["prompt"]}
             if "cache_salt" in body:
                 prompt["cache_salt"] = body["cache_salt"]
             params = SamplingParams(temperature=0, max_tokens=body["max_tokens"])
             self.llm.generate(prompt, params, use_tqdm=False)
-        return status
+        return status or 200
 
     def counter(self, name: str) -> int:
         return counter(self.llm, name)

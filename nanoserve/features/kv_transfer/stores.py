@@ -71,7 +71,8 @@ class ConnectorStores(Extension, BlockListener):
 
     def on_cached(self, cached: CachedBlock) -> None:
         """Note a block to be stored; its K and V are complete after the step at hand."""
-        if not cached.is_copy and self._is_enabled():
+        is_new = not cached.is_copy or self._calls.stores_hits
+        if is_new and self._is_enabled():
             self._new[cached.block] = self._cache.keep(cached.block_hash), cached.group
 
     def on_removed(self, block: int, block_hash: bytes, group: int, is_last: bool) -> None:
@@ -99,14 +100,7 @@ class ConnectorStores(Extension, BlockListener):
     def forward_inputs(self, plan: Plan, inputs: ForwardInputs) -> None:
         """Add the copies from blocks to staging places."""
         outgoing = Outgoing(plan)
-        leaving, self._leaving = self._leaving, {}
-        # A chain is evicted from its tail, and stored from its head.
-        for block, entry in reversed(leaving.items()):
-            if self._has_room:
-                self._take_place(block, entry, outgoing)
-            else:
-                self.stats.num_not_stored += 1
-            self._cache.let_go(entry[0])
+        self._take_leaving(outgoing)
         self._take_places(outgoing)
         # A block is cached when the step is planned that computes its last tokens: this one.
         self._ready |= self._new
@@ -119,6 +113,17 @@ class ConnectorStores(Extension, BlockListener):
     def _has_room(self) -> bool:
         """True if a block may be stored: half of the places are left for loads."""
         return self._staging.num_free > self._staging.num_places // 2
+
+    def _take_leaving(self, outgoing: Outgoing) -> None:
+        """Add the blocks that have been evicted since the last step was launched, or miss them."""
+        leaving, self._leaving = self._leaving, {}
+        # A chain is evicted from its tail, and stored from its head.
+        for block, entry in reversed(leaving.items()):
+            if self._has_room:
+                self._take_place(block, entry, outgoing)
+            else:
+                self.stats.num_not_stored += 1
+            self._cache.let_go(entry[0])
 
     def _take_places(self, outgoing: Outgoing) -> None:
         """Add as many of the blocks that are ready as have room."""
@@ -146,6 +151,7 @@ class ConnectorStores(Extension, BlockListener):
         self._ready |= self._new
         self._new = {}
         outgoing = Outgoing(plan)
+        self._take_leaving(outgoing)
         self._take_places(outgoing)
         if outgoing.keys:
             self._copy_now(outgoing.transfers)
