@@ -22,6 +22,7 @@ from windowed_models import make_windowed
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.cli.main import main
+from nanoserve.features.kv_transfer.pair import outage
 from nanoserve.worker.model_runner import ModelRunner
 
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -287,9 +288,14 @@ def test_an_engine_is_closed_while_it_waits(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"async_scheduling": True}], ids=str)
 def test_random_trouble(
-    options: dict[str, Any], by_size: Callable[..., int], tmp_path: Path
+    options: dict[str, Any],
+    by_size: Callable[..., int],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In a tiny pool, with preemption: prompts fail, come late, or come in part, and are aborted."""
+    """In a tiny pool, with preemption: prompts fail, are late, come in part, and are aborted."""
+    monkeypatch.setattr(outage, "_FIRST_PAUSE", 0.001)
+    monkeypatch.setattr(outage, "_LONGEST_PAUSE", 0.01)
     make_qwen3(tmp_path)
     num_requests = by_size(40, 150, 600)
     prompts, params = workload(num_requests)

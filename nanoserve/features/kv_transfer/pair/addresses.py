@@ -43,8 +43,9 @@ class Address(NamedTuple):
             family = socket.AF_INET6 if ":" in self.host else socket.AF_INET
             return socket.create_server((self.host, self.port), family=family, backlog=128)
         except OSError as error:
+            reason = os.strerror(error.errno) if error.errno else str(error)
             raise ValueError(
-                f"KV blocks cannot be sent from {self}: {error.strerror or error}; choose kv_ip, "
+                f"KV blocks cannot be sent from {self}: {reason}; choose kv_ip, "
                 f"an address of this machine or the path of a Unix socket, and a free kv_port"
             ) from None
 
