@@ -2,6 +2,7 @@
 
 import random
 import socket
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -17,12 +18,14 @@ from engine_pair import (
     wait_for_leases,
 )
 from kv_workload import OPTIONS, answers, workload
+from serving import served
 from tiny_checkpoints import make_qwen3
 from windowed_models import make_windowed
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.cli.main import main
 from nanoserve.features.kv_transfer.pair import outage
+from nanoserve.serve.async_llm import AsyncLLM
 from nanoserve.worker.model_runner import ModelRunner
 
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -389,3 +392,28 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["serve", "tiny-qwen3", "--port", "0", "--prefill-server", "nothing"]
     assert main(arguments) != 0
     assert "prefill_server='nothing' must be a URL" in capsys.readouterr().err
+
+
+def test_the_prefill_server_of_nanoserve(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It needs an API key, and takes a prompt that it must not cut."""
+    pytest.importorskip("fastapi", reason="a server needs pip install 'nanoserve[serve]'")
+    monkeypatch.setenv("NANOSERVE_API_KEY", "sesame")
+    options: dict[str, Any] = {"dtype": "float32", "num_kv_blocks": 100, "max_model_len": 512}
+    kv_ip = f"{tempfile.mkdtemp(prefix='kv')}/kv"
+    transfer = {"kv_connector": "socket", "kv_ip": kv_ip}
+    producer = transfer | {"kv_role": "kv_producer"}
+    prefill = AsyncLLM("tiny-qwen3", kv_transfer_config=producer, **options)
+    prompt = [*range(300, 700)]
+    with LLM("tiny-qwen3", **options) as llm:
+        expected = llm.generate(prompt, ONE, use_tqdm=False)[0].outputs[0].token_ids
+    with served(prefill, api_key=["sesame"], max_queue=5) as server:
+        extra = {"prefill_server": server.url}
+        consumer = transfer | {"kv_role": "kv_consumer", "kv_connector_extra_config": extra}
+        with LLM("tiny-qwen3", kv_transfer_config=consumer, **options) as llm:
+            (output,) = llm.generate(prompt, ONE, use_tqdm=False)
+            assert output.outputs[0].token_ids == expected
+            assert output.num_cached_tokens == 384
+            assert counter(llm, "kv_prefill_failed_requests") == 0
+    prefill.shutdown()
