@@ -62,9 +62,11 @@ def prompt_of(name: str, length: int) -> list[int]:
 class Load:
     """The clients, for one server."""
 
-    def __init__(self, args: Namespace, port: int) -> None:
+    def __init__(self, args: Namespace, port: int, seconds: float, series: str) -> None:
+        """`series`: prompts of another series are other ones, so that none is cached."""
         self.args, self.port, self.figures = args, port, Figures()
-        self.end = time.perf_counter() + args.seconds
+        self.seconds, self.series = seconds, series
+        self.end = time.perf_counter() + seconds
 
     async def run(self) -> None:
         short = [self.send_short(number) for number in range(self.args.clients)]
@@ -78,7 +80,7 @@ class Load:
 
     async def send_long(self) -> None:
         began, tasks = time.perf_counter(), []
-        for number in range(int(self.args.seconds * self.args.rate)):
+        for number in range(int(self.seconds * self.args.rate)):
             pause = began + (number + 0.5) / self.args.rate - time.perf_counter()
             await asyncio.sleep(max(pause, 0))
             tasks.append(asyncio.create_task(self.send("long", f"{number}", self.args.long, 8)))
@@ -86,7 +88,7 @@ class Load:
 
     async def send(self, kind: str, name: str, length: int, max_tokens: int) -> None:
         """Send a prompt, and note when its tokens arrive."""
-        body = {"prompt": prompt_of(f"{kind} {name}", length), "max_tokens": max_tokens}
+        body = {"prompt": prompt_of(f"{self.series} {kind} {name}", length), "max_tokens": max_tokens}
         body |= {"temperature": 0, "ignore_eos": True, "stream": True}
         content = json.dumps(body).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
@@ -170,11 +172,10 @@ def started(args: Namespace, setting: str, folder: Path) -> Iterator[int]:
 
 def measure(args: Namespace, setting: str) -> Figures:
     with tempfile.TemporaryDirectory() as folder, started(args, setting, Path(folder)) as port:
-        warm = Namespace(**{**vars(args), "seconds": min(3, args.seconds)})
-        asyncio.run(Load(warm, port).run())
-        reset = Load(args, port)
-        asyncio.run(reset.run())
-        return reset.figures
+        asyncio.run(Load(args, port, min(3, args.seconds), "warm").run())
+        load = Load(args, port, args.seconds, "measured")
+        asyncio.run(load.run())
+        return load.figures
 
 
 # ---------------------------------------------------------------------- report
