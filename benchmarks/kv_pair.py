@@ -88,7 +88,8 @@ class Load:
 
     async def send(self, kind: str, name: str, length: int, max_tokens: int) -> None:
         """Send a prompt, and note when its tokens arrive."""
-        body = {"prompt": prompt_of(f"{self.series} {kind} {name}", length), "max_tokens": max_tokens}
+        prompt = prompt_of(f"{self.series} {kind} {name}", length)
+        body = {"prompt": prompt, "max_tokens": max_tokens}
         body |= {"temperature": 0, "ignore_eos": True, "stream": True}
         content = json.dumps(body).encode()
         head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"

@@ -125,7 +125,8 @@ class ConnectorLoads(Extension, BlockListener):
 
         What it does not bring is computed, and a connector may want to load even that.
         """
-        return keys[-1] in load.keys if self.calls.always_loads else keys[0] == load.keys[0]
+        is_whole = load.keys[len(keys) - 1 : len(keys)] == keys[-1:]
+        return load.keys[0] == keys[0] and (is_whole or not self.calls.always_loads)
 
     def _num_here(self, seq: Sequence, end: int) -> int:
         """Return how many of the first blocks the KV cache or the host tier has."""

@@ -171,7 +171,9 @@ def test_many_prompts_at_once(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- misfortunes
 
 
-@pytest.mark.parametrize("trouble", ["down", "status", "busy", "silent", "late", "full", "half"])
+@pytest.mark.parametrize(
+    "trouble", ["down", "status", "busy", "long", "silent", "late", "full", "half"]
+)
 def test_trouble_costs_time_and_no_request(trouble: str, tmp_path: Path) -> None:
     make_qwen3(tmp_path)
     prompts = [PROMPT, [5] * 50, [6] * 50]
@@ -191,7 +193,9 @@ def test_trouble_costs_time_and_no_request(trouble: str, tmp_path: Path) -> None
             if trouble == "half":
                 half = {"prompt_token_ids": body["prompt"][:-20]}
                 server.llm.generate(half, ONE, use_tqdm=False)
-            return {"status": 404, "busy": 429, "silent": 200, "half": 200}.get(trouble)
+            return {"status": 404, "busy": 429, "long": 400, "silent": 200, "half": 200}.get(
+                trouble
+            )
 
         if trouble != "full":
             server.before = misbehave
@@ -206,8 +210,8 @@ def test_trouble_costs_time_and_no_request(trouble: str, tmp_path: Path) -> None
             may_go_on.set()
             counts = {each: counter(llm, f"kv_prefill_{each}") for each in COUNTED}
         assert counts["received_blocks"] == {"half": 24, "full": 7}.get(trouble, 0)
-        assert (counts["failed_requests"] > 0) == (trouble in ("status", "late"))
-        assert (counts["refused_requests"] > 0) == (trouble in ("busy", "full"))
+        assert (counts["failed_requests"] > 0) == (trouble in ("status", "late", "silent"))
+        assert (counts["refused_requests"] > 0) == (trouble in ("busy", "long", "full"))
         assert counts["local_prompts"] == 3 or trouble != "down"
         wait_for_leases(server.llm)
 

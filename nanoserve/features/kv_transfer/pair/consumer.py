@@ -33,7 +33,7 @@ _FAILURES = (
 _COUNTERS = {
     "kv_prefill_requests": ("num_requests", "Prompts sent to the prefill server."),
     "kv_prefill_failed_requests": ("num_failed", "Prompts that the prefill server failed."),
-    "kv_prefill_refused_requests": ("num_refused", "Prompts for which it was too busy."),
+    "kv_prefill_refused_requests": ("num_refused", "Prompts that it did not take, being busy."),
     "kv_prefill_local_prompts": ("num_local", "Prompts not sent to it, as it had just failed."),
     "kv_prefill_received_blocks": ("num_received", "KV blocks received and found to be right."),
     "kv_prefill_bad_blocks": ("num_bad", "KV blocks received with a wrong checksum."),
@@ -84,7 +84,8 @@ class Consumer:
         self._count("num_requests")
         try:
             fetch.run(keys, memory)
-            self._outage.note_success()
+            if fetch.num_received:
+                self._outage.note_success()
         except RefusedError:
             self._count("num_refused")
         except _FAILURES as error:

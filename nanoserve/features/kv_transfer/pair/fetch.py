@@ -10,7 +10,7 @@ import numpy as np
 from nanoserve.features.kv_transfer.connector import BlockKey, Prompt
 from nanoserve.features.kv_transfer.pair.messages import Hello, Link, RefusedError
 from nanoserve.features.kv_transfer.pair.options import ConsumerOptions
-from nanoserve.features.kv_transfer.pair.prefill_request import PrefillRequest
+from nanoserve.features.kv_transfer.pair.prefill_request import PrefillError, PrefillRequest
 
 _POLL = 0.05  # seconds between two looks at whether the blocks are still wanted
 _END = 0.05  # seconds for the answer, which brings nothing new, after the last block
@@ -41,7 +41,8 @@ class Fetch:
     def run(self, keys: Sequence[BlockKey], memory: Sequence[np.ndarray]) -> None:
         """Write the blocks to `memory`, until all have arrived or no more can be expected.
 
-        Raises `UnequalError`, `RefusedError` if the other side is busy, and other exceptions.
+        Raises `RefusedError` if the other side does not take this prompt, and other exceptions if
+        it cannot be used.
         """
         with closing(Link(self._options.address.connect(self._left))) as link:
             greet(link, self._hello, self._deadline)
@@ -79,8 +80,20 @@ class Fetch:
                     self._receive_block(link, keys[self.num_received], memory)
                     last = time.monotonic()
                 elif is_answered and time.monotonic() - last > self._options.patience:
-                    break  # the engine has evicted the next block before it could be copied
+                    self._check_arrival()
+                    break
         return is_answered
+
+    def _check_arrival(self) -> None:
+        """Raise `PrefillError` if an answer has brought no block.
+
+        The engine may evict a block before it has been copied, but hardly all of them.
+        """
+        if not self.num_received:
+            raise PrefillError(
+                f"it has answered, but no block has come from {self._options.address}; see that "
+                f"this is the address of the same engine"
+            )
 
     @property
     def _goes_on(self) -> bool:

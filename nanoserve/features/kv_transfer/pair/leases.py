@@ -1,8 +1,9 @@
 """Leases: the blocks that decode engines wait for, kept in memory until they have been sent.
 
-A prefill engine keeps nothing that nobody waits for. A decode engine takes out a lease of the
-blocks that it wants, before it sends the prompt. What the engine then computes of them is kept
-until the decode engine has confirmed it, or its connection breaks, or the lease's deadline passes.
+A prefill engine keeps only blocks for which another engine waits. A decode engine takes out a lease
+of the blocks that it wants, before it sends the prompt. What the engine then computes of them is
+kept until the decode engine has confirmed it, or its connection breaks, or the lease's deadline
+passes.
 """
 
 import threading

@@ -60,7 +60,7 @@ class RefusedError(Exception):
 
 
 class Hello(NamedTuple):
-    """What both engines must agree on."""
+    """The facts on which both engines must agree."""
 
     fingerprint: bytes
     block_bytes: int

@@ -8,7 +8,8 @@ from nanoserve.features.kv_transfer.connector import Prompt
 from nanoserve.features.kv_transfer.pair.messages import RefusedError
 from nanoserve.features.kv_transfer.pair.options import ConsumerOptions
 
-_BUSY = (429, 503)  # statuses of a server that is there
+# Statuses for a prompt that is too long there, and of a busy server. The next one may be answered.
+_REFUSALS = (400, 413, 422, 429, 503)
 _MOST_SHOWN = 200  # bytes of an answer, in a message
 
 
@@ -42,10 +43,10 @@ class PrefillRequest:
         return self._connection.sock.fileno()
 
     def read_answer(self) -> None:
-        """Read the answer; raises `PrefillError`, or `RefusedError` if the server is busy."""
+        """Read the answer; raises `PrefillError`, or `RefusedError` for this prompt only."""
         answer = self._connection.getresponse()
         text = answer.read(_MOST_SHOWN).decode(errors="replace")
-        if answer.status in _BUSY:
+        if answer.status in _REFUSALS:
             raise RefusedError(f"status {answer.status}: {text}")
         if answer.status != 200:
             raise PrefillError(f"the prefill server answers with status {answer.status}: {text}")
