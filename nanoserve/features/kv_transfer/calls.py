@@ -34,7 +34,7 @@ class ConnectorCalls:
         self._connector, self._clock = connector, clock
         self.stats = TransferStats()
         self.always_loads = bool(getattr(connector, "always_loads", False))
-        self.stores_hits = bool(getattr(connector, "stores_hits", False))
+        self.is_awaited = bool(getattr(connector, "is_awaited", False))
 
     def find(self, keys: list[BlockKey], prompt: Prompt | None = None) -> int:
         """Return how many blocks the connector has, from the first one on."""

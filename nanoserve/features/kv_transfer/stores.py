@@ -66,12 +66,13 @@ class ConnectorStores(Extension, BlockListener):
         self._ready: dict[int, tuple[Prefix, int]] = {}
         self._leaving: dict[int, tuple[Prefix, int]] = {}
         self._launched: deque[Outgoing] = deque()
+        self._in_flight: list[Plan] = []  # steps
         self._stores: list[tuple[Future[None], list[int]]] = []
         scheduler.block_manager.listeners.append(self)
 
     def on_cached(self, cached: CachedBlock) -> None:
         """Note a block to be stored; its K and V are complete after the step at hand."""
-        is_new = not cached.is_copy or self._calls.stores_hits
+        is_new = not cached.is_copy or self._calls.is_awaited
         if is_new and self._is_enabled():
             self._new[cached.block] = self._cache.keep(cached.block_hash), cached.group
 
@@ -83,7 +84,7 @@ class ConnectorStores(Extension, BlockListener):
 
     def on_admit(self, seq: Sequence) -> int:
         """Note the blocks that a sequence has found, for a connector that drops what it had."""
-        if self._calls.stores_hits and self._is_enabled():
+        if self._calls.is_awaited and self._is_enabled():
             num_blocks = seq.num_computed_tokens // self._cache.block_size
             for prefix in self._cache.chain(seq, num_blocks):
                 for group, own in enumerate(prefix.blocks):
@@ -99,6 +100,7 @@ class ConnectorStores(Extension, BlockListener):
 
     def forward_inputs(self, plan: Plan, inputs: ForwardInputs) -> None:
         """Add the copies from blocks to staging places."""
+        self._in_flight.append(plan)
         outgoing = Outgoing(plan)
         self._take_leaving(outgoing)
         self._take_places(outgoing)
@@ -140,14 +142,19 @@ class ConnectorStores(Extension, BlockListener):
             outgoing.add(key, block, place)
 
     def on_result(self, plan: Plan, result: StepResult) -> None:
-        """Store the blocks that the step has copied, and all others if it was the last one."""
+        """Store the blocks that the step has copied; all others, too, if no later step copies them.
+
+        Those that are awaited do not wait for one.
+        """
+        self._in_flight = [each for each in self._in_flight if each is not plan]
         while self._launched and any(each.plan is plan for each in self._launched):
             self._store(self._launched.popleft())
-        if not self._scheduler.has_unfinished():
+        is_urgent = self._calls.is_awaited and not self._in_flight
+        if is_urgent or not self._scheduler.has_unfinished():
             self._flush(plan)
 
     def _flush(self, plan: Plan) -> None:
-        """Store what no later step may come to copy."""
+        """Store what a later step would copy."""
         self._ready |= self._new
         self._new = {}
         outgoing = Outgoing(plan)
@@ -165,9 +172,13 @@ class ConnectorStores(Extension, BlockListener):
     def on_cleared(self) -> None:
         """Forget all blocks that have not been copied yet."""
         self._new, self._ready, self._leaving = {}, {}, {}
-        self.on_reset()
+        self._drop_copies()
 
     def on_reset(self) -> None:
+        self._in_flight = []
+        self._drop_copies()
+
+    def _drop_copies(self) -> None:
         """Drop the copies of the steps in flight."""
         self._staging.discard_steps([place for each in self._launched for place in each.places])
         self._launched.clear()

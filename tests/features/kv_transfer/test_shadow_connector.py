@@ -69,7 +69,7 @@ class Shelf:
     def __init__(self, run: "ConnectorRun") -> None:
         self.chance, self.blocks, self.num_loaded = run.rng, {}, 0
         self.failure_rate = run.rng.choice([0, 0, 0.1])
-        self.stores_hits = self.always_loads = run.rng.random() < 0.5
+        self.is_awaited = self.always_loads = run.rng.random() < 0.5
 
     def _may_fail(self) -> None:
         if self.chance.random() < self.failure_rate:

@@ -44,7 +44,7 @@ _COUNTERS = {
 class Producer:
     """The connector of a prefill engine. It listens from the start, in threads of its own."""
 
-    stores_hits = True  # what was sent is dropped, and the next prompt may find it in the KV cache
+    is_awaited = True
 
     def __init__(self, context: ConnectorContext) -> None:
         options = ProducerOptions.of(context.config)
