@@ -63,8 +63,8 @@ class KVConnector(Protocol):
     it is logged, and the tokens are computed.
 
     It may have further attributes. `always_loads`: whether a load is started even if computing the
-    tokens is expected to take less time. `is_awaited`: whether others wait for blocks, so that they are
-    stored as soon as they are computed, and those that are found in the KV cache are stored again.
+    tokens is expected to take less time. `is_awaited`: whether others wait for blocks, so that they
+    are stored as soon as they are computed, and again if they are found in the KV cache.
     `counters()`: rows of name, meaning and value for the metrics.
     """
 
