@@ -425,6 +425,14 @@ NO_BOUNDS = """
     nanoserve.kernels.cpu.integer_inputs
     nanoserve.kernels.cpu.store_kv
     nanoserve.features.progress
+    nanoserve.features.kv_transfer.block_keys
+    nanoserve.features.kv_transfer.load_rate
+    nanoserve.features.kv_transfer.prepare._LOAD_TIMEOUT
+    nanoserve.features.kv_transfer.pair.messages
+    nanoserve.features.kv_transfer.pair.options
+    nanoserve.features.kv_transfer.pair.outage
+    nanoserve.features.kv_transfer.pair.prefill_request
+    nanoserve.features.kv_transfer.pair.producer
     nanoserve.checkpoint.quantized_loader
     nanoserve.models.quantization.gpu_method
     nanoserve.serve.replicas.app

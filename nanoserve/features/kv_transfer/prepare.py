@@ -3,6 +3,7 @@
 import json
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -30,7 +31,7 @@ from nanoserve.worker.kv_cache import kv_block_bytes, physical_memory_bytes
 from nanoserve.worker.model_runner import ModelRunner
 from nanoserve.worker.worker_functions import call_function
 
-_LOAD_TIMEOUT = 10.0  # seconds
+_LOAD_TIMEOUT = 10.0  # seconds, for a connector that has no `load_timeout` of its own
 _COPY_TO_HOST = "nanoserve.worker.host_pool:copy_to_host"
 
 
@@ -68,10 +69,12 @@ def prepare_connector(config: EngineConfig, model_config: ModelConfig) -> Prepar
         f"kv_offloading_size supports others, too",
     )
     extra = dict(options.kv_connector_extra_config)
-    timeout = check_number("load_timeout", extra.pop("load_timeout", _LOAD_TIMEOUT), 0)
     make = _connector(options)
+    usual = getattr(make, "load_timeout", _LOAD_TIMEOUT)
+    timeout = check_number("load_timeout", extra.pop("load_timeout", usual), 0)
+    transfer = replace(options, kv_connector_extra_config=extra)
     if hasattr(make, "check"):
-        make.check(extra, block_bytes)
+        make.check(transfer, block_bytes)
 
     def add_to(engine: GuardedEngine) -> None:
         manager, runner = engine.scheduler.block_manager, _rank_0(engine)
@@ -79,7 +82,9 @@ def prepare_connector(config: EngineConfig, model_config: ModelConfig) -> Prepar
         num_groups = len(manager.windows)
         tiers = [each for each in engine.extensions if isinstance(each, HostTier)]
         connector = make(
-            ConnectorContext(extra, pool.place_bytes, manager.block_size, num_groups, own)
+            ConnectorContext(
+                transfer, pool.place_bytes, manager.block_size, num_groups, own, timeout
+            )
         )
         staging = Staging(pool.num_places - num_places, num_places, lambda: _memory(engine))
         keys = BlockKeys(own, manager.block_size, num_groups)

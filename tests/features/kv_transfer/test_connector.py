@@ -310,7 +310,9 @@ def test_a_load_pays_if_it_is_expected_to_be_faster() -> None:
         ({"kv_connector": "shelf", "kv_buffer_size": 0}, "kv_buffer_size=0"),
         ({"kv_connector": "shelf", "kv_buffer_size": 10}, "holds no KV block"),
         ({"kv_connector": "shelf", "kv_buffer_size": 1e17}, "more than this machine's memory"),
-        ({"kv_connector": "shelf", "kv_port": 1}, "kv_port"),
+        ({"kv_connector": "shelf", "kv_port": 0}, "kv_port=0"),
+        ({"kv_connector": "shelf", "kv_ip": ""}, "kv_ip=''"),
+        ({"kv_connector": "shelf", "kv_rank": 1}, "kv_rank"),
         (
             {"kv_connector": "shelf", "kv_connector_extra_config": {"load_timeout": -1}},
             "load_timeout=-1",
