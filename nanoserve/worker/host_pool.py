@@ -12,7 +12,6 @@ memory, which all ranks map: a place has the shares of rank 0, rank 1, ...
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -26,9 +25,6 @@ from nanoserve.engine.kv_transfers import KVTransfers
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.worker.cpu_device import Device
 from nanoserve.worker.kv_cache import kv_block_bytes
-
-if TYPE_CHECKING:
-    from nanoserve.worker.model_runner import ModelRunner
 
 _GIB = 2**30
 
@@ -107,11 +103,6 @@ class HostPool:
             _copy(blocks, part, transfers.to_host)
         for part, blocks in zip(self._parts, _block_tensors(kv_caches), strict=True):
             _copy(part, blocks, transfers.to_device)
-
-
-def copy_to_host(runner: "ModelRunner", pairs: list[tuple[int, int]]) -> None:
-    """Copy blocks to places, (block, place), between two steps: a worker function."""
-    runner.host_pool.copy(runner.kv_caches, KVTransfers(pairs, []))
 
 
 def _copy(source: Tensor, target: Tensor, pairs: Iterable[tuple[int, int]]) -> None:

@@ -32,7 +32,7 @@ from nanoserve.worker.model_runner import ModelRunner
 from nanoserve.worker.worker_functions import call_function
 
 _LOAD_TIMEOUT = 10.0  # seconds, for a connector that has no `load_timeout` of its own
-_COPY_TO_HOST = "nanoserve.worker.host_pool:copy_to_host"
+_COPY_TO_HOST = "nanoserve.worker.worker_functions:copy_to_host"
 
 
 def prepare_host_tier(config: EngineConfig, model_config: ModelConfig) -> PreparedFeature:
