@@ -23,6 +23,7 @@ class KVTransferConfig:
         of the producer's for a consumer (default: that of its URL). With a slash it is the path of
         a Unix socket.
     kv_port: TCP port of the connector "socket".
+    kv_connector_module_path: module of the class that `kv_connector` names.
     kv_connector_extra_config: options of the connector itself, and `load_timeout`: seconds after
         which a request that waits for a load is computed instead.
 

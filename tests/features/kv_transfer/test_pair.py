@@ -359,6 +359,7 @@ URL = "http://127.0.0.1:8000"
         ({"prefill_server": "localhost:8000"}, "prefill_server='localhost:8000' must be a URL"),
         ({"prefill_server": "http://"}, "must be a URL"),
         ({"prefill_server": "ftp://x"}, "must be a URL"),
+        ({"prefill_server": "http://a..b"}, "must be a URL"),
         ({"prefill_server": "http://x:99999"}, "must be a URL .*Port out of range"),
         ({"prefill_server": f"{URL}/v1"}, "without a path"),
         ({"prefill_server": "http://me:secret@x"}, "without a path, a query or a name"),

@@ -1,5 +1,6 @@
 """Fetches the blocks of one prompt from a prefill engine, while that computes them."""
 
+import math
 import selectors
 import time
 from collections.abc import Sequence
@@ -8,11 +9,13 @@ from contextlib import closing
 import numpy as np
 
 from nanoserve.features.kv_transfer.connector import BlockKey, Prompt
-from nanoserve.features.kv_transfer.pair.messages import Hello, Link, RefusedError
+from nanoserve.features.kv_transfer.pair.messages import Hello, Link, Name, RefusedError
 from nanoserve.features.kv_transfer.pair.options import ConsumerOptions
 from nanoserve.features.kv_transfer.pair.prefill_request import PrefillError, PrefillRequest
 
 _POLL = 0.05  # seconds between two looks at whether the blocks are still wanted
+_GREETING = 5.0  # seconds for a connection, and for the lease
+_STALL = 10.0  # seconds for one block
 _END = 0.05  # seconds for the answer, which brings nothing new, after the last block
 
 
@@ -44,25 +47,30 @@ class Fetch:
         Raises `RefusedError` if the other side does not take this prompt, and other exceptions if
         it cannot be used.
         """
-        with closing(Link(self._options.address.connect(self._left))) as link:
-            greet(link, self._hello, self._deadline)
-            link.reserve([(key.block_hash, key.group) for key in keys], self._left, self._deadline)
-            with closing(PrefillRequest(self._options, self._prompt, self._left)) as request:
-                is_answered = self._receive(link, request, keys, memory)
+        names = [(key.block_hash, key.group) for key in keys]
+        with closing(Link(self._options.address.connect(self._within(_GREETING)))) as link:
+            soon = time.monotonic() + self._within(_GREETING)
+            greet(link, self._hello, soon)
+            link.reserve(names, self._within(math.inf), soon)
+            request = PrefillRequest(self._options, self._prompt, self._within(_GREETING))
+            with closing(request):
+                is_answered = self._receive(link, request, names, memory)
                 link.confirm(self.num_received, self._deadline)
                 if not is_answered and self.num_received == len(keys):
                     request.is_answered(_END)  # closed sooner, it would be aborted
 
-    @property
-    def _left(self) -> float:
-        """Seconds until the deadline; never zero, which would mean not to wait at all."""
-        return max(self._deadline - time.monotonic(), 1e-3)
+    def _within(self, seconds: float) -> float:
+        """Return the seconds until the deadline, and at most so many.
+
+        It is never zero, which would mean not to wait at all.
+        """
+        return max(min(self._deadline - time.monotonic(), seconds), 1e-3)
 
     def _receive(
         self,
         link: Link,
         request: PrefillRequest,
-        keys: Sequence[BlockKey],
+        names: Sequence[Name],
         memory: Sequence[np.ndarray],
     ) -> bool:
         """Receive blocks; returns True if the prefill server has answered."""
@@ -70,14 +78,14 @@ class Fetch:
         with selectors.DefaultSelector() as selector:
             selector.register(link, selectors.EVENT_READ)
             selector.register(request, selectors.EVENT_READ)
-            while self.num_received < len(keys) and self._goes_on:
+            while self.num_received < len(names) and self._goes_on:
                 ready = [key.fileobj for key, _ in selector.select(_POLL)]
                 if request in ready:
                     selector.unregister(request)
                     request.read_answer()
                     is_answered, last = True, time.monotonic()
                 if link in ready:
-                    self._receive_block(link, keys[self.num_received], memory)
+                    self._receive_block(link, names, memory)
                     last = time.monotonic()
                 elif is_answered and time.monotonic() - last > self._options.patience:
                     self._check_arrival()
@@ -99,9 +107,11 @@ class Fetch:
     def _goes_on(self) -> bool:
         return not self._prompt.abandoned.is_set() and time.monotonic() < self._deadline
 
-    def _receive_block(self, link: Link, key: BlockKey, memory: Sequence[np.ndarray]) -> None:
-        index, name = self.num_received, (key.block_hash, key.group)
-        if not link.receive_block(index, name, memory[index], self._deadline):
+    def _receive_block(
+        self, link: Link, names: Sequence[Name], memory: Sequence[np.ndarray]
+    ) -> None:
+        index, deadline = self.num_received, time.monotonic() + self._within(_STALL)
+        if not link.receive_block(index, names[index], memory[index], deadline):
             raise BadBlockError(f"block {index} has another checksum than was sent")
         self.num_received += 1
 

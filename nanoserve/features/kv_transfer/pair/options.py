@@ -74,6 +74,7 @@ def prefill_url(text: Any) -> SplitResult:
     try:
         url = urlsplit(text)
         port = url.port
+        (url.hostname or "").encode("idna")
     except ValueError as error:
         raise ValueError(f"{wanted}: {error}") from None
     require(url.scheme in ("http", "https") and bool(url.hostname) and port != 0, wanted)

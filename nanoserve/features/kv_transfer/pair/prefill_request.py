@@ -21,7 +21,10 @@ class PrefillRequest:
     """A request for one token after a prompt, whose blocks are the purpose."""
 
     def __init__(self, options: ConsumerOptions, prompt: Prompt, timeout: float) -> None:
-        """Send the request; raises `OSError` or `http.client.HTTPException`."""
+        """Send the request; raises `OSError` or `http.client.HTTPException`.
+
+        timeout: of connecting and sending, in seconds, and of reading an answer that has begun.
+        """
         host, port = options.url.hostname or "", options.url.port
         is_https = options.url.scheme == "https"
         kind = http.client.HTTPSConnection if is_https else http.client.HTTPConnection
