@@ -2,9 +2,9 @@
 
 A request first runs on a prefill replica, which computes its prompt and its first token. Then its
 KV blocks are sent to a decode replica, which generates the rest. So prompts delay no decode step,
-but each pool has its own GPUs, and a transfer takes time. The engine has no KV connector: here the
-decode replica's scheduler admits the prompt as usual, with its blocks and its token budget, and
-only the time of its computation is left out.
+but each pool has its own GPUs, and a transfer takes time. No KV connector is simulated: the decode
+replica's scheduler admits the prompt as usual, with its blocks and its token budget, and only the
+time of its computation is left out.
 """
 
 from collections.abc import Iterator
