@@ -857,6 +857,8 @@ def _plural(kind: str) -> str:
 
 def _default(kind: type, name: str) -> str:
     (field,) = (field for field in fields(kind) if field.name == name)
+    if field.default_factory is not MISSING:
+        return f"`{field.default_factory()!r}`"
     if field.default is MISSING:
         return "required"
     if isinstance(field.default, str):

@@ -432,6 +432,10 @@ NO_BOUNDS = """
     nanoserve.cli.chat.backend
     nanoserve.cli.chat.lines
     nanoserve.cli.chat.saved
+    nanoserve.cli.simulate.fit
+    nanoserve.cli.simulate.fleet
+    nanoserve.cli.simulate.leap
+    nanoserve.cli.simulate.tuner
     nanoserve.attention.quantized_kv
     nanoserve.serve.batch.batch_job
     nanoserve.serve.batch.ray_runner
@@ -463,6 +467,14 @@ NO_BOUNDS = """
     nanoserve.kernels.cpu.integer_inputs
     nanoserve.kernels.cpu.store_kv
     nanoserve.features.progress
+    nanoserve.features.kv_transfer.block_keys
+    nanoserve.features.kv_transfer.load_rate
+    nanoserve.features.kv_transfer.prepare._LOAD_TIMEOUT
+    nanoserve.features.kv_transfer.pair.messages
+    nanoserve.features.kv_transfer.pair.options
+    nanoserve.features.kv_transfer.pair.outage
+    nanoserve.features.kv_transfer.pair.prefill_request
+    nanoserve.features.kv_transfer.pair.producer
     nanoserve.checkpoint.quantized_loader
     nanoserve.models.quantization.gpu_method
     nanoserve.serve.replicas.app

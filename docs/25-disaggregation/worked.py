@@ -1,10 +1,11 @@
 """Chapter 25's numbers: bytes of KV on links, and a simulation of prefill and decode in two pools.
 
-The engine has no disaggregation. The times of its steps, a link, and the KV slots are simulated;
-its own `Scheduler` and `BlockManager`, one of each for a GPU, decide which sequences run in a step
-and which blocks they own. A KV slot holds a number that represents the prefix for which it was
-computed, and the next token is derived from the number that is *read from the slots*: so K and V
-that were not transferred, or are those of another request, produce another token.
+The engine's pair of servers is not used here. Times of steps, a link, and the KV slots are
+simulated; the engine's own `Scheduler` and `BlockManager`, one of each for a GPU, decide which
+sequences run in a step and which blocks they own. A KV slot holds a number that represents the
+prefix for which it was computed, and the next token is derived from the number that is *read from
+the slots*: so K and V that were not transferred, or are those of another request, produce another
+token.
 
 Times are those of LLaMA-3.1-8B in 16 bits on one H100 (3.35 TB/s; half of 989 TFLOP/s): a step
 takes as long as reading the weights or as its arithmetic, whichever is longer, and in addition as

@@ -18,6 +18,9 @@ COMMANDS: Registry[Command] = Registry(
         "bench": "nanoserve.cli.bench:main",
         "info": "nanoserve.cli.info:main",
         "trace": "nanoserve.cli.trace:main",
+        "simulate": "nanoserve.cli.simulate.command:main",
+        "plan": "nanoserve.cli.simulate.plan:main",
+        "tune": "nanoserve.cli.simulate.tune:main",
     },
 )
 _PURPOSES = {
@@ -27,6 +30,9 @@ _PURPOSES = {
     "bench": "benchmark engines on this machine, or a server over HTTP",
     "info": "describe a model, its memory needs, and whether it runs on this machine",
     "trace": "inspect a file that LLM(..., trace=...) has recorded",
+    "simulate": "predict latency and throughput in virtual time, or compute a trace again",
+    "tune": "find the best engine options for a workload, and verify them on the real engine",
+    "plan": "find how many GPUs, with which options, serve a load within its objectives",
 }
 
 
@@ -60,5 +66,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _usage() -> str:
-    rows = [f"  {name:<8}{purpose}" for name, purpose in _PURPOSES.items()]
+    rows = [f"  {name:<10}{purpose}" for name, purpose in _PURPOSES.items()]
     return "\n".join(["usage: nanoserve COMMAND ... (every command has --help)", "", *rows])

@@ -6,6 +6,7 @@ from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction, Namespace
 from contextlib import ExitStack
 from dataclasses import fields
 from functools import partial
+from typing import Any
 
 from nanoserve.cli.config_file import with_config_file
 from nanoserve.cli.engine_flags import add_engine_flags, engine_options
@@ -31,6 +32,7 @@ from nanoserve.serve.http.tools import harmony
 from nanoserve.serve.http.tools.parsers import FORMATS
 from nanoserve.serve.http.tools.reasoning import STARTS
 from nanoserve.serve.replicas.settings import ReplicaSettings
+from nanoserve.utils.checks import require
 
 # Flags of this command that share their name with an engine option of vLLM.
 _OURS = (
@@ -67,6 +69,8 @@ def main(arguments: list[str]) -> int:
     names = [field.name for field in fields(ReplicaSettings) if field.name in args]
     replicas = ReplicaSettings(**{name: getattr(args, name) for name in names})
     options = engine_options(args, _OURS)
+    if args.prefill_server is not None:
+        options["kv_transfer_config"] = _decode_config(args.prefill_server, options)
     from nanoserve.serve.async_llm import AsyncLLM
 
     with bind(args.host, args.port, args.uds) as bound, ExitStack() as ending:
@@ -82,6 +86,22 @@ def main(arguments: list[str]) -> int:
         if log_config is not None and not replicas.is_fleet:  # replicas log through Ray
             api.llm.call_soon(partial(configure_logging, log_config))
         return serve(api, bound, args.grace_period, args.access_log, **options_of_uvicorn)
+
+
+def _decode_config(url: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Return the `kv_transfer_config` for which `--prefill-server` is short."""
+    for name in ("kv_transfer_config", "kv_offloading_path"):
+        require(
+            name not in options,
+            f"--prefill-server and --{name.replace('_', '-')} both name a KV connector: pass one "
+            f"of them; --kv-transfer-config has all options of a decode engine",
+        )
+    extra = {"prefill_server": url}
+    return {
+        "kv_connector": "socket",
+        "kv_role": "kv_consumer",
+        "kv_connector_extra_config": extra,
+    }
 
 
 def parse_args(arguments: list[str]) -> Namespace:
@@ -164,6 +184,9 @@ def _parser() -> ArgumentParser:
     add("--engine-process", action=BooleanOptionalAction, default=True, help=process)
     flag = "--disable-frontend-multiprocessing"  # vLLM's name of --no-engine-process
     add(flag, dest="engine_process", action="store_false", default=SUPPRESS, help=SUPPRESS)
+    prefill = "URL of a server with the same model that computes long prompts, so that this one "
+    prefill += "decodes without interruption; see docs/guides/disaggregated-prefill.md. Default: "
+    add("--prefill-server", metavar="URL", help=f"{prefill}none.")
     interval = "Minimum number of tokens in an event of a stream. Default: %(default)s."
     add("--stream-interval", type=int, default=1, metavar="N", help=interval)
     add_operation_flags(group)

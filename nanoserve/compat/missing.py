@@ -66,7 +66,7 @@ NAMES = {
     "CompilationConfig": "kernels are fused by hand and nothing is compiled by torch",
     "GuidedDecodingParams": "StructuredOutputsParams has the same fields; pass it as "
     "SamplingParams(structured_outputs=...)",
-    "KVTransferConfig": "KV caches are not transferred between engines",
+    "KVTransferConfig": "pass kv_transfer_config as a dictionary, with connectors of nanoserve",
     "LoRARequest": "merge the adapter into its base (peft: merge_and_unload) and load that",
     "ModelRegistry": "nanoserve.models.registry.register_model(name, class) adds a model",
     "ProfilerConfig": _PROFILING,

@@ -236,7 +236,7 @@ FOREIGN: dict[str, Foreign] = {
     **_refused("a server has one model; start another server for another model", "models", ([],)),
     **_refused(_NO_LORA, "lora_path lora_request adapter_id adapters adapter", ("",)),
     "lora": Foreign(_NO_LORA, ([],)),
-    **_refused("KV caches are not transferred between engines",
+    **_refused("the options of the servers decide what is transferred: --prefill-server",
                "kv_transfer_params ec_transfer_params", ({},)),
     "background": Foreign("requests are answered synchronously, or by `nanoserve batch`", (False,)),
     "stream_format": Foreign("streams are server-sent events", ("sse",)),

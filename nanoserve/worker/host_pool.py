@@ -1,10 +1,13 @@
 """The host pool is memory outside the KV cache, for blocks that leave it and come back.
 
-It has *places*, each as large as a KV block over all layers of this rank. What a place holds is one
-piece of memory, so that it can be written to a file or sent in one call:
+It has *places*, each as large as a KV block over all layers. What a place holds is one piece of
+memory, so that it can be written to a file or sent in one call:
 
     place 0 | layer 0: K V (scales) | layer 1: K V (scales) | ...
     place 1 | ...
+
+With several ranks, each has a pool for its share of the blocks. For a KV connector these are one
+memory, which all ranks map: a place has the shares of rank 0, rank 1, ...
 """
 
 import math
@@ -19,6 +22,8 @@ from nanoserve.attention.recurrent_state import LayerCache
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.kv_transfers import KVTransfers
+from nanoserve.models.layers.context import LayerContext, ParallelContext
+from nanoserve.worker.cpu_device import Device
 from nanoserve.worker.kv_cache import kv_block_bytes
 
 _GIB = 2**30
@@ -37,10 +42,9 @@ def num_staging_places(config: EngineConfig, model_config: ModelConfig) -> int:
 
 
 class HostPool:
-    """`num_places` places for the KV blocks of one rank.
+    """`num_places` places for the KV blocks of this rank, or of all ranks in shared memory.
 
-    allocate: returns uint8 memory of so many bytes; for a GPU it is page-locked, so that copies run
-    beside the host.
+    memory: uint8 [num_places, place_bytes].
     """
 
     def __init__(
@@ -48,16 +52,27 @@ class HostPool:
         kv_caches: Sequence[LayerCache],
         num_places: int,
         allocate: Callable[[int], np.ndarray],
+        parallel: ParallelContext | None = None,
     ) -> None:
+        """Allocate the memory.
+
+        allocate: returns uint8 memory of so many bytes; for a GPU it is page-locked, so that copies
+            run beside the host.
+        parallel: ranks whose shares of a block lie in one place, one after the other, and to all of
+            which `allocate` returns the same memory. None: this rank alone.
+        """
         tensors = list(_block_tensors(kv_caches))
         sizes = [math.prod(t.shape[1:]) * t.element_size() for t in tensors]
-        self.num_places, self.place_bytes = num_places, sum(sizes)
+        share, parallel = sum(sizes), parallel or ParallelContext()
+        rank = parallel.global_rank
+        self.num_places, self.place_bytes = num_places, share * parallel.num_ranks
         memory = torch.from_numpy(allocate(num_places * self.place_bytes))
         self.memory = memory.view(num_places, self.place_bytes)
+        own = self.memory[:, rank * share : (rank + 1) * share]
         # By tensor of the KV cache: its part of each place.
         self._parts = [
             part.view(tensor.dtype).view(num_places, *tensor.shape[1:])
-            for part, tensor in zip(self.memory.split(sizes, dim=1), tensors, strict=True)
+            for part, tensor in zip(own.split(sizes, dim=1), tensors, strict=True)
         ]
 
     @classmethod
@@ -66,15 +81,21 @@ class HostPool:
         config: EngineConfig,
         model_config: ModelConfig,
         kv_caches: Sequence[LayerCache],
-        allocate: Callable[[int], np.ndarray],
+        context: LayerContext,
+        device: Device,
     ) -> "HostPool | None":
         """Return a pool with the host tier's places and, after them, those of the KV connector.
 
-        Returns None if the engine has neither.
+        Returns None if the engine has neither. A connector gets the shares of all ranks.
         """
-        num_places = num_host_places(config, model_config)
-        num_places += num_staging_places(config, model_config)
-        return cls(kv_caches, num_places, allocate) if num_places else None
+        num_staging = num_staging_places(config, model_config)
+        num_places = num_host_places(config, model_config) + num_staging
+        if not num_places:
+            return None
+        parallel = context.parallel
+        if not num_staging or parallel.host_memory is None:
+            return cls(kv_caches, num_places, device.host_memory)
+        return cls(kv_caches, num_places, parallel.host_memory, parallel)
 
     def copy(self, kv_caches: Sequence[LayerCache], transfers: KVTransfers) -> None:
         """Launch the copies, to the host first; they run before later work of the device."""

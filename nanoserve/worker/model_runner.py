@@ -129,7 +129,7 @@ class ModelRunner:
             logger.info("max_model_len %d", max_model_len)
             kv_caches = allocate_pool(config, model_config, layout, num_kv_blocks, context.device)
             runner = make(kv_caches, num_kv_blocks, max_model_len)
-            runner.host_pool = HostPool.of(config, model_config, kv_caches, device.host_memory)
+            runner.host_pool = HostPool.of(config, model_config, kv_caches, context, device)
             runner.warm_up()
         return runner
 

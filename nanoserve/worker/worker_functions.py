@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from nanoserve.engine.kv_transfers import KVTransfers
 from nanoserve.models.layers.rotary import RotaryEmbedding
 from nanoserve.utils.checks import require, shown
 from nanoserve.utils.registry import Registry, import_location
@@ -102,6 +103,11 @@ def memory_stats(runner: ModelRunner) -> dict[str, int]:
         "weights_bytes": sum(tensor.numel() * tensor.element_size() for _, tensor in weights),
         "kv_cache_bytes": kv_bytes,
     }
+
+
+def copy_to_host(runner: ModelRunner, pairs: list[tuple[int, int]]) -> None:
+    """Copy KV blocks to places of the host pool: (block, place). Nothing waits for the copies."""
+    runner.host_pool.copy(runner.kv_caches, KVTransfers(pairs, []))
 
 
 def _weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -26,6 +26,7 @@ PRINTED = {
     "kv-offloading": "0 0 0 128",
     "offline": "my-request",
     "serving": "keys and values",
+    "simulating": "None True",
     "speculative-decoding": "accepted",
     "structured-output-and-tools": '"city"',
     "tracing": "13 2 2",

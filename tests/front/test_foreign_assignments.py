@@ -17,6 +17,10 @@ ALLOWED = {
         "engine/*.py: seq.*",
         "engine/input_processor.py: sequences[[]0].siblings",
     ),
+    "a leap writes what the engine's steps would have written": (
+        "cli/simulate/leap.py: seq.*",
+        "cli/simulate/leap.py: metrics.*",
+    ),
     "a request and its completions are records of what has been sent of them": (
         "engine/*.py: request.error",
         "engine/*.py: request.pooled",
@@ -41,6 +45,7 @@ ALLOWED = {
     ),
     "a batch is numbered, and the handle of a step filled in, by the runner that made them": (
         "worker/model_runner.py: batch.step",
+        "cli/simulate/executor.py: batch.step",
         "worker/*.py: handle.*",
         "features/parallel/pipeline.py: launched.sample_inputs",
     ),

@@ -62,6 +62,7 @@ ROOMS = {
     "cli/bench/engines/gguf_file.py": {"gguf"},
     "cli/bench/plots.py": {"bench"},
     "cli/bench/serve/plot.py": {"bench"},
+    "cli/simulate/plots.py": {"bench"},
     "features/kv_events/": {"kv-events"},
     "features/metrics.py": {"serve"},
     "features/structured/guidance.py": {"guided"},

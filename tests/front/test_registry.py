@@ -235,5 +235,5 @@ def test_a_command(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatc
         assert main(["hello", "you", "there"]) == 2
         assert main(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert shown.startswith("hello you there\n") and "hello   say hello" in shown
+    assert shown.startswith("hello you there\n") and "hello     say hello" in shown
     assert main(["hello"]) == 2 and "unknown command 'hello'" in capsys.readouterr().err

@@ -1,12 +1,12 @@
 """Calls a connector: an exception in it costs computing time, and no request."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from nanoserve.features.kv_transfer.connector import BlockKey, KVConnector
+from nanoserve.features.kv_transfer.connector import BlockKey, KVConnector, Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -33,20 +33,24 @@ class ConnectorCalls:
     def __init__(self, connector: KVConnector, clock: Callable[[], float]) -> None:
         self._connector, self._clock = connector, clock
         self.stats = TransferStats()
+        self.always_loads = bool(getattr(connector, "always_loads", False))
+        self.is_awaited = bool(getattr(connector, "is_awaited", False))
 
-    def find(self, keys: list[BlockKey]) -> int:
+    def find(self, keys: list[BlockKey], prompt: Prompt | None = None) -> int:
         """Return how many blocks the connector has, from the first one on."""
         try:
-            return max(0, min(self._connector.find(keys), len(keys)))
+            return max(0, min(self._connector.find(keys, prompt), len(keys)))
         except Exception:
             self._note_failure("find")
             return 0
 
-    def load(self, keys: list[BlockKey], memory: list[np.ndarray]) -> tuple[int, float]:
+    def load(
+        self, keys: list[BlockKey], memory: list[np.ndarray], prompt: Prompt
+    ) -> tuple[int, float]:
         """Return the number of blocks that have been loaded, and the seconds that it took."""
         began = self._clock()
         try:
-            num_keys = max(0, min(self._connector.load(keys, memory), len(keys)))
+            num_keys = max(0, min(self._connector.load(keys, memory, prompt), len(keys)))
         except Exception:
             self._note_failure("load")
             num_keys = 0
@@ -59,6 +63,13 @@ class ConnectorCalls:
             self.stats.num_stored += len(keys)
         except Exception:
             self._note_failure("store")
+
+    def counters(self) -> Iterable[tuple[str, str, int]]:
+        """Return the connector's own counters, if it has some: name, meaning and value."""
+        if not hasattr(self._connector, "counters"):
+            return ()
+        rows: Iterable[tuple[str, str, int]] = self._connector.counters()
+        return rows
 
     def close(self) -> None:
         self._connector.close()

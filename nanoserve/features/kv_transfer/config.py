@@ -19,6 +19,11 @@ class KVTransferConfig:
     kv_role: "kv_producer" only stores blocks, "kv_consumer" only loads them, "kv_both" does both.
     kv_buffer_size: bytes of the host's memory through which blocks pass. One load is at most as
         long; tokens beyond it are computed.
+    kv_ip: address of the connector "socket": of this machine for a producer (default: 127.0.0.1),
+        of the producer's for a consumer (default: that of its URL). With a slash it is the path of
+        a Unix socket.
+    kv_port: TCP port of the connector "socket".
+    kv_connector_module_path: module of the class that `kv_connector` names.
     kv_connector_extra_config: options of the connector itself, and `load_timeout`: seconds after
         which a request that waits for a load is computed instead.
 
@@ -28,6 +33,8 @@ class KVTransferConfig:
     kv_connector: str = ""
     kv_role: str = "kv_both"
     kv_buffer_size: float = 1e9
+    kv_ip: str | None = None
+    kv_port: int = 14579
     kv_connector_module_path: str | None = None
     kv_connector_extra_config: Mapping[str, Any] = field(default_factory=dict)
 
@@ -59,6 +66,13 @@ class KVTransferConfig:
         size = self.kv_buffer_size
         is_whole = isinstance(size, float) and size.is_integer()
         check_int("kv_buffer_size", int(size) if is_whole else size, 1)
+        address = self.kv_ip
+        require(
+            address is None or is_text(address),
+            f"kv_ip={shown(address)} must be an address such as '0.0.0.0', or the path of a Unix "
+            f"socket",
+        )
+        check_int("kv_port", self.kv_port, 1, 65535)
         module = self.kv_connector_module_path
         require(
             module is None or is_text(module),

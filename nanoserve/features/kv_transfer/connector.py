@@ -8,16 +8,20 @@ A connector of your own is a class that `register_kv_connector` names:
 
     class Shelf:
         def __init__(self, context): self.blocks = {}
-        def find(self, keys): return sum(1 for _ in takewhile(self.blocks.__contains__, keys))
+        def find(self, keys, prompt):
+            return sum(1 for _ in takewhile(self.blocks.__contains__, keys))
         ...
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from threading import Event
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from nanoserve.engine.sequence import CacheKey
+from nanoserve.features.kv_transfer.config import KVTransferConfig
 from nanoserve.utils.registry import Registry
 
 
@@ -37,18 +41,40 @@ class BlockKey(NamedTuple):
     group: int
 
 
+@dataclass(frozen=True, eq=False)
+class Prompt:
+    """The prompt of a request, for a connector that has more than blocks under their keys.
+
+    token_ids: from the first one to the end of the last block that is sought.
+    cache_key: what else its K and V depend on, such as a salt: see `Sequence.cache_key`.
+    abandoned: set when no request waits for the load any more, so that it may end at once.
+    """
+
+    token_ids: list[int]
+    cache_key: CacheKey = ()
+    abandoned: Event = field(default_factory=Event)
+
+
 class KVConnector(Protocol):
     """A place for KV blocks outside the engine.
 
     `find` is called by the engine's loop, which waits for it; `load` and `store` are called in
     threads of their own, also at the same time. An exception in any of them counts as "not found":
     it is logged, and the tokens are computed.
+
+    It may have further attributes. `always_loads`: whether a load is started even if computing the
+    tokens is expected to take less time. `is_awaited`: whether others wait for blocks, so that they
+    are stored as soon as they are computed, and again if they are found in the KV cache.
+    `counters()`: rows of name, meaning and value for the metrics.
     """
 
-    def find(self, keys: Sequence[BlockKey]) -> int:
-        """Return how many of these blocks, from the first one on, can be loaded. Never waits."""
+    def find(self, keys: Sequence[BlockKey], prompt: Prompt | None) -> int:
+        """Return how many of these blocks, from the first one on, can be loaded. Never waits.
 
-    def load(self, keys: Sequence[BlockKey], memory: Sequence[np.ndarray]) -> int:
+        prompt: None for a block that is about to be stored, unless it is there already.
+        """
+
+    def load(self, keys: Sequence[BlockKey], memory: Sequence[np.ndarray], prompt: Prompt) -> int:
         """Write block keys[i] to memory[i], uint8 [block_bytes].
 
         Returns how many of them, from the first one on, have been written and are known to be
@@ -69,20 +95,31 @@ class KVConnector(Protocol):
 class ConnectorContext:
     """A connector is constructed with this context.
 
-    options: the user's, from `kv_connector_extra_config`, without `load_timeout`.
+    config: the user's, whose `kv_connector_extra_config` has no `load_timeout` any more.
     block_bytes: of a block of one layer group. block_size: tokens per block.
     fingerprint: the hash of all that K and V depend on besides tokens.
+    load_timeout: seconds after which a request does not wait for its load any more.
     """
 
-    options: Mapping[str, Any]
+    config: KVTransferConfig
     block_bytes: int
     block_size: int
     num_groups: int
     fingerprint: bytes
+    load_timeout: float
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """Options of the connector itself."""
+        return self.config.kv_connector_extra_config
 
 
 KV_CONNECTORS: Registry[Callable[[ConnectorContext], Any]] = Registry(
-    "KV connector", {"disk": "nanoserve.features.kv_transfer.disk:DiskConnector"}
+    "KV connector",
+    {
+        "disk": "nanoserve.features.kv_transfer.disk:DiskConnector",
+        "socket": "nanoserve.features.kv_transfer.pair.connector:SOCKET_CONNECTOR",
+    },
 )
 
 

@@ -32,6 +32,7 @@ class Counter(NamedTuple):
 
 def counters(extensions: Iterable[Extension]) -> Iterator[Counter]:
     """Yield the counters of an engine's host tier and of its connector, if it has them."""
+    extensions = list(extensions)
     parts: list[TierStats | TransferStats] = [
         each.stats for each in extensions if isinstance(each, HostTier | ConnectorLoads)
     ]
@@ -45,3 +46,6 @@ def counters(extensions: Iterable[Extension]) -> Iterator[Counter]:
         table = _OF_TIER if isinstance(part, TierStats) else _OF_CONNECTOR
         for name, (field, meaning) in table.items():
             yield Counter(name, meaning, getattr(part, field))
+    for each in extensions:
+        if isinstance(each, ConnectorLoads):
+            yield from (Counter(*row) for row in each.calls.counters())

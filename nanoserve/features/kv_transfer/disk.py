@@ -12,14 +12,14 @@ never mapped: a mapped file that cannot grow ends the process with SIGBUS.
 import logging
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import xxhash
 
-from nanoserve.features.kv_transfer.connector import BlockKey, ConnectorContext
+from nanoserve.features.kv_transfer.config import KVTransferConfig
+from nanoserve.features.kv_transfer.connector import BlockKey, ConnectorContext, Prompt
 from nanoserve.features.kv_transfer.disk_index import DiskIndex, IndexFile
 from nanoserve.utils.checks import check_number, require, shown
 
@@ -52,8 +52,9 @@ class DiskConnector:
         self._is_full = False  # the disk has no room
 
     @staticmethod
-    def check(options: Mapping[str, Any], block_bytes: int) -> None:
+    def check(config: KVTransferConfig, block_bytes: int) -> None:
         """Raise `ValueError` for options that cannot be used."""
+        options = config.kv_connector_extra_config
         unknown = sorted(options.keys() - {"path", "size"})
         require(not unknown, f"the disk connector has no options {unknown}, only path and size")
         path, size = options.get("path"), options.get("size", _SIZE)
@@ -68,14 +69,19 @@ class DiskConnector:
         )
         os.close(_open(Path(path).expanduser()))
 
-    def find(self, keys: Sequence[BlockKey]) -> int:
+    def find(self, keys: Sequence[BlockKey], prompt: Prompt | None = None) -> int:
         with self._lock:
             for index, key in enumerate(keys):
                 if self._index.find(key) is None:
                     return index
         return len(keys)
 
-    def load(self, keys: Sequence[BlockKey], memory: Sequence[np.ndarray]) -> int:
+    def load(
+        self,
+        keys: Sequence[BlockKey],
+        memory: Sequence[np.ndarray],
+        prompt: Prompt | None = None,
+    ) -> int:
         for index, (key, content) in enumerate(zip(keys, memory, strict=True)):
             with self._lock:
                 record = self._index.find(key)

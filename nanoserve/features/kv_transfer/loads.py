@@ -22,7 +22,7 @@ from nanoserve.engine.prefix_cache import Prefix
 from nanoserve.engine.sequence import Sequence, SequenceStatus
 from nanoserve.features.kv_transfer.block_keys import BlockKeys
 from nanoserve.features.kv_transfer.calls import ConnectorCalls
-from nanoserve.features.kv_transfer.connector import BlockKey
+from nanoserve.features.kv_transfer.connector import BlockKey, Prompt
 from nanoserve.features.kv_transfer.host_places import HostPlaces
 from nanoserve.features.kv_transfer.host_tier import within_blocks
 from nanoserve.features.kv_transfer.load_rate import LoadRate
@@ -48,6 +48,7 @@ class Load:
     first: int
     keys: list[BlockKey]
     places: list[int]
+    prompt: Prompt
     future: "Future[tuple[int, float]]"
     deadline: float
     followers: list[Sequence] = field(default_factory=list)
@@ -56,6 +57,11 @@ class Load:
     def invalidate(self) -> None:
         """Let the sequences compute their prompts."""
         self.deadline = -math.inf
+
+    def abandon(self) -> None:
+        """Let the connector know that no sequence waits."""
+        self.prompt.abandoned.set()
+        self.future.cancel()  # if it has not begun
 
     def use(self, num_blocks: int, num_groups: int) -> list[int]:
         """Keep the first blocks; returns the places of the others."""
@@ -81,7 +87,7 @@ class ConnectorLoads(Extension, BlockListener):
         """`places` are those of the host tier, whose blocks need not be loaded; None without it."""
         self._engine, self._scheduler = engine, engine.scheduler
         self._manager = manager = engine.scheduler.block_manager
-        self._calls, self.stats, self._keys = calls, calls.stats, keys
+        self.calls, self.stats, self._keys = calls, calls.stats, keys
         self._staging, self._places, self._load_timeout = staging, places, load_timeout
         self._is_enabled, self.rate = is_enabled, LoadRate()
         self._num_groups = len(manager.windows)
@@ -109,10 +115,18 @@ class ConnectorLoads(Extension, BlockListener):
         if not keys:
             return None
         for load in self._loads.values():
-            if load.keys[0] == keys[0]:
+            if self._may_follow(load, keys):
                 load.followers.append(seq)
                 return LOADING
         return LOADING if self._start(seq, first, keys) else None
+
+    def _may_follow(self, load: Load, keys: list[BlockKey]) -> bool:
+        """Return True if a sequence waits for this load, instead of one of its own.
+
+        What it does not bring is computed, and a connector may want to load even that.
+        """
+        is_whole = load.keys[len(keys) - 1 : len(keys)] == keys[-1:]
+        return load.keys[0] == keys[0] and (is_whole or not self.calls.always_loads)
 
     def _num_here(self, seq: Sequence, end: int) -> int:
         """Return how many of the first blocks the KV cache or the host tier has."""
@@ -125,16 +139,24 @@ class ConnectorLoads(Extension, BlockListener):
 
     def _start(self, seq: Sequence, first: int, keys: list[BlockKey]) -> bool:
         """Start a load if blocks are found, there is room, and it is expected to save time."""
-        num_keys = min(self._calls.find(keys), self._staging.num_free)
+        num_free = self._staging.num_free
+        keys = keys[: num_free - num_free % self._num_groups]
+        num_keys = self.calls.find(keys, self._prompt(seq, first, len(keys))) if keys else 0
         num_keys -= num_keys % self._num_groups
         num_tokens = num_keys // self._num_groups * self._manager.block_size
-        if not num_keys or not self.rate.pays(num_keys, num_tokens):
+        if not num_keys or not (self.calls.always_loads or self.rate.pays(num_keys, num_tokens)):
             return False
         keys, places = keys[:num_keys], self._staging.take(num_keys)
-        future = self._threads.submit(self._calls.load, keys, self._staging.views(places))
+        prompt = self._prompt(seq, first, num_keys)
+        future = self._threads.submit(self.calls.load, keys, self._staging.views(places), prompt)
         deadline = self._engine.clock() + self._load_timeout
-        self._loads[seq] = Load(seq, first, keys, places, future, deadline)
+        self._loads[seq] = Load(seq, first, keys, places, prompt, future, deadline)
         return True
+
+    def _prompt(self, seq: Sequence, first: int, num_keys: int) -> Prompt:
+        """Return the prompt up to the end of the last of `num_keys` keys from block `first` on."""
+        end = (first + num_keys // self._num_groups) * self._manager.block_size
+        return Prompt(seq.token_ids[:end], seq.cache_key)
 
     def on_step_start(self) -> None:
         """Release the sequences whose load has ended, or takes too long."""
@@ -163,8 +185,12 @@ class ConnectorLoads(Extension, BlockListener):
             self._loaded[load.seq] = load
         else:
             self.stats.num_late += is_valid and is_held
-            self._abandoned.append(load)
+            self._abandon(load)
         self._scheduler.release([load.seq, *load.followers], LOADING)
+
+    def _abandon(self, load: Load) -> None:
+        load.abandon()
+        self._abandoned.append(load)
 
     def on_release(self, seq: Sequence) -> None:
         """Abandon the load of a sequence that has ended."""
@@ -173,7 +199,7 @@ class ConnectorLoads(Extension, BlockListener):
         if (loaded := self._loaded.pop(seq, None)) is not None:
             self._staging.give_back(loaded.places)
         if (load := self._loads.pop(seq, None)) is not None:
-            self._abandoned.append(load)
+            self._abandon(load)
             self._scheduler.release(load.followers, LOADING)
 
     # ------------------------------------------------------------------ fill
@@ -229,5 +255,5 @@ class ConnectorLoads(Extension, BlockListener):
 
     def close(self) -> None:
         for load in [*self._loads.values(), *self._abandoned]:
-            load.future.cancel()
+            load.abandon()
         self._threads.shutdown()

@@ -16,6 +16,7 @@ from nanoserve.engine.listeners import BlockListener, CachedBlock
 from nanoserve.engine.plan import Plan
 from nanoserve.engine.prefix_cache import Prefix
 from nanoserve.engine.scheduler import Scheduler
+from nanoserve.engine.sequence import Sequence
 from nanoserve.features.kv_transfer.block_keys import BlockKeys
 from nanoserve.features.kv_transfer.calls import ConnectorCalls
 from nanoserve.features.kv_transfer.connector import BlockKey
@@ -65,12 +66,14 @@ class ConnectorStores(Extension, BlockListener):
         self._ready: dict[int, tuple[Prefix, int]] = {}
         self._leaving: dict[int, tuple[Prefix, int]] = {}
         self._launched: deque[Outgoing] = deque()
+        self._in_flight: list[Plan] = []  # steps
         self._stores: list[tuple[Future[None], list[int]]] = []
         scheduler.block_manager.listeners.append(self)
 
     def on_cached(self, cached: CachedBlock) -> None:
         """Note a block to be stored; its K and V are complete after the step at hand."""
-        if not cached.is_copy and self._is_enabled():
+        is_new = not cached.is_copy or self._calls.is_awaited
+        if is_new and self._is_enabled():
             self._new[cached.block] = self._cache.keep(cached.block_hash), cached.group
 
     def on_removed(self, block: int, block_hash: bytes, group: int, is_last: bool) -> None:
@@ -78,6 +81,16 @@ class ConnectorStores(Extension, BlockListener):
         for waiting in (self._ready, self._new):
             if block in waiting:
                 self._leaving[block] = waiting.pop(block)
+
+    def on_admit(self, seq: Sequence) -> int:
+        """Note the blocks that a sequence has found, for a connector that drops what it had."""
+        if self._calls.is_awaited and self._is_enabled():
+            num_blocks = seq.num_computed_tokens // self._cache.block_size
+            for prefix in self._cache.chain(seq, num_blocks):
+                for group, own in enumerate(prefix.blocks):
+                    if own and not any(each in self._ready or each in self._new for each in own):
+                        self._ready[own[0]] = self._cache.keep(prefix.block_hash), group
+        return 0
 
     def on_step_start(self) -> None:
         """Free the places whose blocks have been stored."""
@@ -87,15 +100,9 @@ class ConnectorStores(Extension, BlockListener):
 
     def forward_inputs(self, plan: Plan, inputs: ForwardInputs) -> None:
         """Add the copies from blocks to staging places."""
+        self._in_flight.append(plan)
         outgoing = Outgoing(plan)
-        leaving, self._leaving = self._leaving, {}
-        # A chain is evicted from its tail, and stored from its head.
-        for block, entry in reversed(leaving.items()):
-            if self._has_room:
-                self._take_place(block, entry, outgoing)
-            else:
-                self.stats.num_not_stored += 1
-            self._cache.let_go(entry[0])
+        self._take_leaving(outgoing)
         self._take_places(outgoing)
         # A block is cached when the step is planned that computes its last tokens: this one.
         self._ready |= self._new
@@ -108,6 +115,17 @@ class ConnectorStores(Extension, BlockListener):
     def _has_room(self) -> bool:
         """True if a block may be stored: half of the places are left for loads."""
         return self._staging.num_free > self._staging.num_places // 2
+
+    def _take_leaving(self, outgoing: Outgoing) -> None:
+        """Add the blocks that have been evicted since the last step was launched, or miss them."""
+        leaving, self._leaving = self._leaving, {}
+        # A chain is evicted from its tail, and stored from its head.
+        for block, entry in reversed(leaving.items()):
+            if self._has_room:
+                self._take_place(block, entry, outgoing)
+            else:
+                self.stats.num_not_stored += 1
+            self._cache.let_go(entry[0])
 
     def _take_places(self, outgoing: Outgoing) -> None:
         """Add as many of the blocks that are ready as have room."""
@@ -124,10 +142,15 @@ class ConnectorStores(Extension, BlockListener):
             outgoing.add(key, block, place)
 
     def on_result(self, plan: Plan, result: StepResult) -> None:
-        """Store the blocks that the step has copied, and all others if it was the last one."""
+        """Store the blocks that the step has copied; all others, too, if no later step copies them.
+
+        Those that are awaited do not wait for one.
+        """
+        self._in_flight = [each for each in self._in_flight if each is not plan]
         while self._launched and any(each.plan is plan for each in self._launched):
             self._store(self._launched.popleft())
-        if self._is_last(plan):
+        is_urgent = self._calls.is_awaited and not self._in_flight
+        if is_urgent or self._is_last(plan):
             self._flush(plan)
 
     def _is_last(self, plan: Plan) -> bool:
@@ -141,10 +164,11 @@ class ConnectorStores(Extension, BlockListener):
         return not (scheduler.waiting or scheduler.held) and ends.issuperset(scheduler.running)
 
     def _flush(self, plan: Plan) -> None:
-        """Store what no later step may come to copy."""
+        """Store what a later step would copy."""
         self._ready |= self._new
         self._new = {}
         outgoing = Outgoing(plan)
+        self._take_leaving(outgoing)
         self._take_places(outgoing)
         if outgoing.keys:
             self._copy_now(outgoing.transfers)
@@ -158,9 +182,13 @@ class ConnectorStores(Extension, BlockListener):
     def on_cleared(self) -> None:
         """Forget all blocks that have not been copied yet."""
         self._new, self._ready, self._leaving = {}, {}, {}
-        self.on_reset()
+        self._drop_copies()
 
     def on_reset(self) -> None:
+        self._in_flight = []
+        self._drop_copies()
+
+    def _drop_copies(self) -> None:
         """Drop the copies of the steps in flight."""
         self._staging.discard_steps([place for each in self._launched for place in each.places])
         self._launched.clear()

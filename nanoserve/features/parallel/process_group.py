@@ -209,6 +209,12 @@ def map_memory(fd: int, num_bytes: int) -> np.ndarray:
     return np.frombuffer(mmap.mmap(fd, num_bytes), dtype=np.uint8)
 
 
+def shared_memory(fd: int, num_bytes: int) -> np.ndarray:
+    """Give the file `num_bytes`, and return them as `map_memory` does."""
+    os.ftruncate(fd, num_bytes)
+    return map_memory(fd, num_bytes)
+
+
 def anonymous_file() -> int:
     """Return a file descriptor of anonymous memory, freed when the last process closes it."""
     if hasattr(os, "memfd_create"):  # Linux

@@ -117,7 +117,9 @@ class RayWorkers(Workers):
                 self.explain()
                 self.check()
 
-    def _start_all(self, size: int, job: dict[str, Any], memory: int, num_threads: int) -> None:
+    def _start_all(
+        self, size: int, job: dict[str, Any], files: dict[str, int], num_threads: int
+    ) -> None:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -31,8 +31,8 @@ from nanoserve.features.parallel.process_group import (
     LOOPBACK,
     Group,
     anonymous_file,
-    map_memory,
     serve_store,
+    shared_memory,
 )
 from nanoserve.features.parallel.ranks import join_ranks
 from nanoserve.features.parallel.worker_processes import (
@@ -95,8 +95,9 @@ class TensorParallelExecutor:
             self._stack.callback(workers_class.leave)
         try:
             num_threads = self._share_processor(size, device)
-            memory = anonymous_file()
-            self._stack.callback(os.close, memory)
+            files = {name: anonymous_file() for name in ("memory", "places")}
+            for file in files.values():
+                self._stack.callback(os.close, file)
             groups = self._groups
             self._stack.callback(_call_each, groups, Group.close)
             host = LOOPBACK if workers_class is Workers else workers_class.own_address()
@@ -107,18 +108,18 @@ class TensorParallelExecutor:
             job["model"] = (architecture, location)
             job["heads"], job["num_batches"] = HEADS.entries(), self._num_batches
             timeout = config.worker_timeout_seconds
-            self._workers = workers_class(size, job, memory, num_threads, timeout)
+            self._workers = workers_class(size, job, files, num_threads, timeout)
             self._stack.callback(self._workers.close)
             self._workers.wait_for("ready", _START_TIMEOUT)
             meet = partial(join_ranks, config, model_config, 0, store, device, groups, host)
             parallel = self._workers.watch(meet)
             self._workers.call_on_failure(partial(_call_each, groups, Group.abort))
-            self.runner = make_runner(parallel)
+            host_memory = partial(shared_memory, files["places"])
+            self.runner = make_runner(replace(parallel, host_memory=host_memory))
             self._stack.callback(self.runner.close)
             self._exchange = WeightExchange(self.runner)
             num_bytes = self._num_batches * self.runner.layout.num_bytes
-            os.ftruncate(memory, num_bytes)
-            self.runner.use_memory(map_memory(memory, num_bytes))
+            self.runner.use_memory(shared_memory(files["memory"], num_bytes))
             self._workers.wait_for("built", _LOAD_TIMEOUT)
         except BaseException as error:
             self._end(error)

@@ -15,6 +15,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,7 +29,12 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import ForwardInputs
 from nanoserve.engine.kv_transfers import KVTransfers
 from nanoserve.features.parallel.heartbeat import beat_for_ever
-from nanoserve.features.parallel.process_group import LOOPBACK, find_store, map_memory
+from nanoserve.features.parallel.process_group import (
+    LOOPBACK,
+    find_store,
+    map_memory,
+    shared_memory,
+)
 from nanoserve.features.parallel.ranks import join_ranks
 from nanoserve.features.parallel.worker_processes import (
     CALL_FUNCTION,
@@ -159,6 +165,9 @@ def serve(job: dict[str, Any], steps: Steps, report: Reporter) -> None:
     report(state="ready")
     own_host = job.get("own_host", LOOPBACK)
     parallel = join_ranks(config, model_config, job["rank"], store, device, [], own_host)
+    if "fds" in job:
+        host_memory = partial(shared_memory, job["fds"]["places"])
+        parallel = replace(parallel, host_memory=host_memory)
     runner = make_runner(config, model_config, path, parallel)
     report(state="built")
     exchange, kv_transfers = WeightExchange(runner), None

@@ -57,8 +57,14 @@ class Workers:
     """
 
     def __init__(
-        self, size: int, job: dict[str, Any], memory: int, num_threads: int, timeout: float
+        self,
+        size: int,
+        job: dict[str, Any],
+        files: dict[str, int],
+        num_threads: int,
+        timeout: float,
     ) -> None:
+        """`files` are descriptors of memory that all ranks share, by name."""
         self.failure: str | None = None  # reason why the workers cannot be used any more
         self._on_failure: Callable[[], None] = lambda: None
         # Start and end of each step of a traced pipeline, by (step, rank).
@@ -74,7 +80,7 @@ class Workers:
         self._steps: list[int] = []
         self._statuses: dict[int, int] = {}  # file descriptor -> rank
         try:
-            self._start_all(size, job, memory, num_threads)
+            self._start_all(size, job, files, num_threads)
             threading.Thread(target=self._listen, daemon=True).start()
         except BaseException:
             self.close()
@@ -254,12 +260,14 @@ class Workers:
         with contextlib.suppress(OSError):  # closed before the fork
             os.close(self._life)
 
-    def _start_all(self, size: int, job: dict[str, Any], memory: int, num_threads: int) -> None:
+    def _start_all(
+        self, size: int, job: dict[str, Any], files: dict[str, int], num_threads: int
+    ) -> None:
         """Start all workers, and enter each in `_processes`, `_steps` and `_statuses`."""
         life, self._life = os.pipe()
         try:
             for rank in range(1, size):
-                self._start(job | {"rank": rank}, {"life": life, "memory": memory}, num_threads)
+                self._start(job | {"rank": rank}, {"life": life, **files}, num_threads)
         finally:
             os.close(life)
 

@@ -1,8 +1,10 @@
 """The context that all layers of a model share."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -34,12 +36,14 @@ class ParallelContext:
     """The rank of this process among all ranks of an engine. By default it is the only rank.
 
     A pipeline stage (`pp`) has its own layers, which several ranks may split (`tp`). `world` is the
-    group of all ranks if there are several stages.
+    group of all ranks if there are several stages. `host_memory` returns uint8 memory of so many
+    bytes, the same on all ranks; None with one rank, and with ranks on several machines.
     """
 
     tp: TensorParallel = field(default_factory=TensorParallel)
     pp: PipelineParallel = field(default_factory=PipelineParallel)
     world: Any = None
+    host_memory: Callable[[int], np.ndarray] | None = None
 
     @property
     def num_ranks(self) -> int:

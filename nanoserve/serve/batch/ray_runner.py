@@ -97,6 +97,9 @@ def answer_on_ray(
     for name in ("trace", "kv_events_config", "kv_offloading_path"):
         require(name not in options, f"{name} needs a single engine; remove it or --replicas")
     config = engine_config(answerer["model"], options)
+    connector = config.kv_connector
+    pairs = "the KV connector 'socket' needs a single engine; remove it or --replicas"
+    require(connector is None or connector.kv_connector != "socket", pairs)
     backend = config.distributed_executor_backend
     message = (
         f"distributed_executor_backend={backend!r} must be 'mp' with --replicas: all ranks of "

@@ -1,5 +1,6 @@
 """Place requests on replicas by their expected cache hits and their load."""
 
+import random
 import threading
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -27,10 +28,11 @@ class Placement:
     Thread-safe, because both the thread of Serve's router and the thread of the fleet use it.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, rng: random.Random | None = None) -> None:
+        """Start without members. `rng` breaks ties between them; None: a random one."""
         self._lock = threading.Lock()
         self._max_num_seqs, self._caches = config.max_num_seqs, config.enable_prefix_caching
-        self._router = PrefixRouter(config.block_size, config.prefix_cache_seed)
+        self._router = PrefixRouter(config.block_size, config.prefix_cache_seed, rng=rng)
         self.members: dict[str, Member] = {}
 
     @property

@@ -86,6 +86,12 @@ def replicas(
         config.kv_offloading_path is None,
         "kv_offloading_path needs a single engine, as each needs a folder of its own; remove it",
     )
+    connector = config.kv_connector
+    require(
+        connector is None or connector.kv_connector != "socket",
+        "the KV connector 'socket' (--prefill-server) needs a single engine, as replicas would "
+        "share kv_port; start a pair of servers for each, or remove it",
+    )
     if is_local:  # otherwise the machines of the cluster must have the checkpoint
         checkpoint = Checkpoint.open(model, config, config.revision)
         checkpoint.model_config(config, supported_architectures())

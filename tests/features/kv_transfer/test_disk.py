@@ -17,6 +17,7 @@ from kv_workload import OPTIONS, answers
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, SamplingParams
+from nanoserve.features.kv_transfer.config import KVTransferConfig
 from nanoserve.features.kv_transfer.connector import BlockKey, ConnectorContext
 from nanoserve.features.kv_transfer.disk import BLOCKS, DiskConnector
 from nanoserve.features.kv_transfer.disk_index import INDEX
@@ -29,7 +30,8 @@ BLOCK_BYTES, BLOCK_SIZE = 64, 4
 
 def connect(folder: Path, num_places: int = 50, fingerprint: bytes = b"a" * 32) -> DiskConnector:
     options = {"path": str(folder), "size": num_places * BLOCK_BYTES / 2**30}
-    return DiskConnector(ConnectorContext(options, BLOCK_BYTES, BLOCK_SIZE, 1, fingerprint))
+    config = KVTransferConfig("disk", kv_connector_extra_config=options)
+    return DiskConnector(ConnectorContext(config, BLOCK_BYTES, BLOCK_SIZE, 1, fingerprint, 10))
 
 
 def chain(number: int, length: int) -> list[BlockKey]:

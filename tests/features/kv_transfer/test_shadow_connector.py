@@ -16,7 +16,7 @@ from late_executor import require
 from nanoserve.features.kv_transfer import loads, stores
 from nanoserve.features.kv_transfer.block_keys import BlockKeys
 from nanoserve.features.kv_transfer.calls import ConnectorCalls
-from nanoserve.features.kv_transfer.connector import BlockKey
+from nanoserve.features.kv_transfer.connector import BlockKey, Prompt
 from nanoserve.features.kv_transfer.loads import ConnectorLoads
 from nanoserve.features.kv_transfer.staging import Staging
 from nanoserve.features.kv_transfer.stores import ConnectorStores
@@ -69,19 +69,23 @@ class Shelf:
     def __init__(self, run: "ConnectorRun") -> None:
         self.chance, self.blocks, self.num_loaded = run.rng, {}, 0
         self.failure_rate = run.rng.choice([0, 0, 0.1])
+        self.is_awaited = self.always_loads = run.rng.random() < 0.5
+        self.wrong: list[BlockKey] = []  # stored with another content than before
 
     def _may_fail(self) -> None:
         if self.chance.random() < self.failure_rate:
             raise RuntimeError("the shelf has fallen down")
 
-    def find(self, keys: list[BlockKey]) -> int:
+    def find(self, keys: list[BlockKey], prompt: Prompt | None) -> int:
         self._may_fail()
         if self.blocks and self.chance.random() < 0.02:
             del self.blocks[self.chance.choice(list(self.blocks))]
         found = [key in self.blocks for key in keys]
         return found.index(False) if False in found else len(found)
 
-    def load(self, keys: list[BlockKey], memory: list[Place]) -> int:
+    def load(self, keys: list[BlockKey], memory: list[Place], prompt: Prompt) -> int:
+        assert len(prompt.token_ids) % len(keys[-1].token_ids) == 0
+        assert tuple(prompt.token_ids[-len(keys[-1].token_ids) :]) == keys[-1].token_ids
         for index, (key, place) in enumerate(zip(keys, memory, strict=True)):
             self._may_fail()
             if key not in self.blocks or self.chance.random() < 0.05:
@@ -94,7 +98,8 @@ class Shelf:
         for key, place in zip(keys, memory, strict=True):
             self._may_fail()
             content = list(place.places[place.index])
-            require(self.blocks.get(key, content) == content, "another content under the same key")
+            if self.blocks.get(key, content) != content:  # the engine catches exceptions
+                self.wrong.append(key)
             self.blocks[key] = content
 
     def close(self) -> None:
@@ -170,6 +175,7 @@ class ConnectorRun(AheadRun):
         self.staging.begin_step(self, [])  # the copies of discarded steps are over when it ends
         self.staging.end_step(self)
         require(self.staging.num_free == self.staging.num_places, "staging places leaked")
+        require(not self.shelf.wrong, "another content under the same key")
         for key, content in self.shelf.blocks.items():
             require({group for group, _ in content} == {key.group}, "K and V of another group")
 
@@ -276,13 +282,13 @@ def groups_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
 
 # Each with the first seed whose run shows it.
 PLANTED_BUGS = {
-    places_of_discarded_steps_freed: 730,
-    places_freed_before_they_are_stored: 2,
+    places_of_discarded_steps_freed: 10,
+    places_freed_before_they_are_stored: 3,
     stored_before_it_is_computed: 2,
     stored_after_it_was_evicted: 20,
     kept_after_a_failure: 1,
-    filled_behind_a_gap: 735,
-    groups_mixed_up: 12,
+    filled_behind_a_gap: 169,
+    groups_mixed_up: 20,
 }
 
 

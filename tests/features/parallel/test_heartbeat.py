@@ -55,7 +55,7 @@ def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
         script.write_text(SCRIPT.format(python=sys.executable, body=body))
         script.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(script))
-        started.append(Workers(2, {}, memory, 1, timeout))
+        started.append(Workers(2, {}, {"memory": memory}, 1, timeout))
         return started[-1]
 
     yield start

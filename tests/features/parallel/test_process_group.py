@@ -70,7 +70,7 @@ def test_a_worker_that_dies_while_nccl_meets_ends_the_wait_for_it(
     current: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL itself waits for ever. Later, in the middle of loading, nobody would look."""
-    workers = Workers(1, {}, memory=-1, num_threads=1, timeout=60)  # none; they are told of below
+    workers = Workers(1, {}, files={}, num_threads=1, timeout=60)  # none; they are told of below
     is_meeting, end = threading.Event(), threading.Event()
 
     def meet() -> None:

@@ -247,6 +247,10 @@ def test_what_no_replica_can_do_is_told_in_one_line(number: int, tmp_path: Path)
     [
         (["--trace", "x.jsonl"], "trace needs a single engine"),
         (["--kv-offloading-path", "kv"], "kv_offloading_path needs a single engine"),
+        (
+            ["--kv-transfer-config", '{"kv_connector": "socket", "kv_role": "kv_producer"}'],
+            "the KV connector 'socket' needs a single engine",
+        ),
         (["--distributed-executor-backend=ray", "--tensor-parallel-size=2"], "must be 'mp'"),
         (["--dtype", "float7"], "float7"),
     ],

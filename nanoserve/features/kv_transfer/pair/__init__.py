@@ -1,0 +1,1 @@
+"""The connector "socket": a prefill engine computes prompts for a decode engine."""
