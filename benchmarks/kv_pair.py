@@ -20,7 +20,6 @@ those of "one engine" in the same round.
 import asyncio
 import json
 import os
-import platform
 import random
 import socket
 import statistics
@@ -36,6 +35,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import nanoserve
+from nanoserve.cli.bench.hardware import describe
 
 _SETTINGS = ("one engine", "one thread", "pair")
 
@@ -226,8 +226,8 @@ def main() -> None:
     print(
         f"{args.model}, float32; {args.clients} clients with prompts of {args.short} and answers "
         f"of {args.tokens} tokens; {args.rate} prompts of {args.long} tokens a second; steps of at "
-        f"most {args.chunk}; {args.rounds} x {args.seconds:.0f} s; two cores of "
-        f"{platform.processor() or platform.machine()}, nanoserve {nanoserve.__version__}, load "
+        f"most {args.chunk}; {args.rounds} x {args.seconds:.0f} s; on "
+        f"{describe('cpu')}, nanoserve {nanoserve.__version__}, load "
         f"{os.getloadavg()[0]:.1f}. In ms:\n"
     )
     names = ("ITL 50 %", "95 %", "99 %", "most", "TTFT long 50 %", "95 %", "short 50 %")

@@ -16,7 +16,6 @@ prompt is answered in four ways, each by an engine that has just started:
 """
 
 import os
-import platform
 import random
 import statistics
 import tempfile
@@ -29,6 +28,7 @@ import torch
 
 import nanoserve
 from nanoserve import LLM, SamplingParams
+from nanoserve.cli.bench.hardware import describe
 from nanoserve.features.kv_transfer.disk import BLOCKS
 
 ONE = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
@@ -91,7 +91,7 @@ def main() -> None:
             num_bytes = (Path(folder) / BLOCKS).stat().st_size
     print(
         f"{args.model}, float32, {args.tokens} prompt tokens, {num_bytes / 2**20:.0f} MiB on disk, "
-        f"{args.threads} threads, {platform.processor() or platform.machine()}, torch "
+        f"{args.threads} threads, {describe('cpu')}, torch "
         f"{torch.__version__}, nanoserve {nanoserve.__version__}, load {os.getloadavg()[0]:.1f}\n"
     )
     print("| K and V | not computed | seconds | from - to | gain | same token |")

@@ -389,6 +389,7 @@ def test_bad_options_are_rejected_before_weights_are_read(
 
 
 def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("fastapi", reason="a server needs pip install 'nanoserve[serve]'")
     for other in (["--kv-transfer-config", "{}"], ["--kv-offloading-path", "x"]):
         assert main(["serve", "tiny-qwen3", "--port", "0", "--prefill-server", URL, *other]) != 0
         assert (

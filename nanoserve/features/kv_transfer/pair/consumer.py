@@ -61,7 +61,8 @@ class Consumer:
         self._options = ConsumerOptions.of(context.config)
         self._hello = Hello(context.fingerprint, context.block_bytes)
         self._tokens_per_key = context.block_size / context.num_groups
-        self._timeout = context.load_timeout
+        # Less than the engine waits: so what has arrived by then is used, and the server is late.
+        self._timeout = 0.9 * context.load_timeout
         self._outage = Outage(self._options.url.geturl(), time.monotonic)
         self._lock = threading.Lock()  # of the counters
         self.stats = PrefillStats()

@@ -92,25 +92,31 @@ class Producer:
     # ------------------------------------------------------------------ connections
 
     def _listen(self) -> None:
-        """Start a thread for each connection, until the engine is closed."""
+        """Accept connections until the engine is closed."""
         while not self._is_closed.is_set():
             try:
-                connection, _ = self._listening.accept()
+                self._accept()
             except TimeoutError:
                 self.leases.drop_expired()
-                continue
-            except OSError as error:  # such as too many open files
+            except (OSError, RuntimeError) as error:  # such as too many open files, or threads
                 logger.warning("a connection for KV blocks was not accepted: %s", error)
-                self._is_closed.wait(_POLL)
-                continue
+                self._is_closed.wait(_ACCEPT)
+
+    def _accept(self) -> None:
+        """Accept a connection, and start a thread for it."""
+        connection, _ = self._listening.accept()
+        try:
             if len(self._connections) >= _MOST_CONNECTIONS:
-                connection.close()
-                self.leases.note_rejected()
-                continue
+                raise OSError(f"there are {_MOST_CONNECTIONS} already")
             if connection.family != socket.AF_UNIX:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._connections.add(connection)
             threading.Thread(target=self._serve, args=(connection,), daemon=True).start()
+        except (OSError, RuntimeError):
+            self._connections.discard(connection)
+            connection.close()
+            self.leases.note_rejected()
+            raise
 
     def _serve(self, connection: socket.socket) -> None:
         """Serve one connection. Whatever it sends, it ends no other one."""
