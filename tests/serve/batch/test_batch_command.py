@@ -141,7 +141,6 @@ POOLED = [
     line("score", "/score", text_1="A KV cache", text_2=["A block", "A KV cache"]),
     line("rerank", "/v1/rerank", query="A KV cache", documents=["A block", "A KV cache"]),
     line("dimensions", "/v1/embeddings", input="A KV cache", dimensions=100_000),
-    line("seed", "/v1/embeddings", input="A KV cache", seed=1),
     line("chat", CHAT, messages=ASKED),
 ]
 
@@ -171,7 +170,7 @@ def test_lines_that_no_server_would_see(tmp_path: Path, capsys: Any) -> None:
     good = line("good", prompt="A KV cache", max_tokens=2)
     wrong = {
         "method": good | {"custom_id": "method", "method": "GET"},
-        "url": line("url", "/v1/embeddings", input="x"),
+        "url": line("url", "/v1/responses", input="x"),
         "body": good | {"custom_id": "body", "body": ["x"]},
         "stream": line("stream", prompt="x", stream=True),
         "nothing": {"custom_id": "nothing"},
