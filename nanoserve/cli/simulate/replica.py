@@ -27,7 +27,7 @@ from nanoserve.utils.checks import require
 NOT_SIMULATED = (
     *("pipeline_parallel_size", "speculative_config", "kv_offloading_size"),
     *("kv_offloading_path", "kv_transfer_config", "kv_events_config"),
-    *("enable_return_routed_experts", "otlp_traces_endpoint"),
+    *("enable_return_routed_experts", "otlp_traces_endpoint", "pooler_config"),
 )
 
 
@@ -51,6 +51,8 @@ class Setup:
         """Raise `ValueError` for options that enable a feature, which would be ignored."""
         changed = self.config.changed_options()
         ignored = [name for name in NOT_SIMULATED if name in changed]
+        if self.model_config.pooling is not None:  # perhaps chosen by runner="auto"
+            ignored.append("runner='pooling'")
         require(
             not ignored,
             f"{', '.join(ignored)} cannot be simulated: leave it out, or pass an extension of your "
