@@ -51,7 +51,8 @@ class Setup:
         """Raise `ValueError` for options that enable a feature, which would be ignored."""
         changed = self.config.changed_options()
         ignored = [name for name in NOT_SIMULATED if name in changed]
-        if self.model_config.pooling is not None:  # perhaps chosen by runner="auto"
+        # With runner="auto", the model decides.
+        if self.config.runner == "pooling" or self.model_config.pooling is not None:
             ignored.append("runner='pooling'")
         require(
             not ignored,
