@@ -1,34 +1,37 @@
 """Regions of the course's Markdown: expressions and the values recorded for them.
 
-An author writes `{{ worked.serving.users(8) }}` for a number, or `::: nanoserve.engine.plan.Row`
-for source. `python docs/record.py` computes the value and keeps both in the page, the expression as
-a comment:
+An author writes `{{ worked.serving.table(8) }}` on a line of its own for a table, or
+`::: nanoserve.engine.plan.Row` for source. `python docs/record.py` computes the value and keeps
+both in the page, the expression as a comment:
 
-    <!-- {{ worked.serving.users(8) }} -->431<!--/-->
+    <!-- {{ worked.serving.table(8) }} -->
 
-So a repository's file view shows complete pages, a site can be built without the engine, and a
-test computes everything again.
+    | users | ...
+
+    <!--/-->
+
+An expression within a sentence is replaced by its value; `computed` notes it below the text. So a
+repository's file view shows complete pages, a site can be built without the engine, and a test
+computes everything again.
 """
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from computed import computed_values, new_place, note_new, update
+
 END = "<!--/-->"
 # Alternatives in the order in which they are tried at a place: what is recorded may hold fences.
 _PIECES = re.compile(
-    r"<!-- (?P<said>\{\{.*?\}\}|::: .*?)\s*-->(?P<value>.*?)<!--/-->"
+    r"^<!-- computed\n(?P<computed>.*?)^-->$"
+    r"|<!-- (?P<said>\{\{.*?\}\}|::: .*?)\s*-->(?P<value>.*?)<!--/-->"
     r"|^[> ]*(?P<fence>`{3,})[^\n]*\n.*?^[> ]*(?P=fence) *$"
     r"|(?P<ticks>`+)(?!`).*?(?<!`)(?P=ticks)(?!`)"
     r"|(?P<expression>\{\{.*?\}\})"
     r"|^(?P<quote>::: [\w.]+(?:\n    [^\n]*)*)$",
     re.M | re.S,
 )
-# An HTML comment at the beginning of a line would end a paragraph.
-_COMMENT_FIRST = re.compile(r"(?<=\S)[ \t]*\n[> ]*(?=<!-- \{\{[^\n]*?-->[^\n])")
-# A bar ends a table's cell, in a comment too.
-_CELL_WITH_BAR = re.compile(r"^[> ]*\|.*?<!-- \{\{(?:(?!-->)[^\n])*?\|.*$", re.M)
-_ITEM_BY_COMMENT = re.compile(r"^[> ]*(?:[-*] |\d+\. )?<!-- \{\{[^\n]*?-->[^\n].*$", re.M)
 
 
 @dataclass(frozen=True)
@@ -58,11 +61,19 @@ class Region:
 
 
 def replace_regions(text: str, replacement: Callable[[Region], str]) -> str:
-    """Return the text with each region replaced, recorded or not; code is not changed."""
+    """Return the text with each region replaced, recorded or not; code is not changed.
+
+    Comments with expressions of values in running text are left out of what is returned, after
+    `replacement` has been called for each of their values.
+    """
 
     def replaced(match: re.Match[str]) -> str:
         if match["fence"] or match["ticks"]:
             return match[0]
+        if match["computed"] is not None:
+            for each in computed_values(match["computed"]):
+                replacement(Region(f"{{{{ {each.expression} }}}}", each.value, False, ""))
+            return ""
         return replacement(_region(text, match))
 
     return _PIECES.sub(replaced, text)
@@ -78,28 +89,33 @@ def regions(text: str) -> list[Region]:
 def with_values(text: str, value: Callable[[Region], str]) -> str:
     """Return the text with every value recorded again.
 
-    Raises `ValueError` for regions that a plain view would display differently: a list's item or a
-    paragraph that begins with a computed number, whose comment ends the paragraph; and a bar in the
-    comment of a table's cell, which ends the cell.
+    Raises `ValueError` if a value in running text is not where its comment says, or cannot be told
+    from another one (see `computed`).
     """
+    expressions: list[str] = []
 
-    def recorded(region: Region) -> str:
+    def recorded(match: re.Match[str]) -> str:
+        if match["fence"] or match["ticks"] or match["computed"] is not None:
+            return match[0]
+        region = _region(text, match)
         found = value(region).strip("\n")
+        if not region.is_block and region.expression is not None:
+            if "\n" in found:
+                raise ValueError(f"{region.said} has several lines: write it between empty lines")
+            expressions.append(region.expression)
+            return new_place(len(expressions) - 1, found)
         said = f"<!-- {region.said} -->"
         if region.symbol and "\n" in region.said:
             said = f"<!-- {region.said}\n-->"
-        if not region.is_block:
-            return f"{said}{found}{END}"
         lines = "\n".join((region.prefix + line).rstrip() for line in found.splitlines())
         edge = region.prefix.rstrip()
         return f"{said}\n{edge}\n{lines}\n{edge}\n{region.prefix}{END}"
 
-    text = _COMMENT_FIRST.sub(" ", replace_regions(text, recorded))
-    if wrong := _ITEM_BY_COMMENT.search(text):
-        raise ValueError(f"begin with a word, not with what is computed: {wrong[0][:160]}")
-    if wrong := _CELL_WITH_BAR.search(text):
-        raise ValueError(f"in a table's cell write % and not |format: {wrong[0][-160:]}")
-    return text
+    def again(expression: str) -> str:
+        return value(Region(f"{{{{ {expression} }}}}", None, False, "")).strip("\n")
+
+    found = note_new(update(_PIECES.sub(recorded, text), again), expressions)
+    return found.rstrip("\n") + "\n" if text.endswith("\n") else found
 
 
 def without_regions(text: str) -> str:

@@ -98,25 +98,97 @@ def test_boxes_and_folded_answers_become_those_of_a_site() -> None:
         assert "<details" not in shown and "<!-- {{" not in shown, name(page)
 
 
-def test_values_are_put_beside_what_says_them() -> None:
-    page = "One of\n{{ 2 + 2 }} apples, `{{ code }}`.\n\n{{ table }}\n\n```\n{{ fence }}\n```\n"
-    found = regions.with_values(page, lambda region: "a\nb" if "table" in region.said else "4")
-    assert found == (
-        "One of <!-- {{ 2 + 2 }} -->4<!--/--> apples, `{{ code }}`.\n\n"
-        "<!-- {{ table }} -->\n\na\nb\n\n<!--/-->\n\n```\n{{ fence }}\n```\n"
+def of_four(region: regions.Region) -> str:
+    return "a\nb" if "table" in region.said else "4"
+
+
+PAGE = """# One of
+{{ 2 + 2 }} apples, `{{ code }}`.
+
+{{ table }}
+
+```
+# {{ fence }}
+```
+
+- {{ "%d"|format(2 + 2) }} pears, 4 of 4.5
+"""
+RECORDED = """# One of
+4 apples, `{{ code }}`.
+
+<!-- {{ table }} -->
+
+a
+b
+
+<!--/-->
+
+```
+# {{ fence }}
+```
+
+- 4 pears, 4 of 4.5
+
+<!-- computed
+One of [4] = {{ 2 + 2 }}
+``` - [4] = {{ "%d"|format(2 + 2) }}
+-->
+"""
+
+
+def test_a_value_stands_in_the_text_and_its_expression_below() -> None:
+    found = regions.with_values(PAGE, of_four)
+    assert found == RECORDED
+    assert regions.with_values(found, of_four) == found
+    assert [region.value for region in regions.regions(found)] == ["\n\na\nb\n\n", "4", "4"]
+    assert regions.without_regions(found).startswith("# One of\n4 apples, `{{ code }}`.\n\n\n")
+    assert "computed" not in regions.without_regions(found)
+
+
+def test_a_value_that_has_changed_is_replaced_where_it_stands() -> None:
+    found = regions.with_values(RECORDED, lambda region: of_four(region).replace("4", "5,0"))
+    assert "# One of\n5,0 apples" in found and "- 5,0 pears, 4 of 4.5\n" in found
+    assert "One of [5,0] = {{ 2 + 2 }}\n" in found
+
+
+def test_a_table_is_not_written_within_a_sentence() -> None:
+    with pytest.raises(ValueError, match="between empty lines"):
+        regions.with_values("One {{ table }}.\n", of_four)
+
+
+def test_words_and_values_may_have_brackets() -> None:
+    page = "A [link](a.md): [3, 5].\n\n<!-- computed\n[link](a.md): [[3, 5]] = {{ x }}\n-->\n"
+    found = regions.with_values(page, lambda region: "[7]")
+    assert found.startswith("A [link](a.md): [7].\n") and "(a.md): [[7]] = {{ x }}" in found
+
+
+def test_a_new_value_joins_those_of_its_section() -> None:
+    page = (
+        "# A\n\nOf all 1.\n\n<!-- computed\nOf all [1] = {{ 1 }}\n-->\n\n# B\n\nOf all {{ 1 }}.\n"
     )
-    assert regions.with_values(found, lambda region: region.value) == found
-    assert regions.without_regions(found).startswith("One of 4 apples, `{{ code }}`.\n\n\n")
+    more = page.replace("Of all 1.", "Of all 1, not {{ 1 }}.")
+    found = regions.with_values(more, lambda region: "1")
+    assert found == (
+        "# A\n\nOf all 1, not 1.\n\n<!-- computed\nOf all [1] = {{ 1 }}\n"
+        "1, not [1] = {{ 1 }}\n-->\n\n# B\n\nOf all 1.\n\n"
+        "<!-- computed\nOf all [1] = {{ 1 }}\n-->\n"
+    )
 
 
-def test_a_number_may_not_begin_an_item() -> None:
-    with pytest.raises(ValueError, match="begin with a word"):
-        regions.with_values("- {{ 2 }} apples", lambda region: "2")
-
-
-def test_a_bar_may_not_end_a_cell() -> None:
-    with pytest.raises(ValueError, match="write % and not"):
-        regions.with_values('| a | {{ "%.1f"|format(2) }} |', lambda region: "2.0")
+@pytest.mark.parametrize(
+    ("page", "message"),
+    [
+        ("One 4.\n\n<!-- computed\nTwo [4] = {{ 4 }}\n-->\n", "'Two 4' is 0 times"),
+        ("One 44.\n\n<!-- computed\nOne [4] = {{ 4 }}\n-->\n", "'One 4' is 0 times"),
+        ("One 4.4.\n\n<!-- computed\nOne [4] = {{ 4 }}\n-->\n", "'One 4' is 0 times"),
+        ("An 4, an 4.\n\n<!-- computed\n[4] = {{ 4 }}\n-->\n", "'4' is 2 times"),
+        ("One 4.\n\n<!-- computed\nOne 4 = {{ 4 }}\n-->\n", r"write `words \[value\]"),
+        ("one 4, " * 20 + "one {{ 4 }}, " + "one 4, " * 20, "more than once"),
+    ],
+)
+def test_a_value_is_where_its_comment_says(page: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        regions.with_values(page, lambda region: "4")
 
 
 def test_what_follows_a_folded_answer_is_markdown_again() -> None:
