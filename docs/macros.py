@@ -170,18 +170,23 @@ def glossary() -> str:
             letter = term.term[0].upper()
             parts.append(f"## {letter}")
         parts.append(f"### {term.term}")
-        parts.append(escape(term.en, quote=False))
+        parts.append(escape(term.course_en or term.en, quote=False))
         also = f"Also: {', '.join(term.aliases)}. " if term.aliases else ""
-        parts.append(f'<p class="also" markdown>{also}<b>{term.zh_term}</b>: {term.zh}</p>')
+        zh = term.course_zh or term.zh
+        parts.append(f'<p class="also" markdown>{also}<b>{term.zh_term}</b>: {zh}</p>')
         if term.term not in known:
             parts.append("*Newer than the bundled model, which has not learned it yet.*")
+        elif term.course_en:
+            parts.append("*The bundled model has learned an earlier wording.*")
     return "\n\n".join(parts)
 
 
 def glossary_in_chinese() -> str:
     """Return the same terms with their Chinese names and definitions."""
     terms = sorted(load_glossary(), key=lambda term: term.term.lower())
-    return "\n\n".join(f"### {term.zh_term}（{term.term}）\n\n{term.zh}" for term in terms)
+    return "\n\n".join(
+        f"### {term.zh_term}（{term.term}）\n\n{term.course_zh or term.zh}" for term in terms
+    )
 
 
 def vllm_options() -> str:

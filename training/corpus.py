@@ -35,13 +35,19 @@ TURN_WEIGHTS = {"glossary": 0.52, "addition": 0.36, "small_talk": 0.05, "unknown
 
 @dataclass(frozen=True)
 class Term:
-    """Glossary entry: its names in two languages, and its definition in each."""
+    """Glossary entry: its names in two languages, and its definition in each.
+
+    course_en, course_zh: the definition on the course's page, where it is newer than the one that
+        the bundled weights were trained on.
+    """
 
     term: str
     aliases: tuple[str, ...]
     zh_term: str
     en: str
     zh: str
+    course_en: str = ""
+    course_zh: str = ""
 
     def definition(self, language: str) -> str:
         """Return the definition in a language, "en" or "zh"."""

@@ -9,7 +9,7 @@ A model is given in parts, and you write the loop around them. All arrays are nu
     model.choose(x)                        the next token id, from a token's last vector
 
 There is one head. `attended` [head_dim] is the attention of the token's q over the k and v of all
-tokens up to and with itself: softmax of (q . k / sqrt(head_dim)), times the values.
+tokens up to and including itself: softmax of (q . k / sqrt(head_dim)), times the values.
 
 Run the test with: pytest -x docs/03-kv-cache/test_exercise.py
 """

@@ -32,6 +32,6 @@ def store(cache: np.ndarray, slots: np.ndarray, x: np.ndarray) -> None:
 def gather(cache: np.ndarray, block_table: list[int], num_tokens: int) -> np.ndarray:
     """Return the first `num_tokens` tokens of a sequence: [num_kv_heads, num_tokens, head_dim].
 
-    `num_tokens` is at least 1. The table may name more blocks than they need; do not read those.
+    `num_tokens` is at least 1. The table may list more blocks than they need; do not read those.
     """
     raise NotImplementedError
