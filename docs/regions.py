@@ -100,6 +100,8 @@ def with_values(text: str, value: Callable[[Region], str]) -> str:
         region = _region(text, match)
         found = value(region).strip("\n")
         if not region.is_block and region.expression is not None:
+            if "\n" in found:
+                raise ValueError(f"{region.said} has several lines: write it between empty lines")
             expressions.append(region.expression)
             return new_place(len(expressions) - 1, found)
         said = f"<!-- {region.said} -->"

@@ -151,6 +151,11 @@ def test_a_value_that_has_changed_is_replaced_where_it_stands() -> None:
     assert "One of [5,0] = {{ 2 + 2 }}\n" in found
 
 
+def test_a_table_is_not_written_within_a_sentence() -> None:
+    with pytest.raises(ValueError, match="between empty lines"):
+        regions.with_values("One {{ table }}.\n", of_four)
+
+
 def test_words_and_values_may_have_brackets() -> None:
     page = "A [link](a.md): [3, 5].\n\n<!-- computed\n[link](a.md): [[3, 5]] = {{ x }}\n-->\n"
     found = regions.with_values(page, lambda region: "[7]")
