@@ -61,9 +61,13 @@ def at_share(share: float) -> dict[str, float]:
     """Return the summary of one replica at a share of its highest rate."""
     results = _serve(workload(240, share * highest_rate()))
     summary = results.summary(slo_ttft=0.2, slo_itl=0.016)
-    arrived = results.finished.arrival
-    rate = (len(arrived) - 1) / (arrived[-1] - arrived[0]) if len(arrived) > 1 else 0.0
-    return summary | {"rate": rate, "in_engine": in_system(results), "seconds": results.seconds}
+    return summary | {"in_engine": in_system(results)}
+
+
+def slots_in_use(share: float) -> float:
+    """Return what Little's law says of the same run: requests a second x mean seconds of each."""
+    found = at_share(share)
+    return 240 / found["seconds"] * found["e2e_mean"] / 1000
 
 
 def in_system(results: Results) -> float:
@@ -77,7 +81,7 @@ def in_system(results: Results) -> float:
 
 
 def saturation_table(shares: Sequence[float]) -> str:
-    """Return latencies over the rate, beside those that a step without a queue would have."""
+    """Return latencies, and requests in the engine, over the rate."""
     rows = []
     for share in shares:
         found = at_share(share)
