@@ -10,13 +10,13 @@ worked = facts.load(Path(__file__).with_name("worked.py"))
 
 _LEFT, _RIGHT, _TOP, _BOTTOM = 92, 150, 30, 330
 _SHARES = (0.3, 0.5, 0.7, 0.9, 1.0, 1.1, 1.3)
-_MS = (10, 2000)
+_MS = (10, 4000)
 
 
 def saturation() -> str:
     """TTFT in the middle and at the 99th percentile; the vertical scale is logarithmic."""
     figure = svg.Figure("Time to first token, by rate of requests", 396)
-    for ms in (10, 30, 100, 300, 1000):
+    for ms in (10, 30, 100, 300, 1000, 3000):
         figure.line(_LEFT, _y(ms), svg.WIDTH - _RIGHT, _y(ms), svg.FAINT, 1)
         figure.text(_LEFT - 10, _y(ms) + 5, f"{ms:,} ms", 14, "end", svg.SOFT)
     for share in (0.4, 0.6, 0.8, 1.0, 1.2):

@@ -38,6 +38,7 @@ RECORDED = Path(__file__).parents[1] / "07-preemption" / "preemption.jsonl"
 NUM_SLOTS = 64
 _VOCAB_SIZE = 150_000
 _LENGTHS = (200, 1500), (50, 250)  # of prompts and outputs
+_NUM_REQUESTS = 500  # of a run of `at_share`
 SERVICE = 0.01  # seconds of a request in the queues of the formulas
 
 
@@ -46,20 +47,25 @@ SERVICE = 0.01  # seconds of a request in the queues of the formulas
 
 def workload(num_requests: int, rate: float | None) -> Workload:
     """Return requests as a Poisson process, or all at once; at each rate the same ones."""
-    return Workload.draw(num_requests, *_LENGTHS, _VOCAB_SIZE, rate)
+    return replace(_drawn(num_requests), rate=rate)
+
+
+@cache
+def _drawn(num_requests: int) -> Workload:
+    return Workload.draw(num_requests, *_LENGTHS, _VOCAB_SIZE)
 
 
 @cache
 def highest_rate() -> float:
     """Return the requests a second that one replica finishes if all of them wait from the start."""
-    results = _serve(workload(240, None))
+    results = _serve(workload(_NUM_REQUESTS, None))
     return results.summary()["request_rate"]
 
 
 @cache
 def at_share(share: float) -> dict[str, float]:
     """Return the summary of one replica at a share of its highest rate."""
-    results = _serve(workload(240, share * highest_rate()))
+    results = _serve(workload(_NUM_REQUESTS, share * highest_rate()))
     summary = results.summary(slo_ttft=0.2, slo_itl=0.016)
     return summary | {"in_engine": in_system(results)}
 
@@ -67,7 +73,7 @@ def at_share(share: float) -> dict[str, float]:
 def slots_in_use(share: float) -> float:
     """Return what Little's law says of the same run: requests a second x mean seconds of each."""
     found = at_share(share)
-    return 240 / found["seconds"] * found["e2e_mean"] / 1000
+    return _NUM_REQUESTS / found["seconds"] * found["e2e_mean"] / 1000
 
 
 def in_system(results: Results) -> float:
@@ -98,8 +104,8 @@ def saturation_table(shares: Sequence[float]) -> str:
     return table((*head, "in the engine", "within the objectives"), rows)
 
 
-def _serve(traffic: Any, **options: Any) -> Results:
-    return Fleet(policies.setup(max_num_seqs=NUM_SLOTS, **options)).run(traffic)
+def _serve(traffic: Workload) -> Results:
+    return Fleet(policies.setup(max_num_seqs=NUM_SLOTS, enable_prefix_caching=False)).run(traffic)
 
 
 # ---------------------------------------------------------------- the clock
