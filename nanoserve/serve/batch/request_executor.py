@@ -14,7 +14,9 @@ from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.settings import ServerSettings
 from nanoserve.utils.checks import shown
 
-_URLS = ("/v1/chat/completions", "/v1/completions")
+_GENERATE = ("/v1/chat/completions", "/v1/completions")
+_POOL = ("/v1/embeddings", "/score", "/v1/score", "/rerank", "/v1/rerank", "/v2/rerank")
+_URLS = (*_GENERATE, *_POOL)
 
 
 class Answered(NamedTuple):
@@ -85,7 +87,8 @@ class Answerer:
             raise ApiError(400, f"body={shown(body)} must be an object", "body")
         if body.get("stream"):
             raise ApiError(400, "stream=true is not supported in a batch", "stream")
-        if body.get("seed") in (None, -1) and not _has_several_prompts(body):
+        is_seeded = body.get("seed") not in (None, -1)
+        if url in _GENERATE and not is_seeded and not _has_several_prompts(body):
             body = body | {"seed": self._seed_of(line.custom_id)}
         return url, json.dumps(body).encode()
 

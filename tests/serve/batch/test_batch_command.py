@@ -109,9 +109,11 @@ def run(source: Path, out: Path, *arguments: str) -> int:
     return main(["batch", str(source), str(out), *OPTIONS, *ours, *arguments])
 
 
-def check_answers(requests: list[dict[str, Any]], tmp_path: Path, server: Any) -> None:
+def check_answers(
+    requests: list[dict[str, Any]], tmp_path: Path, server: Any, *arguments: str
+) -> dict[str, dict[str, Any]]:
     source, out = write(tmp_path / "in.jsonl", requests), tmp_path / "out.jsonl"
-    run(source, out)
+    run(source, out, *arguments)
     found = answers(out)
     assert found.keys() == {each["custom_id"] for each in requests}
     for each in requests:
@@ -126,10 +128,33 @@ def check_answers(requests: list[dict[str, Any]], tmp_path: Path, server: Any) -
         else:
             assert written["error"]["message"] == body["error"]["message"]
             assert written["error"]["code"]
+    return {each["custom_id"]: found[each["custom_id"]] for each in requests}
 
 
 def test_answers_are_those_of_the_server(tmp_path: Path, server: Any) -> None:
     check_answers(REQUESTS, tmp_path, server)
+
+
+POOLED = [
+    line("embeddings", "/v1/embeddings", input=["A KV cache", "A block"], dimensions=8),
+    line("base64", "/v1/embeddings", input="A KV cache", encoding_format="base64"),
+    line("score", "/score", text_1="A KV cache", text_2=["A block", "A KV cache"]),
+    line("rerank", "/v1/rerank", query="A KV cache", documents=["A block", "A KV cache"]),
+    line("dimensions", "/v1/embeddings", input="A KV cache", dimensions=100_000),
+    line("chat", CHAT, messages=ASKED),
+]
+
+
+def test_a_model_that_pools_answers_files_too(tmp_path: Path) -> None:
+    options: Any = {"dtype": "float32", "max_num_seqs": 32, "num_kv_blocks": 1000}
+    llm = AsyncLLM("tiny-qwen3", runner="pooling", max_model_len=1024, **options)
+    try:
+        with served(llm, served_model_name=["tiny-qwen3", "tiny"]) as server:
+            found = check_answers(POOLED, tmp_path, server, "--runner", "pooling")
+    finally:
+        llm.shutdown()
+    statuses = {key: each["response"]["status_code"] for key, each in found.items()}
+    assert [key for key, status in statuses.items() if status == 200] == list(statuses)[:4]
 
 
 def test_formats_and_tools_are_those_of_the_server(tmp_path: Path, server: Any) -> None:
@@ -145,7 +170,7 @@ def test_lines_that_no_server_would_see(tmp_path: Path, capsys: Any) -> None:
     good = line("good", prompt="A KV cache", max_tokens=2)
     wrong = {
         "method": good | {"custom_id": "method", "method": "GET"},
-        "url": line("url", "/v1/embeddings", input="x"),
+        "url": line("url", "/v1/responses", input="x"),
         "body": good | {"custom_id": "body", "body": ["x"]},
         "stream": line("stream", prompt="x", stream=True),
         "nothing": {"custom_id": "nothing"},

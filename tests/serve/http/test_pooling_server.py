@@ -300,6 +300,23 @@ def test_langchain_finds_the_nearest_text(server: Served) -> None:
     assert found.page_content == f"{TEXTS[1]} 1"
 
 
+def test_llama_index_finds_the_nearest_text(server: Served) -> None:
+    pytest.importorskip("llama_index.core", reason="pip install llama-index-core")
+    like: Any = pytest.importorskip(
+        "llama_index.embeddings.openai_like", reason="pip install llama-index-embeddings-openai-like"
+    )
+    from llama_index.core import Document, VectorStoreIndex
+
+    made = like.OpenAILikeEmbedding(
+        model_name="tiny", api_base=f"{server.url}/v1", api_key="x", max_retries=0
+    )
+    texts = [f"{text} {i}" for i, text in enumerate(TEXTS)]
+    index = VectorStoreIndex.from_documents([Document(text=t) for t in texts], embed_model=made)
+    for text in texts:
+        (found,) = index.as_retriever(similarity_top_k=1).retrieve(text)
+        assert found.text == text and found.score == pytest.approx(1, abs=1e-5)
+
+
 def test_coheres_client_reranks(server: Served) -> None:
     """Both of its versions, which use /v1/rerank and /v2/rerank."""
     cohere = pytest.importorskip("cohere", reason="pip install cohere")
