@@ -51,6 +51,9 @@ class Setup:
         """Raise `ValueError` for options that enable a feature, which would be ignored."""
         changed = self.config.changed_options()
         ignored = [name for name in NOT_SIMULATED if name in changed]
+        # With runner="auto", the model decides.
+        if self.config.runner == "pooling" or self.model_config.pooling is not None:
+            ignored.append("runner='pooling'")
         require(
             not ignored,
             f"{', '.join(ignored)} cannot be simulated: leave it out, or pass an extension of your "

@@ -112,6 +112,7 @@ def test_classes_are_loaded_from_files_and_modules(tmp_path: Path) -> None:
         ([*GPU, "--policy", f"{__file__}:Path"], "is not a subclass of Scheduler"),
         ([*GPU, "--efficiency", "1.5"], "efficiency=1.5 must be"),
         ([*GPU, "--kv-offloading-size", "1"], "kv_offloading_size cannot be simulated: leave it"),
+        ([*GPU, "--runner", "pooling"], "runner='pooling' cannot be simulated"),
         (["simulate", "qwen3-8b", "--gpu", "rtx-4090", "--dtype", "float32"], "do not fit"),
         (["simulate", "--replay", str(DOCS / "23-scaling-out/two-stages.jsonl")], "stages"),
     ],

@@ -303,7 +303,8 @@ def test_langchain_finds_the_nearest_text(server: Served) -> None:
 def test_llama_index_finds_the_nearest_text(server: Served) -> None:
     pytest.importorskip("llama_index.core", reason="pip install llama-index-core")
     like: Any = pytest.importorskip(
-        "llama_index.embeddings.openai_like", reason="pip install llama-index-embeddings-openai-like"
+        "llama_index.embeddings.openai_like",
+        reason="pip install llama-index-embeddings-openai-like",
     )
     from llama_index.core import Document, VectorStoreIndex
 
