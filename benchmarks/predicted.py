@@ -3,8 +3,9 @@
     python benchmarks/predicted.py                         the bundled model
     python benchmarks/predicted.py --shape qwen3-0.6b-8l   random weights of that shape
 
-A step time is fitted to one workload, which is measured before and after each run of another one,
-and predicts that run. Each workload is first served at once, which measures how many requests a
+A step time is fitted to chosen steps (`nanoserve.cli.simulate.calibrate`), or with `--fit NAME` to
+one workload. They are measured before and after each run of another workload, and predict that run.
+Each workload is first served at once, which measures how many requests a
 second the engine can serve at most, and then at shares of that rate. Every request arrives at the
 same time, with the same tokens, in the real and in the simulated run. Measure on an idle machine: a
 step that another process disturbs is in no prediction. Each real run is repeated: no prediction can
@@ -23,6 +24,7 @@ from nanoserve import LLM
 from nanoserve.cli.bench.hardware import describe
 from nanoserve.cli.bench.shapes import SHAPES
 from nanoserve.cli.bench.workloads import WORKLOADS, length_range
+from nanoserve.cli.simulate.calibrate import measure_steps
 from nanoserve.cli.simulate.fit import MeasuredStep, fit_step_time
 from nanoserve.cli.simulate.fleet import Fleet
 from nanoserve.cli.simulate.real import CpuClock, Measured, serve_for_real
@@ -45,7 +47,8 @@ def workload(name: str, vocab_size: int, rate: float | None, num_seqs: int) -> W
 def main() -> None:
     parser = ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=SHAPES, help="default: the bundled model")
-    parser.add_argument("--fit", default="random", choices=WORKLOADS)
+    parser.add_argument("--fit", default="calibration", choices=["calibration", *WORKLOADS])
+    parser.add_argument("--longest", type=int, default=1536, help="prompt of the calibration")
     parser.add_argument("--test", nargs="+", default=["shared-prefix", "long-prompt", "chat"])
     parser.add_argument("--num-seqs", type=int, default=96)
     parser.add_argument("--max-num-seqs", type=int, default=16)
@@ -86,12 +89,14 @@ def compare(engine: GuardedEngine, args: Any, wait: Any) -> list[dict[str, Any]]
         return serve_for_real(engine, traffic, wait), traffic
 
     def steps_to_fit() -> list[MeasuredStep]:
-        """Steps of the workload to fit: all requests at once, and one by one."""
+        """Chosen steps, or those of a workload: all requests at once, and one by one."""
+        if args.fit == "calibration":
+            return measure_steps(engine, args.longest, wait=wait)
         at_once, _ = serve(args.fit, None, args.num_seqs // 2)
         rate = 0.5 * at_once.results.summary()["request_rate"]
         return at_once.steps + serve(args.fit, rate, args.num_seqs // 2)[0].steps
 
-    serve(args.fit, None, 16)  # compiles, warms up
+    serve("random", None, 16)  # compiles, warms up
     rows: list[dict[str, Any]] = []
     before = steps_to_fit()
     for name in args.test:
@@ -101,7 +106,7 @@ def compare(engine: GuardedEngine, args: Any, wait: Any) -> list[dict[str, Any]]
             again, _ = serve(name, share * highest, args.num_seqs)
             after = steps_to_fit()
             # A machine's speed drifts: the steps are those just before and just after the run.
-            fit = fit_step_time(before + after, f"workload {args.fit}")
+            fit = fit_step_time(before + after, args.fit)
             before = after
             setup = Setup(
                 engine.config, engine.model_config, engine.executor.num_kv_blocks, fit.step_time

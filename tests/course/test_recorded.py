@@ -16,7 +16,10 @@ from trace_pages import run_file, scenarios
 
 PAGES = sorted(facts.DOCS.rglob("*.md"))
 # These simulate many requests, or quantize a model in all ways; their own tests look at some.
-LONG = {"20-quantization/index.md", "23-scaling-out/index.md", "25-disaggregation/index.md"}
+LONG = {
+    *("20-quantization/index.md", "23-scaling-out/index.md", "25-disaggregation/index.md"),
+    "28-simulation/index.md",
+}
 # What is computed from the server's code, which needs the extra `serve`.
 OF_THE_SERVER = {"reference/server.md", "reference/metrics.md"}
 TO_DRAW = sorted(facts.DOCS.glob("*/figures.py"))

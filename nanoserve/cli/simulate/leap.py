@@ -26,11 +26,15 @@ _NOT_IN_LEAPS = ("order", "add", "__init__")
 
 
 class Leap(NamedTuple):
-    """Decode steps of all running sequences. `ends` are the times at which the steps end."""
+    """Decode steps of all running sequences. `ends` are the times at which the steps end.
+
+    is_short_of_slots: requests wait for a slot during all of these steps.
+    """
 
     start: float
     ends: np.ndarray
     sequences: list[Sequence]
+    is_short_of_slots: bool = False
 
     def num_started_before(self, time: float) -> int:
         """Return how many of the steps start before `time`."""
@@ -90,7 +94,7 @@ def plan_leap(engine: LLMEngine, executor: SimulatedExecutor, start: float) -> L
     size = StepSize(rows, rows, rows, 0, contexts, 0.0)
     seconds = np.broadcast_to(executor.step_time.seconds(size) / executor.speed, num_steps)
     ends = np.cumsum(np.concatenate([[start], seconds]))[1:]  # adds in the order of the steps
-    return Leap(start, ends, sequences)
+    return Leap(start, ends, sequences, bool(scheduler.waiting))
 
 
 def _tokens_before_end(seq: Sequence, executor: SimulatedExecutor) -> int:

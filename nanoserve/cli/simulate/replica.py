@@ -178,10 +178,10 @@ class Replica:
     def _note_shortage(self, plan: Plan) -> None:
         """Note what the requests that a step has not admitted waited for."""
         scheduler = self.engine.scheduler
-        if plan.budget <= 0:
-            name = "max_num_batched_tokens"
-        elif len(plan.rows) >= scheduler.max_num_seqs:
+        if len(plan.rows) >= scheduler.max_num_seqs:
             name = "max_num_seqs"
+        elif plan.budget <= 0:
+            name = "max_num_batched_tokens"
         else:
             name = "KV blocks"
         self.waited_for[name] += self.busy_until - self._last_end
@@ -200,7 +200,7 @@ class Replica:
             apply_leap(self.engine, self.executor, leap)
             self.clock.advance_to(self.busy_until)
             self.token_times.note_leap(leap)
-            if self.engine.scheduler.waiting:  # a leap with waiting requests has no slot for them
+            if leap.is_short_of_slots:  # a request that has just arrived waits for the step only
                 self.waited_for["max_num_seqs"] += self.busy_until - leap.start
             self._num_leapt_steps += len(leap.ends)
             self._num_leapt_tokens += len(leap.ends) * len(leap.sequences)

@@ -34,7 +34,6 @@ repeated: a row has the blocks that are new in its table, which after an admissi
 """
 
 import json
-import time
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -83,7 +82,7 @@ class TraceRecorder:
             self._host_copies = HostCopies()
             engine.add_extension(self._host_copies)
         self._file = file
-        self._start = time.perf_counter()
+        self._start = engine.clock()
         options = {name: getattr(engine.config, name) for name in _OPTIONS}
         self._write(
             {"format": FORMAT, "version": VERSION}
@@ -110,7 +109,7 @@ class TraceRecorder:
         self, plan: Plan, batch: Batch, result: StepResult, times: StepTimes
     ) -> dict[str, Any]:
         parts = asdict(times)
-        start = self._seconds(time.perf_counter() - sum(parts.values()))
+        start = self._seconds(self._engine.clock() - sum(parts.values()))
         arrived = self._introduce(plan)
         planned = {row.seq: None for row in plan.rows}  # in batch order
         aborted = self._ended(seq for seq in self._texts if seq not in planned)
@@ -166,7 +165,7 @@ class TraceRecorder:
         """Write the last line after the engine is closed and its sequences are aborted."""
         if not self._file.is_complete:
             return
-        now = self._seconds(time.perf_counter())
+        now = self._seconds(self._engine.clock())
         self._write({"closed": now, "aborted": self._ended(self._texts)})
 
     def _write(self, record: dict[str, Any]) -> None:

@@ -57,6 +57,7 @@ def test_leaps_equal_steps(seed: int) -> None:
     )
     assert as_values(results[0]) == as_values(results[1])
     assert state_of(fleets[0]) == state_of(fleets[1])
+    assert results[0].waited_for == pytest.approx(results[1].waited_for)
     fleets[0].replicas["0"].engine.scheduler.check()
     assert leapt_steps(fleets[1]) == 0
 
@@ -68,6 +69,13 @@ def test_most_steps_are_leapt_and_some_preempt() -> None:
     results, fleet = simulate(make_setup(70), random_traffic(1, rate=50))
     assert results.stats.num_preemptions > 3 and leapt_steps(fleet) > 50
     assert results.stats.prefix_cache_hits > 300
+
+
+def test_a_request_that_arrives_during_a_leap_has_not_waited_for_a_slot() -> None:
+    traffic = Listed([Arrival(0.0, [1] * 10, [2] * 200), Arrival(0.5, [3] * 10, [4] * 10)])
+    results, fleet = simulate(make_setup(), traffic)
+    assert leapt_steps(fleet) > 100
+    assert results.waited_for == {"max_num_seqs": 0, "max_num_batched_tokens": 0, "KV blocks": 0}
 
 
 def test_an_arrival_cuts_a_leap_short() -> None:

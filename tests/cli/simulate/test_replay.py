@@ -17,8 +17,8 @@ from nanoserve.features.trace.reader import Trace, read_trace
 
 DOCS = Path(__file__).parents[3] / "docs"
 RECORDED = sorted(DOCS.glob("*/*.jsonl"))
-# Replaced weights empty the prefix cache, and traces do not have them.
-OTHER = {"other-weights.jsonl"}
+# Replaced weights empty the prefix cache, and traces have neither them nor other policies.
+OTHER = {"other-weights.jsonl", "shortest-first.jsonl"}
 PAIRS = [chr(code) + chr(code + 1) for code in range(70, 120, 10)]  # the executor counts
 # These are rejected: pipeline stages, and blocks that come back from the host.
 REJECTED = {"two-stages.jsonl", "blocks-come-back.jsonl"}
@@ -42,6 +42,9 @@ def test_the_traces_of_the_course_are_computed_again(path: Path, tmp_path: Path)
 def test_what_a_trace_does_not_have_is_found(tmp_path: Path) -> None:
     trace = read_trace(DOCS / "26-reinforcement-learning" / "other-weights.jsonl")
     assert "batch" in first_difference(trace, replayed(trace, tmp_path))
+    trace = read_trace(DOCS / "28-simulation" / "shortest-first.jsonl")
+    found = first_difference(trace, replayed(trace, tmp_path))
+    assert found == "step 1: admitted [4] became [2]"  # as the chapter says
     trace = read_trace(DOCS / "23-scaling-out" / "two-stages.jsonl")
     with pytest.raises(ValueError, match=r"step 0 of the trace ran in pipeline stages: record"):
         replayed(trace, tmp_path)
