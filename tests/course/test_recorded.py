@@ -155,6 +155,8 @@ def test_words_and_values_may_have_brackets() -> None:
     page = "A [link](a.md): [3, 5].\n\n<!-- computed\n[link](a.md): [[3, 5]] = {{ x }}\n-->\n"
     found = regions.with_values(page, lambda region: "[7]")
     assert found.startswith("A [link](a.md): [7].\n") and "(a.md): [[7]] = {{ x }}" in found
+    page = "W is [[1, 0], [0, 1]].\n\n<!-- computed\nW is [[[1, 0], [0, 1]]] = {{ x }}\n-->\n"
+    assert "W is [[[2], [3]]] = " in regions.with_values(page, lambda region: "[[2], [3]]")
 
 
 def test_a_new_value_joins_those_of_its_section() -> None:
