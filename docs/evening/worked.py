@@ -1,4 +1,4 @@
-"""An evening: the steps of the followed request, from its recorded run, and their packed batches."""
+"""An evening: the recorded steps of the request that is followed, and their packed batches."""
 
 import json
 from pathlib import Path
