@@ -19,13 +19,11 @@ from torch import Tensor
 from nanoserve.checkpoint.formats.mxfp4 import MXFP4_GROUP, mxfp4_matrix
 from nanoserve.checkpoint.mla_config import MLAConfig
 from nanoserve.checkpoint.model_config import ModelConfig
-from nanoserve.checkpoint.moe_config import PLAIN_SWIGLU
 from nanoserve.config import EngineConfig
 from nanoserve.engine.kv_groups import kv_cache_groups
 from nanoserve.engine.sequence_room import SequenceRoom
 from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.models.layers.delta_rule import DeltaInputs, delta_step
-from nanoserve.models.layers.experts import swiglu_and_mul
 from nanoserve.models.layers.latent_attention import LatentUpProjection
 from nanoserve.models.layers.tensor_parallel import TensorParallel
 from nanoserve.worker.kv_cache import KVCacheLayout
@@ -287,19 +285,6 @@ def with_sink(part: Partial, sink: float) -> Partial:
     return merge(part, (sink, 1.0, 0.0))
 
 
-def online_table(tiles: Sequence[Keys], sink: float) -> str:
-    """Table: the online softmax that begins with a sink, tile after tile."""
-    part = with_sink(NOTHING, sink)
-    rows = [(f"begin with a sink of {sink:g}", *(f"{x:.3f}" for x in part), "")]
-    for number, keys in enumerate(tiles, 1):
-        part = add_keys(part, keys)
-        shown = ", ".join(f"{score:g}" for score, _ in keys)
-        result = f"{part[2] / part[1]:.3f}"
-        rows.append((f"tile {number}: scores {shown}", *(f"{x:.3f}" for x in part), result))
-    head = ("after", "largest", "sum of exponentials", "weighted values", "result")
-    return table(head, rows)
-
-
 def shared_result(tiles: Sequence[Keys], sink: float, counted: Sequence[int]) -> Partial:
     """Attention over shares that are merged; those in `counted` have counted the sink."""
     merged = NOTHING
@@ -323,16 +308,6 @@ def shares_table(tiles: Sequence[Keys], sink: float) -> str:
         keys = sum(math.exp(score - largest) for tile in tiles for score, _ in tile)
         rows.append((name, f"{sums / total:.3f}", f"{keys / total:.3f}"))
     return table(("the sink is counted", "result", "weights of all keys"), rows)
-
-
-def gate_table(cases: Sequence[tuple[float, float]]) -> str:
-    """Table: the gate of an expert as in Qwen3 and as in gpt-oss."""
-    own, rows = model("gpt-oss-20b").moe.swiglu, []
-    for gate, up in cases:
-        pair = torch.tensor([gate, up])
-        results = (f"{swiglu_and_mul(pair, rule).item():.2f}" for rule in (PLAIN_SWIGLU, own))
-        rows.append((f"{gate:g}", f"{up:g}", *results))
-    return table(("gate", "up", "plain SwiGLU", "gpt-oss"), rows)
 
 
 def mxfp4_table(codes: Sequence[int], exponent: int) -> str:
@@ -420,17 +395,6 @@ def absorbed_values(shares: Sequence[float], name: str) -> str:
         "value of latents": value_of(latent.tolist()),
     }
     return f"({_row(sums[name])})"
-
-
-def rotated_queries(distances: Sequence[int]) -> str:
-    """Table: what absorbing would give if keys [2] from the latent were rotated by their position,
-    one radian for each: the vector by which c is multiplied depends on the distance."""
-    w, q, rows = np.array(W_UK[:2]), np.array(QUERY[:2]), []
-    for distance in distances:
-        cos, sin = math.cos(distance), math.sin(distance)
-        rotation = np.array([[cos, -sin], [sin, cos]])
-        rows.append((distance, ", ".join(f"{x:.2f}" for x in w.T @ rotation @ q)))
-    return table(("tokens between query and key", "the query for c"), rows)
 
 
 def _row(numbers: Sequence[float] | ndarray) -> str:
