@@ -77,7 +77,11 @@ def workload(num_requests: int = 50, seed: int = 0, sampled: bool = False) -> li
 
 def by_yours(file: ModuleType, requests: list[Request]) -> Run:
     """`file` is the module `your_engine` or `solution`."""
-    engine = file.Engine(CHECKPOINT, file.Config(**CONFIG))
+    return by_engine(file.Engine(CHECKPOINT, file.Config(**CONFIG)), requests)
+
+
+def by_engine(engine: Any, requests: list[Request]) -> Run:
+    """`engine` is one of yours, as `your_engine` or `your_features` makes it."""
     number: dict[Any, int] = {}
     sequences, steps = [], []
     schedule = engine.scheduler.schedule
