@@ -91,10 +91,10 @@ def test_an_evicted_block_comes_back() -> None:
 
 @stage(12)
 def test_hits_in_the_pool_come_first() -> None:
-    memory = Memory(num_blocks=4, block_size=2, host_blocks=10)
-    memory.run([*A, 11, 12, 13], [20, 21])
+    memory = Memory(num_blocks=5, block_size=2, host_blocks=10)
+    memory.run([*A, 11, 12, 13], [20, 21, 22, 23])
     found = memory.run([*A, 11, 12, 13, 14])
-    case = "after [1, ..., 5, 11, 12, 13] and [20, 21] in four blocks of 2, which took the last"
+    case = "[1, ..., 5, 11, 12, 13] again, after [20, ..., 23] took its fourth block of 2"
     assert found == [[1, 2, 3, HOST]], f"hits {found}: {case}"
 
 
@@ -250,7 +250,7 @@ def test_conversations_that_take_turns_keep_their_prefixes() -> None:
     engine = OffloadEngine(CHECKPOINT, config, host_blocks=100)
     prompts = [[*range(first, first + 40)] for first in (300, 400, 500)]
     starts, outputs = [], []
-    for turn in range(3):
+    for _ in range(3):
         for prompt in prompts:
             seq = engine.add([*prompt, 67], max_tokens=2)
             plans = []
