@@ -96,6 +96,8 @@ def by_engine(engine: Any, requests: list[Request]) -> Run:
     texts = [""] * len(requests)
     start, todo = time.perf_counter(), list(requests)
     while todo or not all(seq.finish_reason for seq in sequences):
+        if len(steps) > 100 * len(requests):
+            raise AssertionError(f"{len(steps)} steps, and {requests} have not all ended")
         while todo and todo[0].arrival == len(steps):
             prompt, _, max_tokens, sampling = todo.pop(0)
             seq = engine.add(prompt, max_tokens, **sampling)

@@ -90,14 +90,11 @@ class OffloadManager(BlockManager):
     def allocate(self, seq: Sequence, num_tokens: int, hits: Collection[int] = ()) -> bool:
         here = [block for block in hits if block != HOST]
         # Read before the allocation: the blocks that it evicts may displace these.
-        loaded = [(i, self.host.get(seq.hashes[i])) for i in range(len(here), len(hits))]
+        contents = [self.host.get(each) for each in seq.hashes[len(here) : len(hits)]]
         if not super().allocate(seq, num_tokens, here):
             return False
-        for i, content in loaded:
+        for i, content in enumerate(contents, len(here)):
             self.write(seq.block_table[i], content)
-            self.host.put(seq.hashes[i], content)
-        if loaded:
-            self.cache(seq, len(hits) * self.block_size)
         return True
 
     def _evict(self, block: int) -> None:

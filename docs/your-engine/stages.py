@@ -55,7 +55,8 @@ def stage(number: int) -> Callable[[Callable[..., None]], Callable[..., None]]:
             except Exception as error:
                 case = ", ".join(f"{name}={value!r}" for name, value in kwargs.items())
                 about = test.__name__.removeprefix("test_").replace("_", " ")
-                raise AssertionError(f"{where_raised(error)}; {about}({case})") from error
+                about += f" ({case})" if case else ""
+                raise AssertionError(f"{where_raised(error)}; test: {about}") from error
 
         return wrapped
 

@@ -151,8 +151,8 @@ def test_a_block_with_a_copy_is_not_offloaded() -> None:
 
 
 @stage(12)
-def test_a_hit_counts_as_a_use() -> None:
-    """Otherwise a prefix that everybody uses is dropped as if it were old."""
+def test_what_came_back_is_evicted_as_if_new() -> None:
+    """Otherwise a prefix that is often used is dropped as if it were old."""
     memory = Memory(num_blocks=2, block_size=2, host_blocks=3)
     a, b, c, d, e = ([i, i, i] for i in range(1, 6))
     memory.run(a, b, c)
@@ -183,7 +183,7 @@ def test_what_does_not_fit_changes_nothing() -> None:
     after = memory.reads, memory.writes
     assert after == before, f"reads and writes were {before} and are {after}: {case}"
     assert (seq.block_table, seq.num_cached) == ([], 0), f"{case}: table {seq.block_table}"
-    # Nor is its prefix the last to be dropped now.
+    # Nor has its prefix become the last to be dropped.
     memory.host.put(b"x", "x")
     memory.host.put(b"y", "y")
     kept = chain_hash(b"", [1, 2]) in memory.host

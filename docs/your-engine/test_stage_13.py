@@ -177,6 +177,35 @@ def test_it_plans_what_the_engine_plans_one_step_ahead(seed: int) -> None:
     check_plans(options, arrivals, 40, is_async=True)
 
 
+@stage(13)
+def test_a_step_is_planned_while_the_model_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = AsyncEngine(CHECKPOINT, Config(num_blocks=40, block_size=4))
+    planned, in_time = threading.Semaphore(0), []
+    schedule, forward = engine.scheduler.schedule, Model.forward
+
+    def counted() -> Plan:
+        plan = schedule()
+        planned.release()
+        return plan
+
+    def waits(self: Model, *args: Any) -> Any:
+        # One permit of its own plan, and one of the next: 5 s are the time to give up.
+        in_time.append(planned.acquire(timeout=5) and planned.acquire(timeout=5))
+        planned.release()
+        return forward(self, *args)
+
+    engine.scheduler.schedule = counted
+    monkeypatch.setattr(Model, "forward", waits)
+    seq = engine.add([5, 6, 7], max_tokens=2)
+    case = "add([5, 6, 7], max_tokens=2), and a model that waits until the next step is planned"
+    for _ in range(5):
+        engine.step()
+        if seq.finish_reason or not all(in_time):
+            break
+    assert in_time and all(in_time), f"planned in time: {in_time}; {case}"
+    assert seq.finish_reason, f"not finished after 5 steps; {case}"
+
+
 def late(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     """Let the model take longer: the loop is done with the next plan when it begins."""
     forward = Model.forward
@@ -207,35 +236,6 @@ def test_tokens_and_texts_are_those_without_it(
             assert yours[i] == alone[i], (
                 f"{name} of {request}: {yours[i]}, without async scheduling {alone[i]}; {case}"
             )
-
-
-@stage(13)
-def test_a_step_is_planned_while_the_model_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = AsyncEngine(CHECKPOINT, Config(num_blocks=40, block_size=4))
-    planned, in_time = threading.Semaphore(0), []
-    schedule, forward = engine.scheduler.schedule, Model.forward
-
-    def counted() -> Plan:
-        plan = schedule()
-        planned.release()
-        return plan
-
-    def waits(self: Model, *args: Any) -> Any:
-        # One permit of its own plan, and one of the next: 5 s are the time to give up.
-        in_time.append(planned.acquire(timeout=5) and planned.acquire(timeout=5))
-        planned.release()
-        return forward(self, *args)
-
-    engine.scheduler.schedule = counted
-    monkeypatch.setattr(Model, "forward", waits)
-    seq = engine.add([5, 6, 7], max_tokens=2)
-    case = "add([5, 6, 7], max_tokens=2), and a model that waits until the next step is planned"
-    for _ in range(5):
-        engine.step()
-        if seq.finish_reason or not all(in_time):
-            break
-    assert in_time and all(in_time), f"planned in time: {in_time}; {case}"
-    assert seq.finish_reason, f"not finished after 5 steps; {case}"
 
 
 @stage(13)

@@ -17,8 +17,12 @@ def test_a_hash_depends_on_all_tokens_before() -> None:
     first, other = chain_hash(b"", [1, 2]), chain_hash(b"", [1, 3])
     assert first == chain_hash(b"", [1, 2]), 'chain_hash(b"", [1, 2]), twice'
     assert first != other, 'chain_hash(b"", [1, 2]) and chain_hash(b"", [1, 3])'
-    assert chain_hash(first, [7, 8]) != chain_hash(other, [7, 8]), "[7, 8] behind the two"
-    assert chain_hash(b"", [1, 23]) != chain_hash(b"", [12, 3]), "[1, 23] and [12, 3]"
+    assert chain_hash(first, [7, 8]) != chain_hash(other, [7, 8]), (
+        "[7, 8] after [1, 2] and [7, 8] after [1, 3] have the same chain hash"
+    )
+    assert chain_hash(b"", [1, 23]) != chain_hash(b"", [12, 3]), (
+        "[1, 23] and [12, 3] have the same chain hash"
+    )
 
 
 def started(blocks: BlockManager, token_ids: list[int]) -> Sequence:

@@ -115,8 +115,8 @@ class OffloadManager(BlockManager):
     def allocate(self, seq: Sequence, num_tokens: int, hits: Collection[int] = ()) -> bool:
         """As in stage 4, where a hit that is `HOST` gets a new block.
 
-        The content is written into it, the block is cached, and the content is put into the host
-        pool again, since it was used. False, and no change at all, if there are too few blocks.
+        The content is written into it; `cache` is called next, as for a computed block. False, and
+        no change at all, if there are too few blocks.
 
         A cached block that is taken for other content is put into the host pool, unless another
         block has the same hash. What this displaces there may be a hit of this very call.
