@@ -139,7 +139,7 @@ def steps_until_it_runs(aging: int, remaining: int, num_steps: int) -> int | Non
 
 @pytest.mark.parametrize(("aging", "remaining"), [(1, 30), (2, 30), (5, 60)])
 @stage(11)
-def test_nobody_starves(aging: int, remaining: int) -> None:
+def test_no_sequence_starves(aging: int, remaining: int) -> None:
     """The bound of the docstring: (remaining - 3) / aging short ones may pass, and no more."""
     bound = (remaining - 3) // aging + 3  # and what runs, or arrived, before it
     found = steps_until_it_runs(aging, remaining, 200)

@@ -65,6 +65,17 @@ def test_text_up_to_a_stop_string(
     assert until_stop(text, stops, is_over) == expected, f"until_stop({text!r}, {stops}, {is_over})"
 
 
+@pytest.mark.parametrize("length", [0, 160, 500])
+@stage(9)
+def test_a_prompt_that_cannot_run_is_rejected(length: int) -> None:
+    with suppress(ValueError):
+        engine().add([1] * length)
+        raise AssertionError(
+            f"add([1] * {length}) raised no ValueError, where 160 tokens fit in all"
+        )
+    assert not engine().scheduler.waiting, f"a prompt of {length} tokens, where 160 fit in all"
+
+
 @stage(9)
 def test_it_answers() -> None:
     (text,) = texts_of(engine().add(QUESTION))
@@ -181,17 +192,6 @@ def test_an_aborted_request_leaves_nothing() -> None:
     engine().abort(second)
     assert second.finish_reason != "abort", "it had ended before it was aborted"
     assert engine().step() == {}, "nothing is left to do"
-
-
-@pytest.mark.parametrize("length", [0, 160, 500])
-@stage(9)
-def test_a_prompt_that_cannot_run_is_rejected(length: int) -> None:
-    with suppress(ValueError):
-        engine().add([1] * length)
-        raise AssertionError(
-            f"add([1] * {length}) raised no ValueError, where 160 tokens fit in all"
-        )
-    assert not engine().scheduler.waiting, f"a prompt of {length} tokens, where 160 fit in all"
 
 
 @stage(9)

@@ -70,7 +70,7 @@ def waits_by_hand(requests: list[tuple[int, int]], aging: int) -> list[int]:
     return [times[number] for number in range(len(requests))]
 
 
-@pytest.mark.parametrize("aging", [1000, 10, 1, 0])
+@pytest.mark.parametrize("aging", [1000, 10, 3, 0])
 def test_the_times_of_the_policies(aging: int) -> None:
     waits = waits_by_hand(worked._bursts(), aging)
     name = f"shortest first, aging {aging}" if aging < 1000 else "first come, first served"

@@ -170,8 +170,8 @@ def _features() -> ModuleType:
 def _bursts() -> list[tuple[int, int]]:
     """Requests as (step of arrival, tokens of output): many short ones, and a few long ones."""
     rng = random.Random(0)
-    lengths = [rng.choice([5, 8, 12, 20, 200]) for _ in range(120)]
-    return sorted((rng.randrange(900), length) for length in lengths)
+    lengths = [rng.choice([5, 8, 12, 20, 200]) for _ in range(300)]
+    return sorted((rng.randrange(3400), length) for length in lengths)
 
 
 @cache
