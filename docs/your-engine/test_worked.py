@@ -100,3 +100,18 @@ def test_the_comparison_is_of_a_run_with_preemptions_and_hits() -> None:
     assert worked.steps() == len(run.steps)
     assert worked.preemptions() == sum(len(step.preempted) for step in run.steps) > 3
     assert worked.hits() == sum(map(bool, first.values())) > 10
+
+
+@pytest.mark.size("full")
+def test_a_policy_and_a_host_pool_combine() -> None:
+    """As the page says: the tokens are those of either alone."""
+    file, requests = worked._features(), compare.workload(40, 5)
+    config = file.Config(**compare.CONFIG)
+    both, alone = (file.OffloadEngine(compare.CHECKPOINT, config, 50) for _ in range(2))
+    blocks = both.scheduler.blocks
+    both.scheduler = file.PolicyScheduler(config, file.shortest_first(2))
+    both.scheduler.blocks = blocks
+    found, right = compare.by_engine(both, requests), compare.by_engine(alone, requests)
+    assert found.steps != right.steps and sum(len(step.preempted) for step in found.steps) > 3
+    assert blocks.host.contents
+    assert (found.tokens, found.texts) == (right.tokens, right.texts)

@@ -40,8 +40,17 @@ STAGES = (
     Stage(8, ("11-sampling",), "temperature, top-k, top-p, seeds", 45, 2, "9"),
     Stage(9, ("12-output", "13-request-life"), "the loop, and the text", 75, 2, "10"),
     Stage(10, ("15-benchmarking",), "the comparison with nanoserve", 30, 2, "nanoserve itself"),
-    Stage(11, ("06-scheduler", "07-preemption"), "a policy of your own", 40, 2, "priorities"),
-    Stage(12, ("07-preemption", "25-disaggregation"), "KV offload", 60, 2, "KV connectors"),
+    Stage(
+        11,
+        ("06-scheduler", "07-preemption"),
+        "a policy of your own",
+        40,
+        2,
+        "nanoserve's priorities",
+    ),
+    Stage(
+        12, ("07-preemption", "25-disaggregation"), "KV offload", 60, 2, "nanoserve's KV connectors"
+    ),
     Stage(13, ("17-overlap",), "async scheduling", 90, 3, "nanoserve's own loop"),
 )
 FIRST_FEATURE = 11  # from here on the stages are optional, and in a second file
@@ -164,6 +173,7 @@ def _features() -> ModuleType:
     package.__path__ = [str(FOLDER)]
     sys.modules["own_engine"] = package
     sys.modules["own_engine.your_engine"] = facts.load(FOLDER / "solution.py")
+    sys.modules.pop("own_engine.solution_features", None)  # it may have changed
     return import_module("own_engine.solution_features")
 
 
