@@ -73,6 +73,7 @@ def waits_by_hand(requests: list[tuple[int, int]], aging: int) -> list[int]:
 @pytest.mark.parametrize("aging", [1000, 10, 3, 0])
 def test_the_times_of_the_policies(aging: int) -> None:
     waits = waits_by_hand(worked._bursts(), aging)
+    assert worked.num_waits() == len(waits) == 300
     name = f"shortest first, aging {aging}" if aging < 1000 else "first come, first served"
     middle = sorted(waits)[len(waits) // 2]
     row = f"| {name} | {sum(waits) / len(waits):.0f} | {middle} | {max(waits)} |"
@@ -87,6 +88,8 @@ def test_the_hits_of_the_host_pool() -> None:
     assert worked._offloaded(0)[0] == computed
     hits = [worked._offloaded(each)[1] for each in (0, 20, 100, 500)]
     assert hits == sorted(hits) and hits[0] < hits[-1]
+    share = round(100 * hits[0] / (hits[0] + computed))
+    assert worked.offload(0).splitlines()[2] == f"| 0 | {computed:,} | {hits[0]:,} | {share} % |"
 
 
 @pytest.mark.size("full")
