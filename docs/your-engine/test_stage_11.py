@@ -44,7 +44,7 @@ def test_waiting_sequences_are_in_the_order_of_the_policy() -> None:
     case = "max_len of a, b, c and d, in order of arrival: 30, 10, 40, 10; aging 0"
     assert found == ["b", "d", "a", "c"], f"waiting: {found}; {case}"
     arrivals = [seq.arrival for seq in (a, b, c, d)]
-    assert arrivals == [1, 2, 3, 4], f"arrival of each: {arrivals}"
+    assert arrivals == [1, 2, 3, 4], f"arrival of each: {arrivals}; {case}"
     row = scheduler.schedule().rows[0]
     assert row.seq in (b, d), f"the first row is of {named([row.seq], a=a, b=b, c=c, d=d)}; {case}"
 

@@ -98,7 +98,8 @@ def test_finish_works_in_any_state_and_twice() -> None:
     ):
         calls.append(f"finish({name}, {reason!r})")
         scheduler.finish(seq, reason)
-        assert (seq.finish_reason, seq.block_table) == (reason, []), ", ".join(calls)
+        found = seq.finish_reason, seq.block_table
+        assert found == (reason, []), f"reason and blocks {found} after {', '.join(calls)}"
     assert not scheduler.running and not scheduler.waiting, ", ".join(calls)
 
 

@@ -1,7 +1,7 @@
 """Mistakes planted into the solutions of the own engine, and the tests that name them.
 
-Each is an edit of `solution.py`, or of `solution_features.py` from stage 11 on, as a reader may have
-written it. tests/course/test_your_engine.py makes them one by one.
+Each is an edit of `solution.py`, or of `solution_features.py` from stage 11 on, as a reader may
+have written it. tests/course/test_your_engine.py makes them one by one.
 """
 
 from typing import NamedTuple
@@ -383,6 +383,13 @@ MISTAKES = (
     ),
     Mistake(
         5,
+        "the budget is ignored",
+        "budget, self.config.threshold or budget)",
+        "self.config.threshold or 10**6)",
+        "test_the_budget_cuts_a_prompt",
+    ),
+    Mistake(
+        5,
         "blocks are cached a step late",
         "self.blocks.cache(seq, start + n)",
         "self.blocks.cache(seq, start)",
@@ -393,7 +400,7 @@ MISTAKES = (
         "rows are sorted by their tokens",
         "plan.rows.sort(key=lambda row: row.n > 1)",
         "plan.rows.sort(key=lambda row: row.n)",
-        "test_a_block_is_cached_when_a_step_fills_it",
+        "test_rows_of_one_token_come_first",
     ),
     Mistake(
         5,
@@ -492,6 +499,28 @@ MISTAKES = (
         "queue = self.running if seq in self.running else self.waiting",
         "queue = self.running",
         "test_finish_works_in_any_state_and_twice",
+    ),
+    Mistake(
+        5,
+        "is_stopped is not called",
+        "is_stopped = token_id in seq.eos or seq.is_stopped(seq)",
+        "is_stopped = token_id in seq.eos",
+        "test_a_sequence_with_a_stop_string_keeps_the_token",
+    ),
+    Mistake(
+        5,
+        "is_stopped is called before the token is appended",
+        (
+            "            if token_id not in seq.eos:\n"
+            "                seq.token_ids.append(token_id)\n"
+            "            is_stopped = token_id in seq.eos or seq.is_stopped(seq)\n"
+        ),
+        (
+            "            is_stopped = token_id in seq.eos or seq.is_stopped(seq)\n"
+            "            if token_id not in seq.eos:\n"
+            "                seq.token_ids.append(token_id)\n"
+        ),
+        "test_a_sequence_with_a_stop_string_keeps_the_token",
     ),
     Mistake(
         6,
@@ -866,6 +895,117 @@ MISTAKES = (
         "test_a_prompt_that_cannot_run_is_rejected",
     ),
     Mistake(
+        9,
+        "a request may become longer than the pool",
+        "max_len = min(self.max_len, len(tokens) + max_tokens)",
+        "max_len = len(tokens) + max_tokens",
+        "test_a_request_ends_where_the_pool_does",
+    ),
+    Mistake(
+        9,
+        "only the model limits the length",
+        "self.max_len = min(longest, config.num_blocks * config.block_size)",
+        "self.max_len = longest",
+        "test_a_prompt_that_cannot_run_is_rejected",
+    ),
+    Mistake(
+        9,
+        "half a character is returned",
+        'self._text(seq).rstrip("\\ufffd")',
+        "self._text(seq)",
+        "test_characters_are_never_returned_in_halves",
+    ),
+    Mistake(
+        9,
+        "half a character at the end is lost",
+        ('shown = self._text(seq) if seq.finish_reason else self._text(seq).rstrip("\\ufffd")'),
+        'shown = self._text(seq).rstrip("\\ufffd")',
+        "test_half_a_character_is_returned_at_the_end",
+    ),
+    Mistake(
+        9,
+        "the prompt is part of the text",
+        "self.tokenizer.decode(seq.token_ids[seq.num_prompt :])",
+        "self.tokenizer.decode(seq.token_ids)",
+        "test_it_answers",
+    ),
+    Mistake(
+        9,
+        "every piece is the whole text",
+        "piece, seq.text = visible[len(seq.text) :], visible",
+        "piece, seq.text = visible, visible",
+        "test_it_answers",
+    ),
+    Mistake(
+        9,
+        "abort changes what has ended",
+        ('        if not seq.finish_reason:\n            self.scheduler.finish(seq, "abort")'),
+        '        self.scheduler.finish(seq, "abort")',
+        "test_an_aborted_request_leaves_nothing",
+    ),
+    Mistake(
+        9,
+        "a closed generator goes on",
+        ("        finally:\n            self.abort(seq)"),
+        ("        finally:\n            pass"),
+        "test_closing_the_generator_of_chat_aborts",
+    ),
+    Mistake(
+        9,
+        "stop strings end nothing",
+        ", is_stopped=self._stops, **sampling)",
+        ", **sampling)",
+        "test_a_stop_string_on_the_last_token_is_the_reason",
+    ),
+    Mistake(
+        9,
+        "the question has no turn for the answer",
+        "add_generation_prompt=True)",
+        "add_generation_prompt=False)",
+        "test_chat_renders_the_template",
+    ),
+    Mistake(
+        9,
+        "the EOS tokens are not passed on",
+        "max_len, self.eos, is_stopped",
+        "max_len, is_stopped",
+        "test_the_end_of_a_message_ends_the_answer",
+    ),
+    Mistake(
+        9,
+        "a stop string is found only at the end",
+        "any(stop in self._text(seq) for stop in seq.stop)",
+        "any(self._text(seq).endswith(stop) for stop in seq.stop)",
+        "test_a_stop_string_ends_the_text_before_it",
+    ),
+    Mistake(
+        9,
+        "tokens are drawn for all rows",
+        (
+            "        sampled = [row.seq for row in plan.rows if row.catches_up]\n"
+            "        logits = run"
+        ),
+        ("        sampled = [row.seq for row in plan.rows]\n        logits = run"),
+        "test_requests_that_share_steps_get_what_they_get_alone",
+    ),
+    Mistake(
+        9,
+        "a step without rows runs the model",
+        ("        if not plan.rows:\n            return {}\n"),
+        "",
+        "test_an_aborted_request_leaves_nothing",
+    ),
+    Mistake(
+        10,
+        "a stop string is found one token late",
+        "any(stop in self._text(seq) for stop in seq.stop)",
+        (
+            "any(stop in self.tokenizer.decode(seq.token_ids[seq.num_prompt : -1])"
+            " for stop in seq.stop)"
+        ),
+        "test_tokens_and_steps_are_nanoserves",
+    ),
+    Mistake(
         10,
         "the budget is one token less",
         "        plan = Plan(self.config.budget)\n",
@@ -1044,6 +1184,13 @@ MISTAKES = (
     ),
     Mistake(
         12,
+        "the host pool is not searched",
+        ("return hits + [HOST for _ in takewhile(self.host.__contains__, hashes[len(hits) :])]"),
+        "return hits",
+        "test_an_evicted_block_comes_back",
+    ),
+    Mistake(
+        12,
         "contents are read after the allocation",
         "contents = [self.host.get(each) for each in seq.hashes[len(here) : len(hits)]]",
         "contents = (self.host.get(each) for each in seq.hashes[len(here) : len(hits)])",
@@ -1053,8 +1200,8 @@ MISTAKES = (
         12,
         "contents are not written",
         "            self.write(seq.block_table[i], content)\n",
-        "",
-        "your-engine/test_stage_12.py",
+        "            pass\n",
+        "test_an_evicted_block_comes_back",
     ),
     Mistake(
         12,
@@ -1076,6 +1223,13 @@ MISTAKES = (
         "is_here = block_hash in self.host",
         "is_here = False",
         "test_a_content_is_read_once",
+    ),
+    Mistake(
+        12,
+        "the hash is gone when it is needed",
+        "        block_hash = self.hash_of.get(block)\n",
+        "        block_hash = self.hash_of.pop(block, None)\n",
+        "test_an_evicted_block_comes_back",
     ),
     Mistake(
         12,
