@@ -955,7 +955,7 @@ MISTAKES = (
         "stop strings end nothing",
         ", is_stopped=self._stops, **sampling)",
         ", **sampling)",
-        "test_a_stop_string_on_the_last_token_is_the_reason",
+        "test_a_stop_string_ends_the_text_before_it",
     ),
     Mistake(
         9,
