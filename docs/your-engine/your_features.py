@@ -39,7 +39,10 @@ def shortest_first(aging: int) -> Order:
 
 
 class PolicyScheduler(Scheduler):
-    """Admits sequences in the order of a policy, and preempts the last in this order."""
+    """Admits sequences in the order of a policy, and preempts the last in this order.
+
+    The tests give it to your engine by `engine.scheduler = PolicyScheduler(config, order)`.
+    """
 
     def __init__(self, config: Config, order: Order) -> None:
         raise NotImplementedError("stage 11")
@@ -125,7 +128,7 @@ class OffloadManager(BlockManager):
 
 
 class OffloadEngine(Engine):
-    """An engine with an `OffloadManager` over its pool."""
+    """An engine whose scheduler has an `OffloadManager` over the engine's pool."""
 
     def __init__(self, folder: Path, config: Config, host_blocks: int) -> None:
         raise NotImplementedError("stage 12")

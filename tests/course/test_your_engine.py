@@ -112,6 +112,17 @@ def test_who_has_done_five_stages_passes_their_tests(
     assert any("NotImplementedError: stage 6" in message for message in undone)
 
 
+@pytest.mark.parametrize("stage", [11, 12, 13])
+def test_who_has_an_engine_can_begin_with_any_feature(stage: int, tmp_path: Path) -> None:
+    """None needs another: what is missing is always the stage itself."""
+    folder = tmp_path / "your-engine"
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(FOLDER / "solution.py", folder / "your_engine.py")
+    _, messages = run_inner([file_of(stage, folder)], root=tmp_path, first_cases_only=True)
+    found = set(messages[f"test_stage_{stage}"])
+    assert found == {f"NotImplementedError: stage {stage}"}
+
+
 def test_it_is_short_and_the_page_counts_it() -> None:
     lines = lines_of_code(FOLDER / "solution.py")
     assert lines <= MOST_LINES
