@@ -19,16 +19,25 @@ import pytest
 DOCS = Path(__file__).parent
 
 
+# What the reader completes, and what has our solution.
+SOLUTIONS = {
+    "exercise": "solution.py",
+    "your_engine": "solution.py",
+    "your_features": "solution_features.py",
+}
+
+
 class SolutionFinder(MetaPathFinder):
-    """Import hook that finds `solution.py` in place of the file that the reader completes."""
+    """Import hook that finds the solution in place of the file that the reader completes."""
 
     @staticmethod
     def find_spec(
         name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        solution = SOLUTIONS.get(name.rpartition(".")[2])
         for folder in map(Path, path or ()):
-            if name.endswith((".exercise", ".your_engine")) and folder.parent == DOCS:
-                return spec_from_file_location(name, folder / "solution.py")
+            if solution and folder.parent == DOCS:
+                return spec_from_file_location(name, folder / solution)
         return None
 
 

@@ -77,7 +77,11 @@ def workload(num_requests: int = 50, seed: int = 0, sampled: bool = False) -> li
 
 def by_yours(file: ModuleType, requests: list[Request]) -> Run:
     """`file` is the module `your_engine` or `solution`."""
-    engine = file.Engine(CHECKPOINT, file.Config(**CONFIG))
+    return by_engine(file.Engine(CHECKPOINT, file.Config(**CONFIG)), requests)
+
+
+def by_engine(engine: Any, requests: list[Request]) -> Run:
+    """`engine` is one of yours, as `your_engine` or `your_features` makes it."""
     number: dict[Any, int] = {}
     sequences, steps = [], []
     schedule = engine.scheduler.schedule
@@ -92,6 +96,8 @@ def by_yours(file: ModuleType, requests: list[Request]) -> Run:
     texts = [""] * len(requests)
     start, todo = time.perf_counter(), list(requests)
     while todo or not all(seq.finish_reason for seq in sequences):
+        if len(steps) > 100 * len(requests):
+            raise AssertionError(f"{len(steps)} steps, and {requests} have not all ended")
         while todo and todo[0].arrival == len(steps):
             prompt, _, max_tokens, sampling = todo.pop(0)
             seq = engine.add(prompt, max_tokens, **sampling)

@@ -157,6 +157,7 @@ class Sequence:
     is_stopped: Callable[["Sequence"], bool] = lambda seq: False
     finish_reason: str | None = None
     text: str = ""  # the part that has been returned
+    arrival: int = 0  # stage 11: its number, in the order of `add`
 
 
 class Row(NamedTuple):

@@ -17,8 +17,12 @@ def test_a_hash_depends_on_all_tokens_before() -> None:
     first, other = chain_hash(b"", [1, 2]), chain_hash(b"", [1, 3])
     assert first == chain_hash(b"", [1, 2]), 'chain_hash(b"", [1, 2]), twice'
     assert first != other, 'chain_hash(b"", [1, 2]) and chain_hash(b"", [1, 3])'
-    assert chain_hash(first, [7, 8]) != chain_hash(other, [7, 8]), "[7, 8] behind the two"
-    assert chain_hash(b"", [1, 23]) != chain_hash(b"", [12, 3]), "[1, 23] and [12, 3]"
+    assert chain_hash(first, [7, 8]) != chain_hash(other, [7, 8]), (
+        "[7, 8] after [1, 2] and [7, 8] after [1, 3] have the same chain hash"
+    )
+    assert chain_hash(b"", [1, 23]) != chain_hash(b"", [12, 3]), (
+        "[1, 23] and [12, 3] have the same chain hash"
+    )
 
 
 def started(blocks: BlockManager, token_ids: list[int]) -> Sequence:
@@ -32,8 +36,11 @@ def started(blocks: BlockManager, token_ids: list[int]) -> Sequence:
 @stage(4)
 def test_blocks_come_in_the_order_of_the_free_queue() -> None:
     blocks = BlockManager(num_blocks=4, block_size=4)
-    assert started(blocks, [1, 2, 3, 4, 5]).block_table == [1, 2], "[1, 2, 3, 4, 5] came first"
-    assert started(blocks, [9]).block_table == [3], "[9] came second"
+    found = started(blocks, [1, 2, 3, 4, 5]).block_table
+    case = "in four blocks of 4, [1, 2, 3, 4, 5] came first"
+    assert found == [1, 2], f"block table {found}: {case}"
+    found = started(blocks, [9]).block_table
+    assert found == [3], f"block table {found}: {case}, [9] second"
 
 
 @stage(4)

@@ -28,8 +28,12 @@ def test_a_prompt_and_a_decode_share_a_step() -> None:
     plan = scheduler.schedule()
     assert planned(plan, a, b) == [1, 10], "one decodes, and a prompt of 10 tokens has come"
     scheduler.update(plan, [9, 9])
-    assert (a.finish_reason, b.finish_reason) == ("length", "length"), "max_len 6 and 11"
-    assert not scheduler.running and not scheduler.schedule().rows, "both have ended"
+    assert (a.finish_reason, b.finish_reason) == ("length", "length"), (
+        "prompts of 4 and 10 tokens with max_len 6 and 11, after 2 tokens and 1"
+    )
+    assert not scheduler.running and not scheduler.schedule().rows, (
+        "both have ended, and no row is left to plan"
+    )
 
 
 @stage(5)
@@ -76,7 +80,7 @@ def test_the_eos_token_is_not_appended() -> None:
     scheduler.add(seq)
     scheduler.update(scheduler.schedule(), [7])
     assert seq.finish_reason == "stop", "the first token was EOS, and would have been the last"
-    assert seq.token_ids == [1, 2, 3], "EOS is 7"
+    assert seq.token_ids == [1, 2, 3], "EOS is 7, and the first token after [1, 2, 3] was 7"
 
 
 @stage(5)
@@ -94,7 +98,8 @@ def test_finish_works_in_any_state_and_twice() -> None:
     ):
         calls.append(f"finish({name}, {reason!r})")
         scheduler.finish(seq, reason)
-        assert (seq.finish_reason, seq.block_table) == (reason, []), ", ".join(calls)
+        found = seq.finish_reason, seq.block_table
+        assert found == (reason, []), f"reason and blocks {found} after {', '.join(calls)}"
     assert not scheduler.running and not scheduler.waiting, ", ".join(calls)
 
 
@@ -105,7 +110,7 @@ def test_a_sequence_with_a_stop_string_keeps_the_token() -> None:
     seq = Sequence([1, 2], max_len=4, is_stopped=lambda seq: seq.token_ids[-1] == 9)
     scheduler.add(seq)
     scheduler.update(scheduler.schedule(), [8])
-    assert seq.finish_reason is None, "stopped at 9, and 8 came"
+    assert seq.finish_reason is None, "`is_stopped` is True for 9, and 8 came"
     scheduler.update(scheduler.schedule(), [9])
     case = "stopped at 9, which came and was the last of max_len 4"
     assert (seq.finish_reason, seq.token_ids, seq.block_table) == ("stop", [1, 2, 8, 9], []), case

@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import cache
 from itertools import takewhile
 
@@ -64,6 +65,17 @@ def test_text_up_to_a_stop_string(
     assert until_stop(text, stops, is_over) == expected, f"until_stop({text!r}, {stops}, {is_over})"
 
 
+@pytest.mark.parametrize("length", [0, 160, 500])
+@stage(9)
+def test_a_prompt_that_cannot_run_is_rejected(length: int) -> None:
+    with suppress(ValueError):
+        engine().add([1] * length)
+        raise AssertionError(
+            f"add([1] * {length}) raised no ValueError, where 160 tokens fit in all"
+        )
+    assert not engine().scheduler.waiting, f"a prompt of {length} tokens, where 160 fit in all"
+
+
 @stage(9)
 def test_it_answers() -> None:
     (text,) = texts_of(engine().add(QUESTION))
@@ -114,11 +126,17 @@ def test_a_prompt_may_begin_with_blocks_of_the_same_step() -> None:
 @pytest.mark.parametrize("stop", ["values", "and v", "KV", " of all"])
 @stage(9)
 def test_a_stop_string_ends_the_text_before_it(stop: str) -> None:
-    (whole,) = texts_of(engine().add(QUESTION))
+    first = engine().add(QUESTION)
+    (whole,) = texts_of(first)
     seq = engine().add(QUESTION, stop=(stop, "never seen"))
     (text,) = texts_of(seq)
     assert text == whole[: whole.index(stop)], f"stop {stop!r} in {whole!r}"
     assert seq.finish_reason == "stop", f"stop {stop!r}"
+    # "and v" ends in the middle of a token, " values", which is the last one all the same.
+    decode, tokens = Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json")).decode, seq.token_ids
+    right = next(n for n in range(99) if stop in decode(first.token_ids[first.num_prompt :][:n]))
+    found = len(tokens) - seq.num_prompt
+    assert found == right, f"{found} tokens until stop {stop!r} in {whole!r}, right {right}"
     assert not engine().scheduler.running and seq.block_table == [], f"after stop {stop!r}"
 
 
@@ -180,14 +198,6 @@ def test_an_aborted_request_leaves_nothing() -> None:
     engine().abort(second)
     assert second.finish_reason != "abort", "it had ended before it was aborted"
     assert engine().step() == {}, "nothing is left to do"
-
-
-@pytest.mark.parametrize("length", [0, 160, 500])
-@stage(9)
-def test_a_prompt_that_cannot_run_is_rejected(length: int) -> None:
-    with pytest.raises(ValueError):
-        engine().add([1] * length)
-    assert not engine().scheduler.waiting, f"a prompt of {length} tokens, where 160 fit in all"
 
 
 @stage(9)

@@ -9,14 +9,22 @@ Shapes: n is the number of tokens of a step, over all its sequences. All numbers
 is no batch dimension.
 """
 
+# ruff: noqa: F401  (the imports of the whole solution, so that you can copy from it)
 import json
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
+from hashlib import sha256
+from itertools import accumulate, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import torch.nn.functional as F
+from jinja2 import Template
+from safetensors.torch import load_file
+from tokenizers import Tokenizer
 from torch import Tensor
 
 # -- Stage 1: the model (chapter 2) --------------------------------------------------------------
@@ -170,6 +178,7 @@ class Sequence:
     is_stopped: Callable[["Sequence"], bool] = lambda seq: False
     finish_reason: str | None = None
     text: str = ""  # the part that has been returned
+    arrival: int = 0  # stage 11: its number, in the order of `add`
 
 
 class Row(NamedTuple):

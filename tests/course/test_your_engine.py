@@ -12,12 +12,15 @@ from typing import Any
 
 import facts
 import pytest
-from inner_pytest import run_inner, run_script
+from inner_pytest import first_failure, run_inner, run_script
+from planted_mistakes import MISTAKES, Mistake
 from reading import lines_of_code
 
 FOLDER = facts.DOCS / "your-engine"
 STAGES = facts.load(FOLDER / "worked.py").STAGES
 MOST_LINES = 345
+# What the reader completes, and our solution of it.
+FILES = {"your_engine.py": "solution.py", "your_features.py": "solution_features.py"}
 every_stage = pytest.mark.parametrize("stage", [stage.number for stage in STAGES])
 
 
@@ -75,7 +78,24 @@ def undone_after(stage: int) -> str:
             parent.body = [
                 later.get((own, getattr(node, "name", "")), node) for node in parent.body
             ]
+    # Whoever copies functions from the solution has the imports of the stub.
+    solution.body = [node for node in solution.body if not is_import(node)]
+    solution.body[:0] = [node for node in stub.body if is_import(node)]
     return ast.unparse(solution)
+
+
+def is_import(node: ast.AST) -> bool:
+    return isinstance(node, ast.Import | ast.ImportFrom)
+
+
+@pytest.mark.parametrize("stub", FILES)
+def test_the_stub_has_the_imports_of_the_solution(stub: str) -> None:
+    """So that functions can be copied from the solution one by one."""
+    found, right = (
+        [ast.unparse(node) for node in tree.body if is_import(node)]
+        for tree in (ast.parse((FOLDER / name).read_text("utf-8")) for name in (stub, FILES[stub]))
+    )
+    assert found == right
 
 
 def test_who_has_done_five_stages_passes_their_tests(
@@ -90,6 +110,17 @@ def test_who_has_done_five_stages_passes_their_tests(
     done, undone = messages["test_stage_2"] + messages["test_stage_5"], messages["test_stage_6"]
     assert len(messages) == 3 and done and not any(done), messages
     assert any("NotImplementedError: stage 6" in message for message in undone)
+
+
+@pytest.mark.parametrize("stage", [11, 12, 13])
+def test_who_has_an_engine_can_begin_with_any_feature(stage: int, tmp_path: Path) -> None:
+    """None needs another: what is missing is always the stage itself."""
+    folder = tmp_path / "your-engine"
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(FOLDER / "solution.py", folder / "your_engine.py")
+    _, messages = run_inner([file_of(stage, folder)], root=tmp_path, first_cases_only=True)
+    found = set(messages[f"test_stage_{stage}"])
+    assert found == {f"NotImplementedError: stage {stage}"}
 
 
 def test_it_is_short_and_the_page_counts_it() -> None:
@@ -114,21 +145,60 @@ def signatures(file: Path) -> dict[str, str]:
     return found
 
 
-def test_the_solution_has_the_functions_of_the_stub() -> None:
-    stub, ours = signatures(FOLDER / "your_engine.py"), signatures(FOLDER / "solution.py")
+HELPERS = {"scrambled", "is_pending", "drop_pending", "KnownBlocks"}
+OVERRIDDEN = {"share", "make_room", "finish", "cache"}  # by stage 13, whose class says why
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_the_solution_has_the_functions_of_the_stub(name: str) -> None:
+    stub, ours = signatures(FOLDER / name), signatures(FOLDER / FILES[name])
     assert {name: ours.get(name) for name in stub} == stub
     more = {name.rpartition(".")[2] for name in ours.keys() - stub.keys()}
-    assert all(name.startswith("_") or name == "scrambled" for name in more), more
+    assert {name for name in more if not name.startswith("_")} <= HELPERS | OVERRIDDEN
 
 
 def test_the_page_has_a_command_and_three_hints_for_each_stage() -> None:
     page = (FOLDER / "index.md").read_text(encoding="utf-8")
-    sections = re.split(r"^### Stage (\d+)$", page.split("\n## Serve and compare")[0], flags=re.M)
+    sections = re.split(r"^### Stage (\d+)$", page.split("\n## What it leaves out")[0], flags=re.M)
     for number, text in zip(sections[1::2], sections[2::2], strict=True):
         assert f"pytest -x docs/your-engine/test_stage_{number}.py\n" in text
         assert f"worked.your_engine.facts_of({number})" in text
         assert re.findall(r"<summary>Hint (\d):", text) == ["1", "2", "3"], number
     assert [int(number) for number in sections[1::2]] == [stage.number for stage in STAGES]
+
+
+def with_mistake(mistake: Mistake, folder: Path) -> None:
+    """Make `folder` the one of a reader who has done everything, but for one mistake."""
+    for name, solution in FILES.items():
+        text = (FOLDER / solution).read_text(encoding="utf-8")
+        if (name == "your_features.py") == (mistake.stage > 10):
+            assert text.count(mistake.right) == 1, mistake
+            text = text.replace(mistake.right, mistake.wrong)
+        (folder / name).write_text(text, encoding="utf-8")
+
+
+@pytest.mark.small(stage=range(1, 9))
+@every_stage
+def test_a_planted_mistake_is_named(
+    stage: int, tmp_path: Path, by_size: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the first test that fails, whose message has the input of the case."""
+    # Bytecode is found by a file's size and second, which two mistakes may have in common.
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    folder = tmp_path / "your-engine"
+    shutil.copytree(FOLDER, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    planted = [mistake for mistake in MISTAKES if mistake.stage == stage]
+    for mistake in planted[: by_size(1, None)]:
+        with_mistake(mistake, folder)
+        test, message = first_failure(file_of(stage, folder), tmp_path)
+        assert test == mistake.named_by, f"{mistake}, found by {test!r}: {message}"
+        # Written for this case, and not only a type or a comparison of values.
+        assert re.match(r"AssertionError: .*\w", message) and len(message) > 40, (mistake, message)
+
+
+def test_a_hundred_mistakes_are_planted() -> None:
+    assert len(MISTAKES) >= 100 and len(set(MISTAKES)) == len(MISTAKES)
+    assert {mistake.stage for mistake in MISTAKES} == {stage.number for stage in STAGES}
 
 
 def python(script: Path, *arguments: str) -> "subprocess.CompletedProcess[str]":

@@ -30,6 +30,7 @@ class Recorder:
 
     def __init__(self, first_cases_only: bool) -> None:
         self.said: dict[str, list[str]] = defaultdict(list)
+        self.failed: list[tuple[str, str]] = []  # test function, message
         self._first_cases_only = first_cases_only
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -51,6 +52,9 @@ class Recorder:
     def _keep(self, report: pytest.CollectReport | pytest.TestReport, message: str) -> None:
         file = report.nodeid.partition("::")[0]
         self.said[Path(file).stem].append(message)
+        if message:
+            name = report.nodeid.rpartition("::")[2].partition("[")[0]
+            self.failed.append((name, message))
 
 
 @contextmanager
@@ -81,7 +85,19 @@ def run_inner(
 
     first_cases_only: of each test function only the first of its cases.
     """
-    recorder, output = Recorder(first_cases_only), io.StringIO()
+    recorder = Recorder(first_cases_only)
+    return _run(recorder, tests, *options, root=root), recorder.said
+
+
+def first_failure(test: Path, root: Path) -> tuple[str, str]:
+    """The first test of a file that fails, as the reader sees it with `-x`, and its message."""
+    recorder = Recorder(first_cases_only=False)
+    _run(recorder, [test], "-x", root=root)
+    return recorder.failed[0] if recorder.failed else ("", "")
+
+
+def _run(recorder: Recorder, tests: list[Path], *options: str, root: Path) -> int:
+    output = io.StringIO()
     where = ["-c", str(facts.ROOT / "pyproject.toml"), f"--rootdir={root}"]
     arguments = [*OPTIONS, *where, *map(str, tests), *options]
     packages = {test.relative_to(root).parts[0] for test in tests}
@@ -89,7 +105,7 @@ def run_inner(
     with _as_in_a_new_process(packages, **alone), redirect_stdout(output):
         status = pytest.main(arguments, plugins=[recorder])
     print(output.getvalue())
-    return status, recorder.said
+    return int(status)
 
 
 def run_script(script: Path, *arguments: str) -> "CompletedProcess[str]":
