@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 COMMENT = re.compile(r"\n*^<!-- computed\n(?P<lines>.*?)^-->$\n*", re.M | re.S)
-_LINE = re.compile(r"(?P<before>[^\[]*)\[(?P<value>.*)\] = \{\{(?P<expression>.*)\}\}")
+_LINE = re.compile(
+    r"(?P<before>.*)\[(?P<value>(?:[^][]|\[[^][]*\])*)\] = \{\{(?P<expression>.*)\}\}"
+)
 _HEADING = re.compile(r"^#+ ", re.M)
 _FENCE = re.compile(r"^[> ]*(`{3,})[^\n]*\n.*?^[> ]*\1 *$", re.M | re.S)
 _FEWEST_WORDS, _MOST_WORDS = 2, 12

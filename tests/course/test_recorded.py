@@ -151,6 +151,12 @@ def test_a_value_that_has_changed_is_replaced_where_it_stands() -> None:
     assert "One of [5,0] = {{ 2 + 2 }}\n" in found
 
 
+def test_words_and_values_may_have_brackets() -> None:
+    page = "A [link](a.md): [3, 5].\n\n<!-- computed\n[link](a.md): [[3, 5]] = {{ x }}\n-->\n"
+    found = regions.with_values(page, lambda region: "[7]")
+    assert found.startswith("A [link](a.md): [7].\n") and "(a.md): [[7]] = {{ x }}" in found
+
+
 def test_a_new_value_joins_those_of_its_section() -> None:
     page = (
         "# A\n\nOf all 1.\n\n<!-- computed\nOf all [1] = {{ 1 }}\n-->\n\n# B\n\nOf all {{ 1 }}.\n"
