@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 COMMENT = re.compile(r"\n*^<!-- computed\n(?P<lines>.*?)^-->$\n*", re.M | re.S)
+# Within a value, brackets are balanced: it may be a list, or a list of lists.
+_LIST = r"\[(?:[^][]|\[[^][]*\])*\]"
 _LINE = re.compile(
-    r"(?P<before>.*)\[(?P<value>(?:[^][]|\[[^][]*\])*)\] = \{\{(?P<expression>.*)\}\}"
+    rf"(?P<before>.*)\[(?P<value>(?:[^][]|{_LIST})*)\] = \{{\{{(?P<expression>.*)\}}\}}"
 )
 _HEADING = re.compile(r"^#+ ", re.M)
 _FENCE = re.compile(r"^[> ]*(`{3,})[^\n]*\n.*?^[> ]*\1 *$", re.M | re.S)

@@ -155,6 +155,9 @@ def test_words_and_values_may_have_brackets() -> None:
     page = "A [link](a.md): [3, 5].\n\n<!-- computed\n[link](a.md): [[3, 5]] = {{ x }}\n-->\n"
     found = regions.with_values(page, lambda region: "[7]")
     assert found.startswith("A [link](a.md): [7].\n") and "(a.md): [[7]] = {{ x }}" in found
+    page = "W = [[1, 0], [0, 1]].\n\n<!-- computed\nW = [[[1, 0], [0, 1]]] = {{ w }}\n-->\n"
+    found = regions.with_values(page, lambda region: "[[2, 0]]")
+    assert found.startswith("W = [[2, 0]].\n") and "W = [[[2, 0]]] = {{ w }}" in found
 
 
 def test_a_new_value_joins_those_of_its_section() -> None:
