@@ -4,6 +4,7 @@ import pytest
 from counting_executor import make_engine, run
 
 from nanoserve import SamplingParams
+from nanoserve.engine.extension import Extension
 
 from . import worked as request_life
 
@@ -52,3 +53,15 @@ def test_the_clock_of_a_request() -> None:
     assert metrics.inter_token_time == pytest.approx(0.2 / 3)
     assert metrics.total_time == pytest.approx(0.74)
     assert request_life.gaps([10.5, 10.54, 10.58, 10.70]) == pytest.approx([0.04, 0.04, 0.12])
+
+
+def test_the_table_has_every_method_and_every_extension() -> None:
+    methods = [name for name in vars(Extension) if not name.startswith("_")]
+    assert list(request_life.METHODS) == methods
+    classes = {node.name for node in request_life.extension_classes()}
+    assert classes == request_life.FEATURES.keys()
+    assert request_life.users_of("token_budget") == ["pipeline parallelism"]
+    assert request_life.users_of("sample_inputs") == ["structured output"]
+    rows = request_life.extensions_table().splitlines()
+    assert len(rows) == 2 + len(methods)
+    assert rows[4].endswith("| lower the token budget of this step | pipeline parallelism |")

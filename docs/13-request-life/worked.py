@@ -1,11 +1,44 @@
-"""Worked examples for the chapter on the life of a request: its progress and its timestamps."""
+"""Worked examples for the chapter on the life of a request: progress, timestamps, extensions."""
 
-from collections.abc import Sequence
+import ast
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from pathlib import Path
 
 from tables import table
 
 from nanoserve.outputs import RequestMetrics
+
+ROOT = Path(__file__).parents[2]
+# The methods of `Extension` in the order of a step, and what each may do.
+METHODS = {
+    "on_add": "hold a new request",
+    "on_step_start": "release held sequences, or finish sequences",
+    "token_budget": "lower the token budget of this step",
+    "may_admit": "leave a waiting sequence out of this step",
+    "on_admit": "fill blocks of a new sequence from elsewhere",
+    "limit_tokens": "give a sequence fewer tokens, or none",
+    "extend_plan": "add draft tokens",
+    "forward_inputs": "add inputs of the model",
+    "sample_inputs": "add inputs of the sampler",
+    "on_result": "read the result of the step",
+    "on_release": "drop the state of a sequence that was preempted or has finished",
+    "on_reset": "drop the state of steps that were discarded",
+    "close": "release threads, memory and files",
+}
+# Extensions of nanoserve by class.
+FEATURES = {
+    "StructuredOutputs": "structured output",
+    "Speculation": "speculative decoding",
+    "PipelineSchedule": "pipeline parallelism",
+    "HostTier": "KV offloading",
+    "ConnectorLoads": "KV connectors",
+    "ConnectorStores": "KV connectors",
+    "ReturnRoutedExperts": "routed experts",
+    "KVEvents": "KV events",
+    "HostCopies": "trace",
+    "RequestSpans": "request spans",
+}
 
 
 def progress(
@@ -65,3 +98,28 @@ def clock(
 def gaps(token_times: Sequence[float]) -> list[float]:
     """Seconds between one token and the next."""
     return [later - earlier for earlier, later in pairwise(token_times)]
+
+
+def extension_classes() -> Iterator[ast.ClassDef]:
+    """The subclasses of `Extension` in nanoserve/features."""
+    for path in sorted((ROOT / "nanoserve/features").rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            bases = getattr(node, "bases", [])
+            if isinstance(node, ast.ClassDef) and "Extension" in map(ast.unparse, bases):
+                yield node
+
+
+def users_of(method: str) -> list[str]:
+    """The features whose extensions override a method."""
+    names = {
+        node.name
+        for node in extension_classes()
+        if any(getattr(each, "name", None) == method for each in node.body)
+    }
+    return list(dict.fromkeys(feature for name, feature in FEATURES.items() if name in names))
+
+
+def extensions_table() -> str:
+    """The methods of `Extension`, what they may do, and the features that use them."""
+    rows = [[f"`{name}`", what, ", ".join(users_of(name))] for name, what in METHODS.items()]
+    return table(["method", "what it may do", "used by"], rows)
