@@ -1,7 +1,8 @@
 """Compare the options that `nanoserve tune` finds with the best ones of a grid on the real engine.
 
     python benchmarks/tuned.py                         the bundled model
-    python benchmarks/tuned.py --shape qwen3-0.6b-8l --rate 1 --slo-ttft 4000 --slo-itl 400
+    python benchmarks/tuned.py --shape qwen3-0.6b-8l --rate 1 --slo-ttft 4000 --slo-itl 400 \\
+        --num-seqs 16 --max-num-seqs 2 4 8 --max-num-batched-tokens 64 256 1024
 
 A step time is fitted to one workload. With it the tuner searches a grid for the highest goodput of
 another workload. Then each candidate of the grid serves the same requests on the real engine.
@@ -35,6 +36,8 @@ def main() -> None:
     add("--rate", type=float, default=40.0, help="requests a second (%(default)s)")
     add("--slo-ttft", type=float, default=150.0, help="milliseconds (%(default)s)")
     add("--slo-itl", type=float, default=10.0, help="milliseconds (%(default)s)")
+    for name, values in GRID.items():
+        add(f"--{name.replace('_', '-')}", type=int, nargs="+", default=values)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         compare(args, Path(folder))
@@ -60,7 +63,8 @@ def compare(args: Namespace, folder: Path) -> None:
         args.num_seqs, (10, 400), (5, 80), vocab_size=vocab_size, rate=args.rate, seed=2
     )
     setup = Setup(config, model_config, 1000, fit_step_time(steps, "requests").step_time)
-    began, candidates = time.perf_counter(), candidates_of(GRID)
+    grid = {name: getattr(args, name) for name in GRID}
+        began, candidates = time.perf_counter(), candidates_of(grid)
     trials = halve(setup, candidates, traffic, args.num_seqs, goal)
     tuned = time.perf_counter() - began
     chosen, measured = trials[0], {}

@@ -168,7 +168,7 @@ class EngineConfig:
     # Token budget of one step. Default: 2048 on a CPU and 8192 on a GPU, or `max_num_seqs` if that
     # is more.
     max_num_batched_tokens: int | None = None
-    # Maximum number of prompt tokens of one sequence in a step; 0 is no limit.
+    # Maximum number of tokens of one sequence in a step, draft tokens apart; 0 is no limit.
     long_prefill_token_threshold: int = 0
     # Order in which requests are scheduled: "fcfs" (first come, first served) or "priority" (lower
     # values first).

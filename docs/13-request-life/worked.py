@@ -15,7 +15,7 @@ METHODS = {
     "on_add": "hold a new request",
     "on_step_start": "release held sequences, or finish sequences",
     "token_budget": "lower the token budget of this step",
-    "may_admit": "leave a waiting sequence out of this step",
+    "may_admit": "see a waiting sequence before it is admitted, and leave it out of this step",
     "on_admit": "fill blocks of a new sequence from elsewhere",
     "limit_tokens": "give a sequence fewer tokens, or none",
     "extend_plan": "add draft tokens",

@@ -227,7 +227,7 @@ def memory_table(lengths: Sequence[int]) -> str:
     for name, words in kept.items():
         sizes = (f"{sequence_bytes(name, length) / 2**20:,.0f} MiB" for length in lengths)
         rows.append((name, words, f"{token_bytes(name):,}", _mib(state_bytes(name)), *sizes))
-    head = ("model", "what it keeps", "bytes a token", "a sequence")
+    head = ("model", "what it keeps", "bytes of a new token", "state")
     return table((*head, *(f"{length:,} tokens" for length in lengths)), rows)
 
 
