@@ -64,7 +64,7 @@ def compare(args: Namespace, folder: Path) -> None:
     )
     setup = Setup(config, model_config, 1000, fit_step_time(steps, "requests").step_time)
     grid = {name: getattr(args, name) for name in GRID}
-        began, candidates = time.perf_counter(), candidates_of(grid)
+    began, candidates = time.perf_counter(), candidates_of(grid)
     trials = halve(setup, candidates, traffic, args.num_seqs, goal)
     tuned = time.perf_counter() - began
     chosen, measured = trials[0], {}
