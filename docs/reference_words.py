@@ -562,7 +562,6 @@ REFUSED_PARAMETERS = (
 UNSUPPORTED = {
     "LoRA adapters": "enable_lora",
     "images, audio, video": "limit_mm_per_prompt",
-    "prompts as embeddings": "enable_prompt_embeds",
     "KV offloading by LMCache": "kv_offloading_backend",
     "weights offloaded to host memory": "cpu_offload_gb",
     "swapping of preempted sequences": "swap_space",

@@ -35,6 +35,7 @@ FEATURES: Registry[PrepareFeature] = Registry(
     "feature",
     {
         "pipeline_parallel_size": "nanoserve.features.parallel.pipeline_schedule:prepare_pipeline",
+        "enable_prompt_embeds": "nanoserve.features.prompt_embeds:prepare_prompt_embeds",
         "speculative_config": "nanoserve.features.speculative.extension:prepare_speculation",
         "pooler_config": "nanoserve.features.pooling.prepare:prepare_pooling",
         "kv_offloading_size": "nanoserve.features.kv_transfer.prepare:prepare_host_tier",

@@ -52,12 +52,14 @@ class Prefix:
 
     blocks: by layer group, the blocks that hold its K and V. Usually one; several if sequences have
         computed the same tokens at the same time.
+    embeds_key: the hash of the prompt embeddings in the block, see `PromptEmbeds.key_of_block`.
     """
 
     parent: "Prefix | CacheKey"
     token_ids: list[int]
     block_hash: bytes
     blocks: list[list[int]]
+    embeds_key: bytes = b""
     num_children: int = 0
     num_kept: int = 0  # calls of `PrefixCache.keep` without `let_go`
 
@@ -252,6 +254,8 @@ class PrefixCache:
         token_ids = np.array(seq.token_ids[first * size : num_blocks * size], dtype=np.int32)
         for start in range(0, len(token_ids), size):
             parent = hashes[-1] if hashes else self._root_of(seq)
+            if seq.prompt_embeds is not None:
+                parent += self._embeds_key(seq, len(hashes))
             hashes.append(chain_hash(parent, token_ids[start : start + size]))
 
     def problems(self) -> list[str]:
@@ -274,7 +278,8 @@ class PrefixCache:
         """Add the prefix that ends with block `index` of `seq`."""
         hash_ = seq.block_hashes[index]
         blocks: list[list[int]] = [[] for _ in self.num_needed]
-        prefix = Prefix(parent, self._token_ids(seq, index), hash_, blocks)
+        key = self._embeds_key(seq, index)
+        prefix = Prefix(parent, self._token_ids(seq, index), hash_, blocks, key)
         if isinstance(parent, Prefix):
             parent.count_children(1)
         self._prefixes[hash_] = prefix
@@ -285,12 +290,16 @@ class PrefixCache:
         return self._root + repr(key).encode() if key else self._root
 
     def _is_at(self, prefix: Prefix, seq: Sequence, index: int, parent: Prefix | CacheKey) -> bool:
-        """Return True if `prefix` has the tokens and the parent of block `index` of `seq`."""
-        return prefix.parent == parent and prefix.token_ids == self._token_ids(seq, index)
+        """Return True if `prefix` has the content and the parent of block `index` of `seq`."""
+        is_same = prefix.parent == parent and prefix.token_ids == self._token_ids(seq, index)
+        return is_same and prefix.embeds_key == self._embeds_key(seq, index)
 
     def _token_ids(self, seq: Sequence, index: int) -> list[int]:
         """Return the token ids of block `index` of `seq`."""
         return seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
+
+    def _embeds_key(self, seq: Sequence, index: int) -> bytes:
+        return b"" if seq.prompt_embeds is None else seq.prompt_embeds.key_of_block(index)
 
     def _notify_removed(self, *removed: Any) -> None:
         if self.listeners:
@@ -306,5 +315,6 @@ class PrefixCache:
             key,
             group,
             is_copy=len(prefix.blocks[group]) > 1,
+            embeds_key=prefix.embeds_key,
         )
         self.listeners.notify(lambda listener: listener.on_cached(cached))

@@ -98,9 +98,14 @@ class CudaDevice:
     # ------------------------------------------------------------------ a step
 
     def run(
-        self, batch: Batch, header: BatchHeader, last_token: torch.Tensor, forward: Forward
+        self,
+        batch: Batch,
+        header: BatchHeader,
+        last_token: torch.Tensor,
+        forward: Forward,
+        has_graphs: bool = True,
     ) -> StepOutput:
-        for program in self.programs:
+        for program in self.programs if has_graphs else ():
             if program.covers(batch, header):
                 return program.replay(batch, header)
         tables, tensors = self.buffers.copy_in(batch, header), self.buffers.tensors
