@@ -6,9 +6,9 @@ from difflib import get_close_matches
 from typing import Any
 
 from nanoserve.compat.sampling import LIKE
+from nanoserve.engine.embeds_reader import PIECES, WHOLE
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.input_processor import Prompt
-from nanoserve.engine.prompt_embeds import PIECES, WHOLE
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.text.prompt_types import ChatOptions
 from nanoserve.utils.checks import check_bool, check_int, require, shown

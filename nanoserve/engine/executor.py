@@ -21,7 +21,8 @@ from nanoserve.sampling_params import SamplingParams
 class SlotUpdate:
     """A sequence that was just assigned to `slot`, with its sampling parameters.
 
-    `prompt_token_ids` has no placeholders of embeddings, so penalties do not count them. Only updates are sent to the workers, not the whole slot table. After a preemption,
+    Only updates are sent to the workers, not the whole slot table. `prompt_token_ids` has no
+    placeholders of embeddings, which penalties must not count. After a preemption,
     `output_token_ids` includes what the sequence had generated before it.
     """
 

@@ -15,7 +15,7 @@ import numpy as np
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.bad_words import BadWords
-from nanoserve.engine.prompt_embeds import PIECES, WHOLE, PromptEmbedsReader
+from nanoserve.engine.embeds_reader import PIECES, WHOLE, PromptEmbedsReader
 from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import CacheKey, Sequence
 from nanoserve.engine.text_limit import TextLimit, prompt_too_long
@@ -94,7 +94,7 @@ class InputProcessor:
         self._embeds: PromptEmbedsReader | None = None
         if config.enable_prompt_embeds:
             of_model = model_config.dtype, model_config.hidden_size
-            self._embeds = PromptEmbedsReader(*of_model, config.block_size, self.max_prompt_len)
+            self._embeds = PromptEmbedsReader(*of_model, config.block_size, max_model_len)
 
     def default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters recommended by the checkpoint's generation_config.json."""
@@ -201,10 +201,8 @@ class InputProcessor:
                 raise ValueError(
                     f"a prompt dictionary has 'prompt', 'prompt_token_ids' or both, and optionally "
                     f"'cache_salt' (pass messages to chat); {unknown=}"
-                    + _TOKENIZERS_OUTPUT
-                    * ("input_ids" in unknown)
-                    + _NEEDS_OPTION
-                    * (WHOLE in unknown or PIECES in unknown)
+                    + _TOKENIZERS_OUTPUT * ("input_ids" in unknown)
+                    + _NEEDS_OPTION * (WHOLE in unknown or PIECES in unknown)
                 )
             text = prompt.get("prompt")  # with token ids, it is only copied to the output
             token_ids = prompt.get("prompt_token_ids")

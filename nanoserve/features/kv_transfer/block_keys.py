@@ -55,9 +55,7 @@ class BlockKeys:
             prefix = prefix.parent
         block_hash = self._hashes[prefix] if isinstance(prefix, Prefix) else self._root(prefix)
         for each in reversed(path):
-            self._hashes[each] = block_hash = _hash(
-                block_hash, each.token_ids, each.embeds_key
-            )
+            self._hashes[each] = block_hash = _hash(block_hash, each.token_ids, each.embeds_key)
         return block_hash
 
     def _root(self, cache_key: CacheKey) -> bytes:
