@@ -32,8 +32,8 @@ def completion_requests(
     )
     if body.echo and body.logprobs is not None:
         params.prompt_logprobs = body.logprobs
-    for prompt in _embeds(body, engine):
-        yield engine.input_processor.process(new_id(), prompt, params, body.priority or 0)
+    for embeds in _embeds(body, engine):
+        yield engine.input_processor.process(new_id(), embeds, params, body.priority or 0)
     for prompt in body.prompts():
         if isinstance(prompt, str) and body.add_special_tokens is False:
             engine.input_processor.text_limit.check(prompt)

@@ -1,8 +1,8 @@
 """Read a tensor from a request field: vLLM's base64 of a file that `torch.save` has written.
 
-Such a file is a pickle in a zip archive, and a pickle may run code. torch's `weights_only` unpickler
-calls nothing but what rebuilds tensors. Before it reads the file, its size is limited, and archives
-with compressed entries are rejected, which could be any size when they are read.
+Such a file is a pickle in a zip archive, and a pickle may run code. torch's `weights_only`
+unpickler calls nothing but what rebuilds tensors. Before it reads the file, its size is limited,
+and archives with compressed entries are rejected, which could be any size when they are read.
 """
 
 import base64
