@@ -64,9 +64,10 @@ def build_engine(config: EngineConfig) -> GuardedEngine:
     SamplingParams(**model_config.default_sampling)  # raises if recommended values are invalid
     if model_config.multimodal_architecture is not None:
         logger.warning(
-            "%s is a %s: only its text part is loaded, and images or sound are not supported",
+            "%s is a %s: only its text part is loaded%s",
             config.model,
             model_config.multimodal_architecture,
+            "" if config.enable_prompt_embeds else ", and images or sound are not supported",
         )
     if model_config.transformers_config is not None:
         logger.warning(
