@@ -1,4 +1,4 @@
-"""examples/vision.py: images in front of the engine give the tokens of transformers' whole model."""
+"""examples/vision.py: images in front of the engine give the tokens of the whole model."""
 
 import importlib.util
 import subprocess

@@ -1,4 +1,4 @@
-"""`prompt_embeds` of /v1/completions: vLLM's base64 of `torch.save`, and what must not be loaded."""
+"""`prompt_embeds` of /v1/completions: base64 of `torch.save`, and what must not be loaded."""
 
 import base64
 import io
