@@ -1,5 +1,6 @@
 """Prompt embeddings with ranks, KV stores, events, sleep, other weights; what rejects them."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from nanoserve import LLM, register_model
 from nanoserve.engine.listeners import BlockListener, CachedBlock
 from nanoserve.features.kv_events.events import EventCollector
 from nanoserve.models.qwen3 import Qwen3ForCausalLM, Qwen3Model
+from nanoserve.serve.replicas.prefix_router import PrefixRouter
 
 OPTIONS: dict[str, Any] = {
     **{"skip_tokenizer_init": True, "enable_prompt_embeds": True, "dtype": "float32"},
@@ -177,3 +179,22 @@ def test_a_prefill_engine_is_sent_token_ids(model: tuple[Path, Any]) -> None:
     transfer = {"kv_connector": "socket", "kv_role": "kv_producer"}
     with pytest.raises(ValueError, match="kv_connector='socket'"):
         LLM(str(folder), **OPTIONS, kv_transfer_config=transfer)
+
+
+def test_a_router_of_replicas_has_the_engines_hashes(model: tuple[Path, Any]) -> None:
+    folder, reference = model
+    router = PrefixRouter(4, prefix_cache_seed=5)
+    with LLM(str(folder), **OPTIONS, prefix_cache_seed=5) as llm:
+        chains = []
+        for prompt in mixed_prompts(reference):
+            request = llm.engine.input_processor.process("r", prompt, greedy())
+            (seq,) = request.sequences
+            num_blocks = (len(seq.token_ids) - 1) // 4
+            llm.engine.scheduler.block_manager.prefix_cache.hash_blocks(seq, num_blocks)
+            own = seq.cache_key, seq.prompt_embeds
+            chains.append(router.hashes(request.prompt_token_ids, *own))
+            assert chains[-1] == seq.block_hashes and len(chains[-1]) == num_blocks
+            # Requests travel to replicas in other processes.
+            (copied,) = pickle.loads(pickle.dumps(request)).sequences
+            assert router.hashes(copied.token_ids, (), copied.prompt_embeds) == chains[-1]
+    assert chains[1][0] != chains[2][0] != chains[0]
