@@ -18,6 +18,7 @@ from nanoserve.engine.executor import SlotUpdate
 from nanoserve.engine.prefix_cache import PrefixCache
 from nanoserve.engine.prompt_embeds import PromptEmbeds, StepEmbeds
 from nanoserve.engine.sequence import Sequence
+from nanoserve.features.kv_transfer.host_tier import HostTier
 from nanoserve.features.prompt_embeds import PromptEmbedsInput
 
 OPTIONS: dict[str, Any] = {
@@ -71,6 +72,8 @@ def test_schedules_and_hits_change_nothing(
         first, again = tokens_of(llm, prompts), tokens_of(llm, prompts[::-1])[::-1]
         hits, preemptions = llm.stats.prefix_cache_hits, llm.stats.num_preemptions
         llm.engine.scheduler.check()
+        tiers = [each for each in llm.engine.extensions if isinstance(each, HostTier)]
+    assert all(tier.stats.hits > 0 for tier in tiers) and bool(tiers) == (name == "host tier")
     if name != "int8 cache":
         assert first == expected
     assert again == first

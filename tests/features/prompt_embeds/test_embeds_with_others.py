@@ -20,6 +20,7 @@ from torch import Tensor
 from nanoserve import LLM, register_model
 from nanoserve.engine.listeners import BlockListener, CachedBlock
 from nanoserve.features.kv_events.events import EventCollector
+from nanoserve.features.kv_transfer.block_keys import BlockKeys
 from nanoserve.models.qwen3 import Qwen3ForCausalLM, Qwen3Model
 from nanoserve.serve.replicas.prefix_router import PrefixRouter
 
@@ -79,6 +80,32 @@ def test_blocks_on_disk_are_found_by_their_embeddings(
         assert output.num_cached_tokens in (0, num_cached)
 
 
+def test_keys_of_stored_blocks_have_the_embeddings(model: tuple[Path, Any]) -> None:
+    folder, reference = model
+    rows, ids = random_rows(reference, 6), [*range(20)]
+    changed = rows.clone()
+    changed[4] *= 1.25  # at position 9, in the third block
+    keys = BlockKeys(b"model", 4, 1)
+    with LLM(str(folder), **OPTIONS) as llm:
+        process = llm.engine.input_processor.process
+        cache = llm.engine.scheduler.block_manager.prefix_cache
+
+        def keys_of(*pieces: Any) -> list[bytes]:
+            given = {"prompt_embeds_pieces": list(pieces)} if pieces else {}
+            prompt = {"prompt_token_ids": ids} | given
+            llm.generate(prompt, greedy(1), use_tqdm=False)
+            (seq,) = process("r", prompt, greedy()).sequences
+            found = keys.of_sequence(seq, 0, 4)
+            assert found == [keys.of_prefix(prefix, 0) for prefix in cache.chain(seq, 4)]
+            assert found[2:] == keys.of_sequence(seq, 2, 4)
+            return [key.block_hash for key in found]
+
+        plain, first, other = keys_of(), keys_of((5, rows)), keys_of((5, changed))
+        assert keys_of((5, rows[:2]), (7, rows[2:])) == first
+    assert plain[0] == first[0] == other[0] and first[1] == other[1] != plain[1]
+    assert len({plain[2], first[2], other[2]}) == len({plain[3], first[3], other[3]}) == 3
+
+
 class Recorder(BlockListener):
     def __init__(self) -> None:
         self.cached: list[CachedBlock] = []
@@ -92,7 +119,7 @@ def test_events_have_the_hash_of_a_block(model: tuple[Path, Any]) -> None:
     rows = random_rows(reference, 5)
     recorder, collector = Recorder(), EventCollector()
     with LLM(str(folder), **OPTIONS) as llm:
-        llm.engine.scheduler.block_manager.listeners += [recorder, collector]
+        llm.engine.scheduler.block_manager.listeners.extend([recorder, collector])
         ids = [*range(20)]
         prompt = {"prompt_token_ids": ids, "prompt_embeds_pieces": [(6, rows)]}
         llm.generate(prompt | {"cache_salt": "t"}, greedy(1), use_tqdm=False)
