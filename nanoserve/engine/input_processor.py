@@ -83,6 +83,10 @@ class InputProcessor:
         self.pools = model_config.pooling is not None
         # A generated token needs a position after the prompt.
         self.max_prompt_len = max_model_len if self.pools else max_model_len - 1
+        self._embeds: PromptEmbedsReader | None = None
+        if config.enable_prompt_embeds:
+            of_model = model_config.dtype, model_config.hidden_size
+            self._embeds = PromptEmbedsReader(*of_model, config.block_size, max_model_len)
         # Engine-wide logits processors may validate a request before it is queued, as in vLLM.
         processors = [p for p in config.logits_processors if hasattr(p, "validate_params")]
         self._validators = [processor.validate_params for processor in processors]
@@ -91,10 +95,6 @@ class InputProcessor:
         if tokenizer is not None and tokenizer.eos_token_id is not None:
             self.eos_token_ids |= {tokenizer.eos_token_id}
         self._tokenizer = tokenizer
-        self._embeds: PromptEmbedsReader | None = None
-        if config.enable_prompt_embeds:
-            of_model = model_config.dtype, model_config.hidden_size
-            self._embeds = PromptEmbedsReader(*of_model, config.block_size, max_model_len)
 
     def default_sampling_params(self) -> SamplingParams:
         """Return the sampling parameters recommended by the checkpoint's generation_config.json."""
