@@ -26,7 +26,6 @@ from nanoserve.engine.executor import Executor
 from nanoserve.models.layers.context import ParallelContext
 from nanoserve.sampling.sampler import Sampler
 from nanoserve.worker.batch_tensors import BatchTensors
-from nanoserve.worker.given_embeddings import GivenEmbeddings
 from nanoserve.worker.kv_cache import KVCacheLayout, decide_num_kv_blocks, physical_memory_bytes
 from nanoserve.worker.threads import threads
 
@@ -53,17 +52,13 @@ class Computation:
         header: BatchHeader,
         block_tables: Tensor,
         is_mixed: bool = False,
-        given: GivenEmbeddings | None = None,
     ) -> Tensor:
         """Return the hidden states of a step, [num_tokens, hidden_size].
 
-        is_mixed: see `BatchTensors.attention_metadata`. given: embeddings of some tokens.
+        is_mixed: see `BatchTensors.attention_metadata`.
         """
         metadata = tensors.attention_metadata(header, block_tables, is_mixed)
-        inputs = tensors.input_ids[: header.num_tokens], self.kv_caches, metadata
-        if given is None:
-            return self.model(*inputs)
-        return self.model(*inputs, given.embed(self.model, inputs[0]))
+        return self.model(tensors.input_ids[: header.num_tokens], self.kv_caches, metadata)
 
     def keep(self, token_ids: Tensor, slots: Tensor) -> None:
         """Store sampled tokens, int64 [num_rows], by slot, as inputs of the next step."""
@@ -142,17 +137,11 @@ class Device(Protocol):
         """Wait until the last copy of this batch to the device has finished."""
 
     def run(
-        self,
-        batch: Batch,
-        header: BatchHeader,
-        last_token: Tensor,
-        forward: "Forward",
-        has_graphs: bool = True,
+        self, batch: Batch, header: BatchHeader, last_token: Tensor, forward: "Forward"
     ) -> StepOutput:
         """Copy the batch to the device, fill in pending tokens, and run the forward pass.
 
-        Pending tokens were sampled asynchronously, so only the device knows them. has_graphs: False
-        if no graph computes what `forward` does.
+        Pending tokens were sampled asynchronously, so only the device knows them.
         """
 
     def fetch(self, token_ids: Tensor) -> Any:
@@ -249,12 +238,7 @@ class CpuDevice:
             raise RuntimeError("this engine belongs to another process: instead of fork, use spawn")
 
     def run(
-        self,
-        batch: Batch,
-        header: BatchHeader,
-        last_token: torch.Tensor,
-        forward: Forward,
-        has_graphs: bool = True,
+        self, batch: Batch, header: BatchHeader, last_token: torch.Tensor, forward: Forward
     ) -> StepOutput:
         if batch not in self._tensors:
             self._tensors[batch] = BatchTensors(batch.layout, torch.from_numpy(batch.memory))
