@@ -50,16 +50,16 @@ def root_key(seq: Sequence) -> CacheKey:
 class Prefix:
     """A full block of tokens and its chain of parents.
 
+    embeds_key: the hash of the prompt embeddings in the block, see `PromptEmbeds.key_of_block`.
     blocks: by layer group, the blocks that hold its K and V. Usually one; several if sequences have
         computed the same tokens at the same time.
-    embeds_key: the hash of the prompt embeddings in the block, see `PromptEmbeds.key_of_block`.
     """
 
     parent: "Prefix | CacheKey"
     token_ids: list[int]
+    embeds_key: bytes
     block_hash: bytes
     blocks: list[list[int]]
-    embeds_key: bytes = b""
     num_children: int = 0
     num_kept: int = 0  # calls of `PrefixCache.keep` without `let_go`
 
@@ -255,7 +255,7 @@ class PrefixCache:
         for start in range(0, len(token_ids), size):
             parent = hashes[-1] if hashes else self._root_of(seq)
             if seq.prompt_embeds is not None:
-                parent += self._embeds_key(seq, len(hashes))
+                parent += seq.prompt_embeds.key_of_block(len(hashes))
             hashes.append(chain_hash(parent, token_ids[start : start + size]))
 
     def problems(self) -> list[str]:
@@ -278,8 +278,7 @@ class PrefixCache:
         """Add the prefix that ends with block `index` of `seq`."""
         hash_ = seq.block_hashes[index]
         blocks: list[list[int]] = [[] for _ in self.num_needed]
-        key = self._embeds_key(seq, index)
-        prefix = Prefix(parent, self._token_ids(seq, index), hash_, blocks, key)
+        prefix = Prefix(parent, *self._content(seq, index), hash_, blocks)
         if isinstance(parent, Prefix):
             parent.count_children(1)
         self._prefixes[hash_] = prefix
@@ -291,15 +290,14 @@ class PrefixCache:
 
     def _is_at(self, prefix: Prefix, seq: Sequence, index: int, parent: Prefix | CacheKey) -> bool:
         """Return True if `prefix` has the content and the parent of block `index` of `seq`."""
-        is_same = prefix.parent == parent and prefix.token_ids == self._token_ids(seq, index)
-        return is_same and prefix.embeds_key == self._embeds_key(seq, index)
+        content = prefix.token_ids, prefix.embeds_key
+        return prefix.parent == parent and content == self._content(seq, index)
 
-    def _token_ids(self, seq: Sequence, index: int) -> list[int]:
-        """Return the token ids of block `index` of `seq`."""
-        return seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
-
-    def _embeds_key(self, seq: Sequence, index: int) -> bytes:
-        return b"" if seq.prompt_embeds is None else seq.prompt_embeds.key_of_block(index)
+    def _content(self, seq: Sequence, index: int) -> tuple[list[int], bytes]:
+        """Return the token ids of block `index` of `seq`, and the hash of its embeddings."""
+        token_ids = seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
+        embeds = seq.prompt_embeds
+        return token_ids, b"" if embeds is None else embeds.key_of_block(index)
 
     def _notify_removed(self, *removed: Any) -> None:
         if self.listeners:

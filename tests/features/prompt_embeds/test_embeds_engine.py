@@ -15,7 +15,6 @@ from tiny_checkpoints import make_qwen3
 from nanoserve import LLM, SamplingParams
 from nanoserve.engine import prefix_cache
 from nanoserve.engine.executor import SlotUpdate
-from nanoserve.engine.prefix_cache import PrefixCache
 from nanoserve.engine.prompt_embeds import PromptEmbeds, StepEmbeds
 from nanoserve.engine.sequence import Sequence
 from nanoserve.features.kv_transfer.host_tier import HostTier
@@ -167,7 +166,7 @@ def test_no_run_reads_kv_of_other_embeddings(by_size: Callable[..., int]) -> Non
 
 
 def test_the_oracle_sees_keys_without_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(PrefixCache, "_embeds_key", lambda self, seq, index: b"")
+    monkeypatch.setattr(PromptEmbeds, "key_of_block", lambda self, index: b"")
     with pytest.raises(Corruption):
         for seed in range(300):
             ShadowEmbeds(seed).run()
