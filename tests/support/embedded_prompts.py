@@ -48,7 +48,6 @@ def expected_tokens(reference: Any, prompt: Prompt, max_tokens: int = 10) -> lis
         inputs_embeds=filled(reference, prompt)[None],
         attention_mask=torch.ones(1, len(filled(reference, prompt)), dtype=torch.long),
         max_new_tokens=max_tokens,
-        min_new_tokens=max_tokens,
         do_sample=False,
     )
     return found[0].tolist()
