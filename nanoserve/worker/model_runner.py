@@ -22,7 +22,7 @@ from nanoserve.models.layers.context import LayerContext
 from nanoserve.sampling.diagnostics import errors_of_rows
 from nanoserve.sampling.sampler import Sampled, Sampler
 from nanoserve.worker.batch_tensors import BatchTensors
-from nanoserve.worker.cpu_device import Computation, Device, StepOutput
+from nanoserve.worker.cpu_device import Computation, Device, Forward, StepOutput
 from nanoserve.worker.given_embeddings import forward_with
 from nanoserve.worker.heads import HEADS, Heads
 from nanoserve.worker.host_pool import HostPool
@@ -174,7 +174,7 @@ class ModelRunner:
             if header.num_pending:
                 self.context.tp.broadcast(self.last_token)
             # 2) The model: hidden states [num_tokens, hidden_size], after its last norm.
-            forward = self._computation.forward
+            forward: Forward = self._computation.forward
             if inputs.embeds is not None:
                 forward = forward_with(inputs.embeds, self._computation, self.context)
             output = self.device.run(batch, header, self.last_token, forward)
