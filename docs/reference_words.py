@@ -86,6 +86,8 @@ FIELDS = {
     "messages": "The conversation: `role`, and `content` as a string or a list of text parts.",
     "prompt": "A string, a list of strings, token ids, or a list of such lists. "
     "/tokenize: a string.",
+    "prompt_embeds": "Prompts that are embeddings: one or a list of tensors, as base64 of what "
+    "`torch.save` has written. Requires `--enable-prompt-embeds`.",
     "tokens": "Token ids.",
     "max_completion_tokens": "OpenAI's newer name of `max_tokens`; it takes precedence.",
     "logprobs": "Completions: number of log-probabilities per token. Chat: whether to return any.",
@@ -320,6 +322,8 @@ BOUNDS = {
         "nanoserve.text.chat._DEEPEST": ("levels", "nested lists and dictionaries in a "
                                     "message"),
         "nanoserve.text.chat_template._LARGEST_FILE": ("bytes", "the file of a chat template"),
+        "nanoserve.serve.http.tensor_field._MOST_ENTRIES": (
+            "entries", "the archive of a tensor in `prompt_embeds`"),
         "nanoserve.features.speculative.config._MOST_DRAFT_TOKENS": (
             "tokens", "`num_speculative_tokens` of `speculative_config`"),
     },
@@ -562,7 +566,6 @@ REFUSED_PARAMETERS = (
 UNSUPPORTED = {
     "LoRA adapters": "enable_lora",
     "images, audio, video": "limit_mm_per_prompt",
-    "prompts as embeddings": "enable_prompt_embeds",
     "KV offloading by LMCache": "kv_offloading_backend",
     "weights offloaded to host memory": "cpu_offload_gb",
     "swapping of preempted sequences": "swap_space",

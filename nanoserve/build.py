@@ -35,6 +35,7 @@ FEATURES: Registry[PrepareFeature] = Registry(
     "feature",
     {
         "pipeline_parallel_size": "nanoserve.features.parallel.pipeline_schedule:prepare_pipeline",
+        "enable_prompt_embeds": "nanoserve.features.prompt_embeds:prepare_prompt_embeds",
         "speculative_config": "nanoserve.features.speculative.extension:prepare_speculation",
         "pooler_config": "nanoserve.features.pooling.prepare:prepare_pooling",
         "kv_offloading_size": "nanoserve.features.kv_transfer.prepare:prepare_host_tier",
@@ -63,9 +64,10 @@ def build_engine(config: EngineConfig) -> GuardedEngine:
     SamplingParams(**model_config.default_sampling)  # raises if recommended values are invalid
     if model_config.multimodal_architecture is not None:
         logger.warning(
-            "%s is a %s: only its text part is loaded, and images or sound are not supported",
+            "%s is a %s: only its text part is loaded%s",
             config.model,
             model_config.multimodal_architecture,
+            "" if config.enable_prompt_embeds else ", and images or sound are not supported",
         )
     if model_config.transformers_config is not None:
         logger.warning(

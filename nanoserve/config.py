@@ -230,6 +230,9 @@ class EngineConfig:
     # Return the experts that computed each token as `CompletionOutput.routed_experts`, so that a
     # trainer can replay them. Requires a mixture of experts, and `pipeline_parallel_size` 1.
     enable_return_routed_experts: bool = False
+    # Accept prompts that are embeddings, or have some between their token ids, as `prompt_embeds`
+    # and `prompt_embeds_pieces` of a prompt dictionary, and `prompt_embeds` of /v1/completions.
+    enable_prompt_embeds: bool = False
     # File for a record of every step, to be read by `nanoserve trace`. Default: none.
     trace: str | Path | None = None
     # Collect no statistics for `LLM.get_metrics`.

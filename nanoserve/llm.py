@@ -73,7 +73,8 @@ class LLM(LLMMethods):
     ) -> list[RequestOutput]:
         """Complete every prompt; results are in the order of the prompts.
 
-        A prompt is a string, a list of token ids, or `{"prompt_token_ids": [...]}`.
+        A prompt is a string, a list of token ids, or `{"prompt_token_ids": [...]}`. With
+        `enable_prompt_embeds`, it may be or have embeddings: see docs/guides/prompt-embeds.md.
         `sampling_params` is one for all prompts or one per prompt; None selects the checkpoint's
         defaults. `priority` is one integer per prompt, the lowest runs first; it needs
         `scheduling_policy="priority"`. Requests share cached prefixes only with requests that have

@@ -123,7 +123,8 @@ def _check_options(name: str, files: ConfigFiles, config: EngineConfig, *, is_ow
     for option in ("tensor_parallel_size", "pipeline_parallel_size"):
         size = getattr(config, option)
         require(size == 1, f"{why} {option}={size}")
-    for option in ("batch_invariant", "enable_return_routed_experts"):
+    options = "batch_invariant", "enable_return_routed_experts", "enable_prompt_embeds"
+    for option in options:
         value = getattr(config, option)
         require(not value, f"{why} {option}={shown(value)}")
     has_triton = config.device == "cuda" or config.attention_backend == "triton"

@@ -106,7 +106,6 @@ class VllmOptions(TypedDict, total=False):
     enable_multimodal_encoder_data_parallel: Any
     enable_nccl_comm_suspend: Any
     enable_prompt_adapter: Any
-    enable_prompt_embeds: Any
     enable_reasoning: Any
     enable_return_last_hidden_states: Any
     enable_shm_tensor_arena: Any
@@ -318,6 +317,7 @@ class EngineOptions(VllmOptions, total=False):
     max_logprobs: int
     logprobs_mode: str
     enable_return_routed_experts: bool
+    enable_prompt_embeds: bool
     trace: str | Path | None
     disable_log_stats: bool
     kv_events_config: Mapping[str, Any] | KVEventsConfig | None

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from nanoserve.compat.sampling import LIKE
+from nanoserve.engine.embeds_reader import PIECES, WHOLE
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.input_processor import Prompt
 from nanoserve.sampling_params import SamplingParams
@@ -105,6 +106,10 @@ def _tokenized(
         given = {"prompt": prompt}
     elif not isinstance(prompt, Mapping):
         given = {"prompt_token_ids": prompt}
+    embeds = [name for name in (WHOLE, PIECES) if given.get(name) is not None]
+    if embeds and most is None:
+        return prompt
+    require(not embeds, f"a prompt with {embeds[0]!r} cannot be truncated" if embeds else "")
     text, token_ids = given.get("prompt"), given.get("prompt_token_ids")
     if token_ids is None and isinstance(text, str):
         require(

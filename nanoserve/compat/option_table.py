@@ -131,7 +131,6 @@ FOREIGN: dict[str, Foreign] = {
              lambda value: _is_empty(value) or value == 0),
     **_known("enable_return_last_hidden_states return_sampling_mask",
              "outputs are tokens, text and log-probabilities", _off),
-    **_known("enable_prompt_embeds", "a prompt is text or token ids", _off),
     # Steps and caches.
     **_known("max_num_partial_prefills max_long_partial_prefills",
              "limit the tokens of one sequence with long_prefill_token_threshold", _one),

@@ -215,7 +215,7 @@ FOREIGN: dict[str, Foreign] = {
     "text": Foreign("use prompt for a string, and response_format for a format", ({},)),
     "input_ids": Foreign("prompt of /v1/completions takes token ids"),
     "prompt_token_ids": Foreign("prompt of /v1/completions takes token ids"),
-    **_refused("embeddings are not supported; send text or ids", "prompt_embeds input_embeds"),
+    **_refused("use prompt_embeds of /v1/completions", "prompt_embeds input_embeds"),
     **_refused(_CONVERSATION, "previous_response_id conversation context session_params"),
     "suffix": Foreign("a prompt can only be continued; put the suffix into it in the "
                       "model's fill-in-the-middle format", ("",)),

@@ -11,6 +11,7 @@ import numpy as np
 
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.kv_transfers import KVTransfers
+from nanoserve.engine.prompt_embeds import StepEmbeds
 from nanoserve.engine.sequence import Sequence
 from nanoserve.outputs import TokenLogprobs
 from nanoserve.sampling_params import SamplingParams
@@ -20,7 +21,8 @@ from nanoserve.sampling_params import SamplingParams
 class SlotUpdate:
     """A sequence that was just assigned to `slot`, with its sampling parameters.
 
-    Only updates are sent to the workers, not the whole slot table. After a preemption,
+    Only updates are sent to the workers, not the whole slot table. `prompt_token_ids` has no
+    placeholders of embeddings, which penalties must not count. After a preemption,
     `output_token_ids` includes what the sequence had generated before it.
     """
 
@@ -36,12 +38,13 @@ class SlotUpdate:
 
     @classmethod
     def of(cls, seq: Sequence) -> "SlotUpdate":
+        prompt, embeds = seq.prompt_token_ids, seq.prompt_embeds
         return cls(
             slot=seq.slot,
             params=seq.params,
             seed=seq.seed,
             completion=seq.index,
-            prompt_token_ids=seq.prompt_token_ids,
+            prompt_token_ids=embeds.without_placeholders(prompt) if embeds else prompt,
             output_token_ids=seq.output_token_ids,
             stop_token_ids=seq.stop_token_ids,
             bad_words_token_ids=seq.bad_words_token_ids,
@@ -77,11 +80,13 @@ class ForwardInputs:
     slot_updates: sequences that are new in their slots.
     draft_tokens: by slot, the draft tokens that are packed after the last token of its row.
     kv_transfers: KV blocks to copy before the model runs.
+    embeds: embeddings that take the place of those of some tokens.
     """
 
     slot_updates: list[SlotUpdate] = field(default_factory=list)
     draft_tokens: dict[int, list[int]] = field(default_factory=dict)
     kv_transfers: KVTransfers | None = None
+    embeds: StepEmbeds | None = None
 
 
 @dataclass

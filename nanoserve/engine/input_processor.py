@@ -15,6 +15,7 @@ import numpy as np
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.bad_words import BadWords
+from nanoserve.engine.embeds_reader import PIECES, WHOLE, PromptEmbedsReader
 from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import CacheKey, Sequence
 from nanoserve.engine.text_limit import TextLimit, prompt_too_long
@@ -33,6 +34,7 @@ _POOLS = (
     "this engine pools (runner='pooling') and generates no text: call embed(), classify(), score() "
     "or encode(), or create the engine with runner='generate'"
 )
+_NEEDS_OPTION = ": embeddings need an engine with enable_prompt_embeds=True and runner='generate'"
 Prompt = str | AbstractSequence[int] | Mapping[str, Any]
 
 
@@ -81,6 +83,10 @@ class InputProcessor:
         self.pools = model_config.pooling is not None
         # A generated token needs a position after the prompt.
         self.max_prompt_len = max_model_len if self.pools else max_model_len - 1
+        self._embeds: PromptEmbedsReader | None = None
+        if config.enable_prompt_embeds:
+            of_model = model_config.dtype, model_config.hidden_size
+            self._embeds = PromptEmbedsReader(*of_model, config.block_size, max_model_len)
         # Engine-wide logits processors may validate a request before it is queued, as in vLLM.
         processors = [p for p in config.logits_processors if hasattr(p, "validate_params")]
         self._validators = [processor.validate_params for processor in processors]
@@ -121,6 +127,9 @@ class InputProcessor:
         params = self.default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
+        embeds = None
+        if self._embeds is not None:
+            prompt, embeds = self._embeds.take(prompt, params)
         text, token_ids, cache_key = self.read_prompt(prompt, params.max_tokens)
         # A copy is validated again, and later assignments to the caller's object do not affect it.
         params = replace(params, output_kind=output_kind or params.output_kind)
@@ -140,6 +149,7 @@ class InputProcessor:
                 index=index,
                 bad_words_token_ids=bad_words,
                 cache_key=cache_key,
+                prompt_embeds=embeds,
             )
             for index in range(params.n)
         ]
@@ -191,8 +201,8 @@ class InputProcessor:
                 raise ValueError(
                     f"a prompt dictionary has 'prompt', 'prompt_token_ids' or both, and optionally "
                     f"'cache_salt' (pass messages to chat); {unknown=}"
-                    + _TOKENIZERS_OUTPUT
-                    * ("input_ids" in unknown)
+                    + _TOKENIZERS_OUTPUT * ("input_ids" in unknown)
+                    + _NEEDS_OPTION * (WHOLE in unknown or PIECES in unknown)
                 )
             text = prompt.get("prompt")  # with token ids, it is only copied to the output
             token_ids = prompt.get("prompt_token_ids")

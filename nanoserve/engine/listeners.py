@@ -39,6 +39,7 @@ class CachedBlock(NamedTuple):
     cache_key: what else its K and V depend on, such as a tenant's salt; see `Sequence.cache_key`.
     group: the layer group of its K and V: an index of `nanoserve.engine.kv_groups.group_layers`.
     is_copy: True if another block of the group already holds the same.
+    embeds_key: the hash of the prompt embeddings in the block: see `Prefix.embeds_key`.
     """
 
     block: int
@@ -48,6 +49,7 @@ class CachedBlock(NamedTuple):
     cache_key: tuple[str, ...]
     group: int = 0
     is_copy: bool = False
+    embeds_key: bytes = b""
 
 
 class BlockListener:

@@ -50,12 +50,14 @@ def root_key(seq: Sequence) -> CacheKey:
 class Prefix:
     """A full block of tokens and its chain of parents.
 
+    embeds_key: the hash of the prompt embeddings in the block, see `PromptEmbeds.key_of_block`.
     blocks: by layer group, the blocks that hold its K and V. Usually one; several if sequences have
         computed the same tokens at the same time.
     """
 
     parent: "Prefix | CacheKey"
     token_ids: list[int]
+    embeds_key: bytes
     block_hash: bytes
     blocks: list[list[int]]
     num_children: int = 0
@@ -252,6 +254,8 @@ class PrefixCache:
         token_ids = np.array(seq.token_ids[first * size : num_blocks * size], dtype=np.int32)
         for start in range(0, len(token_ids), size):
             parent = hashes[-1] if hashes else self._root_of(seq)
+            if seq.prompt_embeds is not None:
+                parent += seq.prompt_embeds.key_of_block(len(hashes))
             hashes.append(chain_hash(parent, token_ids[start : start + size]))
 
     def problems(self) -> list[str]:
@@ -274,7 +278,7 @@ class PrefixCache:
         """Add the prefix that ends with block `index` of `seq`."""
         hash_ = seq.block_hashes[index]
         blocks: list[list[int]] = [[] for _ in self.num_needed]
-        prefix = Prefix(parent, self._token_ids(seq, index), hash_, blocks)
+        prefix = Prefix(parent, *self._content(seq, index), hash_, blocks)
         if isinstance(parent, Prefix):
             parent.count_children(1)
         self._prefixes[hash_] = prefix
@@ -285,12 +289,15 @@ class PrefixCache:
         return self._root + repr(key).encode() if key else self._root
 
     def _is_at(self, prefix: Prefix, seq: Sequence, index: int, parent: Prefix | CacheKey) -> bool:
-        """Return True if `prefix` has the tokens and the parent of block `index` of `seq`."""
-        return prefix.parent == parent and prefix.token_ids == self._token_ids(seq, index)
+        """Return True if `prefix` has the content and the parent of block `index` of `seq`."""
+        content = prefix.token_ids, prefix.embeds_key
+        return prefix.parent == parent and content == self._content(seq, index)
 
-    def _token_ids(self, seq: Sequence, index: int) -> list[int]:
-        """Return the token ids of block `index` of `seq`."""
-        return seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
+    def _content(self, seq: Sequence, index: int) -> tuple[list[int], bytes]:
+        """Return the token ids of block `index` of `seq`, and the hash of its embeddings."""
+        token_ids = seq.token_ids[index * self.block_size : (index + 1) * self.block_size]
+        embeds = seq.prompt_embeds
+        return token_ids, b"" if embeds is None else embeds.key_of_block(index)
 
     def _notify_removed(self, *removed: Any) -> None:
         if self.listeners:
@@ -306,5 +313,6 @@ class PrefixCache:
             key,
             group,
             is_copy=len(prefix.blocks[group]) > 1,
+            embeds_key=prefix.embeds_key,
         )
         self.listeners.notify(lambda listener: listener.on_cached(cached))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
 
+from nanoserve.engine.prompt_embeds import PromptEmbeds
 from nanoserve.outputs import RequestMetrics
 from nanoserve.sampling_params import SamplingParams
 
@@ -101,6 +102,7 @@ class Sequence:
     stop_conditions: list[StopCondition] = field(default_factory=list)
     prompt_head: str | None = None  # head that reads hidden states of the prompt
     reads_last: bool = False  # True if that head reads only the last token's
+    prompt_embeds: PromptEmbeds | None = None  # in place of the embeddings of some prompt tokens
 
     num_prompt_tokens: int = field(init=False)
     max_num_tokens: int = field(init=False)

@@ -192,7 +192,12 @@ def search_all(
 
 def _begin(engine: GuardedEngine, prompt: Prompt, params: BeamSearchParams) -> _Search:
     processor = engine.input_processor
-    token_ids = processor.process("beam search", prompt).prompt_token_ids
+    request = processor.process("beam search", prompt)
+    token_ids = request.prompt_token_ids
+    require(
+        request.sequences[0].prompt_embeds is None,
+        "beam search takes text and token ids, not embeddings: use generate()",
+    )
     most = processor.max_model_len
     if len(token_ids) + params.max_tokens > most:
         raise ContextLengthError.of(

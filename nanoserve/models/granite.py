@@ -11,8 +11,13 @@ from nanoserve.models.llama import LlamaForCausalLM
 from nanoserve.models.minicpm import MiniCPMAttention, MiniCPMMLP, MiniCPMModel
 
 
+class GraniteModel(MiniCPMModel):
+    def scale_given(self, rows: Tensor) -> Tensor:
+        return rows * self.config.embedding_scale
+
+
 class GraniteForCausalLM(LlamaForCausalLM):
-    model_class = MiniCPMModel
+    model_class = GraniteModel
     attention_class, mlp_class = MiniCPMAttention, MiniCPMMLP
 
     def compute_logits(self, hidden: Tensor) -> Tensor | None:

@@ -153,9 +153,15 @@ class Qwen3Model(nn.Module):
         return self.embed_tokens(input_ids)
 
     def forward(
-        self, input_ids: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+        self,
+        input_ids: Tensor,
+        kv_caches: list[KVCache],
+        metadata: AttentionMetadata,
+        inputs_embeds: Tensor | None = None,
     ) -> Tensor:
-        if self.pp.is_first:
+        if inputs_embeds is not None:
+            hidden = inputs_embeds
+        elif self.pp.is_first:
             hidden = self.embed(input_ids)  # [num_tokens, hidden_size], as in all layers
         else:
             shape = (len(input_ids), self.config.hidden_size)
@@ -199,13 +205,18 @@ class Qwen3ForCausalLM(nn.Module):
                 self.lm_head.tie(self.model.embed_tokens)
 
     def forward(
-        self, input_ids: Tensor, kv_caches: list[KVCache], metadata: AttentionMetadata
+        self,
+        input_ids: Tensor,
+        kv_caches: list[KVCache],
+        metadata: AttentionMetadata,
+        inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         """Return the hidden states [num_tokens, hidden_size] of the last layer computed here.
 
         input_ids are int32 [num_tokens]; kv_caches has one cache for each layer computed here.
+        inputs_embeds, [num_tokens, hidden_size], are used instead of `embed(input_ids)`.
         """
-        return self.model(input_ids, kv_caches, metadata)
+        return self.model(input_ids, kv_caches, metadata, inputs_embeds)
 
     def compute_logits(self, hidden: Tensor) -> Tensor | None:
         """Return the logits, [num_rows, hidden_size] -> [num_rows, vocab_size], of sampled rows.

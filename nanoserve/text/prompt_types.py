@@ -28,7 +28,27 @@ class TokensPrompt(_WithText):
     prompt_token_ids: AbstractSequence[int]
 
 
-PromptType = str | AbstractSequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]
+class EmbedsPrompt(_WithText):
+    """Embeddings to continue, a tensor [num_tokens, hidden_size]; see `enable_prompt_embeds`."""
+
+    prompt_embeds: Any
+
+
+class MixedPrompt(TokensPrompt):
+    """Token ids with embeddings between them, as (position, tensor [num_rows, hidden_size])."""
+
+    prompt_embeds_pieces: AbstractSequence[tuple[int, Any]]
+
+
+PromptType = (
+    str
+    | AbstractSequence[int]
+    | TextPrompt
+    | TokensPrompt
+    | EmbedsPrompt
+    | MixedPrompt
+    | Mapping[str, Any]
+)
 
 Message = Mapping[str, Any]  # {"role": "user", "content": "..."}
 Conversation = list[dict[str, Any]] | list[dict[str, str]] | AbstractSequence[Message]

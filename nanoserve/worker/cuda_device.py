@@ -100,7 +100,9 @@ class CudaDevice:
     def run(
         self, batch: Batch, header: BatchHeader, last_token: torch.Tensor, forward: Forward
     ) -> StepOutput:
-        for program in self.programs:
+        # Graphs have recorded this computation, and replay no other.
+        is_recorded = self._computation is not None and forward == self._computation.forward
+        for program in self.programs if is_recorded else ():
             if program.covers(batch, header):
                 return program.replay(batch, header)
         tables, tensors = self.buffers.copy_in(batch, header), self.buffers.tensors

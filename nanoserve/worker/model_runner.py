@@ -22,7 +22,8 @@ from nanoserve.models.layers.context import LayerContext
 from nanoserve.sampling.diagnostics import errors_of_rows
 from nanoserve.sampling.sampler import Sampled, Sampler
 from nanoserve.worker.batch_tensors import BatchTensors
-from nanoserve.worker.cpu_device import Computation, Device, StepOutput
+from nanoserve.worker.cpu_device import Computation, Device, Forward, StepOutput
+from nanoserve.worker.given_embeddings import forward_with
 from nanoserve.worker.heads import HEADS, Heads
 from nanoserve.worker.host_pool import HostPool
 from nanoserve.worker.kv_cache import KVCacheLayout, longest_sequence
@@ -173,7 +174,10 @@ class ModelRunner:
             if header.num_pending:
                 self.context.tp.broadcast(self.last_token)
             # 2) The model: hidden states [num_tokens, hidden_size], after its last norm.
-            output = self.device.run(batch, header, self.last_token, self._computation.forward)
+            forward: Forward = self._computation.forward
+            if inputs.embeds is not None:
+                forward = forward_with(inputs.embeds, self._computation, self.context)
+            output = self.device.run(batch, header, self.last_token, forward)
             handle = Handle(batch, header, output.tensors, inputs.draft_tokens)
             # 3) Logits are computed only for the rows that need them: for a prompt of a thousand
             # tokens and a vocabulary of 151,936 they would take 600 MB, and one row is sampled.

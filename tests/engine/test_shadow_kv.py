@@ -63,7 +63,7 @@ def hash_without_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefix_cache, "chain_hash", lambda parent, ids: original(b"", ids))
 
     def is_at(self: PrefixCache, prefix: Any, seq: Sequence, index: int, parent: Any) -> bool:
-        return prefix.token_ids == self._token_ids(seq, index)
+        return prefix.token_ids == self._content(seq, index)[0]
 
     monkeypatch.setattr(PrefixCache, "_is_at", is_at)
 
@@ -118,7 +118,7 @@ def salt_left_out_of_the_hash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PrefixCache, "_root_of", lambda self, seq: self._root)
 
     def is_at(self: PrefixCache, prefix: Any, seq: Sequence, index: int, parent: Any) -> bool:
-        is_same = prefix.token_ids == self._token_ids(seq, index)
+        is_same = prefix.token_ids == self._content(seq, index)[0]
         return (index == 0 or prefix.parent is parent) and is_same
 
     monkeypatch.setattr(PrefixCache, "_is_at", is_at)

@@ -160,7 +160,7 @@ def test_the_version_is_the_same_everywhere() -> None:
 
 # ---------------------------------------------------------------- built, and used elsewhere
 
-FOLDERS = ("benchmarks", "deploy", "docs", "nanoserve", "tests", "training")
+FOLDERS = ("benchmarks", "deploy", "docs", "examples", "nanoserve", "tests", "training")
 FILES = (
     *("CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "LICENSE", "MANIFEST.in", "README.md"),
     *("SECURITY.md", "bench.py", "example.py", "mkdocs.yml", "pyproject.toml"),

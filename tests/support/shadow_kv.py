@@ -16,6 +16,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.plan import Plan, Row
+from nanoserve.engine.prompt_embeds import PromptEmbeds
 from nanoserve.engine.scheduler import Scheduler
 from nanoserve.engine.sequence import Sequence
 from nanoserve.engine.sequence_room import SequenceRoom
@@ -42,7 +43,7 @@ class Prefixes:
     def __init__(self) -> None:
         self._ids: dict[tuple[Any, int], int] = {}
 
-    def of(self, cache_key: tuple[str, ...], token_ids: list[int]) -> list[int]:
+    def of(self, cache_key: tuple[str, ...], token_ids: list[Any]) -> list[int]:
         """Number of the prefix that ends at each position."""
         parent, ids = cache_key, []
         for token in token_ids:
@@ -136,7 +137,7 @@ class ShadowRun:
             eos_token_ids = frozenset({0}) if self.rng.random() < 0.2 else frozenset()
             priority = self.rng.randint(0, 2)
             cache_key = self.rng.choice([(), (), (), ("cache_salt", "a"), ("cache_salt", "b")])
-            siblings = []
+            siblings, embeds = [], self._embeds_of(prompt)
             for index in range(params.n):
                 self.num_arrived += 1
                 seq = Sequence(
@@ -149,11 +150,20 @@ class ShadowRun:
                     arrival=self.num_arrived,
                     index=index,
                     cache_key=cache_key,
+                    prompt_embeds=embeds,
                 )
                 siblings.append(seq)
             siblings[0].siblings = siblings[1:]
             self.live += siblings
             self.scheduler.add(siblings[0])
+
+    def _embeds_of(self, prompt: list[int]) -> PromptEmbeds | None:
+        """Choose embeddings for some of a prompt's tokens."""
+        return None
+
+    def _content(self, seq: Sequence, token_ids: list[int]) -> list[Any]:
+        """Return what K and V are computed of, at each position."""
+        return token_ids
 
     def _abort(self) -> None:
         """Abort a request, or end one of its completions as a stop string would."""
@@ -252,7 +262,8 @@ class ShadowRun:
             require(batch.input_ids[span].tolist() == token_ids[start : start + n], "input_ids")
             require(batch.context_lens[index] == start + n, "context_lens")
             require(batch.row_slots[index] == seq.slot, "row_slots")
-            prefix_ids = self.prefixes.of(seq.cache_key, token_ids[: start + n])
+            content = self._content(seq, token_ids)
+            prefix_ids = self.prefixes.of(seq.cache_key, content[: start + n])
             for group, mapping in enumerate(batch.slot_mapping[:, span].tolist()):
                 for slot, position in zip(mapping, positions, strict=True):
                     require(slot >= size, "wrote into the dummy block")

@@ -332,7 +332,8 @@ def test_block_tables_travel_narrow_and_arrive_at_the_stride_that_graphs_know(
         return block_tables.transpose(0, 1).clone()  # as hidden states have it, rows first
 
     last_token = torch.zeros(4, dtype=torch.int32)
-    device.prepare(layout, toy_computation(forward, last_token))
+    computation = toy_computation(forward, last_token)
+    device.prepare(layout, computation)
     device.programs = device._capture(device.graph_sizes)
     memory = device.buffers._memory
     full = np.arange(1, 32 * num_groups + 1, dtype=np.int32).reshape(num_groups, 4, 8)
@@ -344,7 +345,7 @@ def test_block_tables_travel_narrow_and_arrive_at_the_stride_that_graphs_know(
         sequences = {make_sequence(length, length - n, slot): n for slot, n in num_new.items()}
         batch.pack(make_plan(sequences), full, block_size=4)
         given.clear()
-        hidden = device.run(batch, batch.header, last_token, forward).hidden
+        hidden = device.run(batch, batch.header, last_token, computation.forward).hidden
         assert given and all(tables.stride() == (32, 8, 1) for tables in given)
         used = batch.num_bytes_used(batch.header._replace(num_rows=len(hidden)))
         assert (memory[used:] == 0x55).all() and used < layout.num_bytes
@@ -884,7 +885,8 @@ def test_what_other_ranks_read_of_a_batch_stays_as_it_was_packed(num_groups: int
     ) -> torch.Tensor:
         return tensors.input_ids[: header.num_tokens].clone()
 
-    device.prepare(layout, toy_computation(forward, last_token))
+    computation = toy_computation(forward, last_token)
+    device.prepare(layout, computation)
     device.programs = device._capture(device.graph_sizes)
     tables = np.arange(1, 32 * num_groups + 1, dtype=np.int32).reshape(num_groups, 4, 8)
     batch = Batch(layout, np.zeros(layout.num_bytes, dtype=np.uint8))
@@ -897,7 +899,7 @@ def test_what_other_ranks_read_of_a_batch_stays_as_it_was_packed(num_groups: int
         used = batch.num_bytes_used(batch.header)
         before, wanted = batch.memory[:used].copy(), batch.input_ids[: sum(num_new.values())]
         step = batch.positions[: len(wanted)].copy(), batch.block_tables(3, 6).copy()
-        output = device.run(batch, batch.header, last_token, forward)
+        output = device.run(batch, batch.header, last_token, computation.forward)
         assert len(output.hidden) == (4 if num_new[9] == 1 else 16)
         rest = batch.layout.offsets()["input_ids"]
         assert (batch.memory[:rest] == before[:rest]).all()

@@ -28,6 +28,7 @@ NOT_SIMULATED = (
     *("pipeline_parallel_size", "speculative_config", "kv_offloading_size"),
     *("kv_offloading_path", "kv_transfer_config", "kv_events_config"),
     *("enable_return_routed_experts", "otlp_traces_endpoint", "pooler_config"),
+    "enable_prompt_embeds",
 )
 
 

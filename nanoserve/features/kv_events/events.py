@@ -36,6 +36,7 @@ class BlockStored:
         ("cache_salt", "tenant-a").
     group: the KV cache group; the K and V of its layers are in these blocks.
     has_window: True if the layers of the group use sliding window attention.
+    embeds_keys: by index of a block in `block_hashes`, the hash of its prompt embeddings, if any.
     """
 
     block_hashes: list[bytes]
@@ -45,15 +46,20 @@ class BlockStored:
     cache_key: tuple[str, ...] = ()
     group: int = 0
     has_window: bool = False
+    embeds_keys: dict[int, bytes] = field(default_factory=dict)
 
     def wire(self) -> dict[str, Any]:
         """Return the event as vLLM's map.
 
-        As in vLLM, the first block of a sequence has the cache salt among its extra keys.
+        As in vLLM, the first block of a sequence has the cache salt among its extra keys, and a
+        block with prompt embeddings has their hash.
         """
         extra_keys: list[Any] = [None] * len(self.block_hashes)
+        for index, key in self.embeds_keys.items():
+            extra_keys[index] = [key.hex()]
         if self.cache_key and self.parent_block_hash is None:
-            extra_keys[0] = list(self.cache_key[1::2])  # names and values alternate
+            own = self.cache_key[1::2]  # names and values alternate
+            extra_keys[0] = [*own, *(extra_keys[0] or ())]
         parent = self.parent_block_hash
         return {
             "type": "BlockStored",
@@ -138,6 +144,8 @@ class EventCollector(BlockListener):
         if isinstance(last, BlockStored) and last.block_hashes[-1] == cached.parent_hash:
             last.block_hashes.append(cached.block_hash)
             last.token_ids += cached.token_ids
+            if cached.embeds_key:
+                last.embeds_keys[len(last.block_hashes) - 1] = cached.embeds_key
             return
         self._add(
             BlockStored(
@@ -148,6 +156,7 @@ class EventCollector(BlockListener):
                 cached.cache_key,
                 cached.group,
                 self._windows[cached.group] is not None,
+                {0: cached.embeds_key} if cached.embeds_key else {},
             )
         )
 

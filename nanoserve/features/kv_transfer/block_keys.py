@@ -29,9 +29,11 @@ class BlockKeys:
         """Return the keys of blocks [first, end) of a sequence: those of all groups, in turn."""
         keys: list[BlockKey] = []
         parent, size = self._root(seq.cache_key), self._block_size
-        for start in range(0, end * size, size):
+        embeds = seq.prompt_embeds
+        for index, start in enumerate(range(0, end * size, size)):
             token_ids = tuple(seq.token_ids[start : start + size])
-            block_hash = _hash(parent, token_ids)
+            embeds_key = b"" if embeds is None else embeds.key_of_block(index)
+            block_hash = _hash(parent, token_ids, embeds_key)
             if start >= first * size:
                 keys += (BlockKey(block_hash, parent, token_ids, g) for g in self._groups)
             parent = block_hash
@@ -41,7 +43,8 @@ class BlockKeys:
         """Return the key of the block that ends a prefix."""
         parent = self._hash_of(prefix.parent)
         token_ids = tuple(prefix.token_ids)
-        return BlockKey(_hash(parent, token_ids), parent, token_ids, group)
+        block_hash = _hash(parent, token_ids, prefix.embeds_key)
+        return BlockKey(block_hash, parent, token_ids, group)
 
     def _hash_of(self, prefix: Prefix | CacheKey) -> bytes:
         if len(self._hashes) > _MOST_REMEMBERED:
@@ -52,12 +55,14 @@ class BlockKeys:
             prefix = prefix.parent
         block_hash = self._hashes[prefix] if isinstance(prefix, Prefix) else self._root(prefix)
         for each in reversed(path):
-            self._hashes[each] = block_hash = _hash(block_hash, each.token_ids)
+            self._hashes[each] = block_hash = _hash(block_hash, each.token_ids, each.embeds_key)
         return block_hash
 
     def _root(self, cache_key: CacheKey) -> bytes:
         return hashlib.sha256(self._fingerprint + repr(cache_key).encode()).digest()
 
 
-def _hash(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    return hashlib.sha256(parent + np.array(token_ids, dtype="<i4").tobytes()).digest()
+def _hash(parent: bytes, token_ids: Sequence[int], embeds_key: bytes) -> bytes:
+    """Return the hash of a block. Its parts have fixed lengths, so none can stand for another."""
+    content = parent + embeds_key + np.array(token_ids, dtype="<i4").tobytes()
+    return hashlib.sha256(content).digest()

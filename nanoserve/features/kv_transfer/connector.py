@@ -29,7 +29,8 @@ class BlockKey(NamedTuple):
     """A block key says what a block holds: K and V of one layer group, for a chain of tokens.
 
     token_ids: those of the block itself; its parent has those before it.
-    block_hash: SHA-256 of the parent's hash and the token ids. The first block of a sequence has as
+    block_hash: SHA-256 of the parent's hash, the hash of the block's prompt embeddings, if it has
+        some, and the token ids. The first block of a sequence has as
         its parent the hash of all else that K and V depend on, such as the weights: see
         `nanoserve.features.kv_transfer.fingerprint`. Processes that agree on that have the same
         keys, and no others do.

@@ -28,6 +28,7 @@ from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import ForwardInputs
 from nanoserve.engine.kv_transfers import KVTransfers
+from nanoserve.engine.prompt_embeds import StepEmbeds
 from nanoserve.features.parallel.heartbeat import beat_for_ever
 from nanoserve.features.parallel.process_group import (
     LOOPBACK,
@@ -43,6 +44,7 @@ from nanoserve.features.parallel.worker_processes import (
     LOAD_WEIGHTS,
     PING,
     REPLACE_WEIGHTS,
+    TAKE_EMBEDS,
     USE_WEIGHTS,
     WEIGHT_ORDERS,
 )
@@ -108,13 +110,13 @@ class SharedSteps:
 
     def content(self) -> bytes:
         size = int.from_bytes(os.read(self._steps, 4), "little")
-        content = b""
+        content = bytearray()
         while len(content) < size:
             part = os.read(self._steps, size - len(content))
             if not part:
                 raise EOFError("rank 0 has closed the pipe in the middle of an order")
             content += part
-        return content
+        return bytes(content)
 
     def fetch(self, step: int, own: Batch) -> Batch:
         """Copy the batch of `step` from shared memory into `own`, and return it.
@@ -170,7 +172,7 @@ def serve(job: dict[str, Any], steps: Steps, report: Reporter) -> None:
         parallel = replace(parallel, host_memory=host_memory)
     runner = make_runner(config, model_config, path, parallel)
     report(state="built")
-    exchange, kv_transfers = WeightExchange(runner), None
+    exchange, inputs = WeightExchange(runner), ForwardInputs()
     while (step := steps.next()) is not None:
         if step == PING:
             runner.device.finish()
@@ -183,13 +185,16 @@ def serve(job: dict[str, Any], steps: Steps, report: Reporter) -> None:
             answer_call(steps.content(), runner, report)
             continue
         if step == COPY_BLOCKS:
-            kv_transfers = KVTransfers.from_bytes(steps.content())
+            inputs = replace(inputs, kv_transfers=KVTransfers.from_bytes(steps.content()))
+            continue
+        if step == TAKE_EMBEDS:
+            inputs = replace(inputs, embeds=StepEmbeds.from_bytes(steps.content()))
             continue
         # Rank 0 does the same, up to the logits, which are gathered there.
         batch = steps.fetch(step, runner.next_batch())
         began = time.perf_counter()
-        runner.forward(batch, ForwardInputs(kv_transfers=kv_transfers))
-        kv_transfers = None
+        runner.forward(batch, inputs)
+        inputs = ForwardInputs()
         if config.trace is not None and parallel.pp.num_stages > 1 and parallel.tp.rank == 0:
             pp = parallel.pp  # a stage works from its receive to its send
             report(step=step, span=[began if pp.is_first else pp.received_at, pp.sent_at])

@@ -33,6 +33,9 @@ class NgramProposer(TextProposer):
         if index is None or index.num_tokens > len(seq.token_ids):
             index = self._indexes[seq] = NgramIndex(self._lengths)
         start = index.find(seq.token_ids)
+        if start and seq.prompt_embeds is not None:  # no draft token is a placeholder
+            end = seq.prompt_embeds.next_position(start)
+            most = most if end is None else min(most, end - start)
         return continued(seq.token_ids, start, most) if start else []
 
     def forget(self, seq: Sequence) -> None:

@@ -65,6 +65,10 @@ class SuffixProposer(TextProposer):
         lengths = [self._match_length(token_ids, place) for place in places]
         longest = max(lengths)
         best = [place for place, n in zip(places, lengths, strict=True) if n == longest]
+        if seq.prompt_embeds is not None:  # no draft token is a placeholder
+            for text, end in best:
+                after = seq.prompt_embeds.next_position(end) if text is token_ids else None
+                most = most if after is None else min(most, after - end)
         return self._follow(best, token_ids, min(most, int(self._spec_factor * longest)))
 
     def forget(self, seq: Sequence) -> None:

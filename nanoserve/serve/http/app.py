@@ -193,6 +193,9 @@ class ApiServer:
         """Return the continuation of prompts, or with `stream` server-sent events of it."""
         body = await self.bodies.read(request, CompletionBody)
         check_completion(body, self.settings.max_prompts, self.settings.max_n)
+        if body.embeds() and not self.llm.engine.config.enable_prompt_embeds:
+            message = "prompt_embeds need a server with --enable-prompt-embeds"
+            raise ApiError(400, message, "prompt_embeds", "unsupported")
         return await self._generate(request, body, completion_requests, CompletionAnswer)
 
     async def chat_completions(self, request: Request) -> Response:

@@ -12,6 +12,7 @@ from nanoserve.serve.http import logprobs
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.protocol import CompletionBody
 from nanoserve.serve.http.response_builder import Answer, as_json, members
+from nanoserve.serve.http.tensor_field import tensor_of
 
 _DEFAULT_MAX_TOKENS = 16  # OpenAI's default for this endpoint
 
@@ -31,12 +32,22 @@ def completion_requests(
     )
     if body.echo and body.logprobs is not None:
         params.prompt_logprobs = body.logprobs
+    for embeds in _embeds(body, engine):
+        yield engine.input_processor.process(new_id(), embeds, params, body.priority or 0)
     for prompt in body.prompts():
         if isinstance(prompt, str) and body.add_special_tokens is False:
             engine.input_processor.text_limit.check(prompt)
             prompt = engine.tokenizer.encode(prompt, add_special_tokens=False)
         process = engine.input_processor.process
         yield process(new_id(), body.prompt_of(prompt), params, body.priority or 0)
+
+
+def _embeds(body: CompletionBody, engine: GuardedEngine | EngineFront) -> Iterator[dict[str, Any]]:
+    """Yield the prompts that are embeddings."""
+    salt = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
+    most = engine.input_processor.max_prompt_len * engine.model_config.hidden_size
+    for encoded in body.embeds():
+        yield {"prompt_embeds": tensor_of("prompt_embeds", encoded, most), **salt}
 
 
 class CompletionAnswer(Answer):
@@ -141,7 +152,7 @@ def check_completion(body: CompletionBody, max_prompts: int, max_n: int) -> None
 
     Without the limit, one body of 1.4 kB could request 16,384 completions.
     """
-    num_prompts = len(body.prompts())
+    num_prompts = len(body.prompts()) + len(body.embeds())
     if not 1 <= num_prompts <= max_prompts:
         message = f"prompt has {num_prompts} prompts; it must have 1 to {max_prompts}"
         raise ApiError(400, message, "prompt")
@@ -149,5 +160,7 @@ def check_completion(body: CompletionBody, max_prompts: int, max_n: int) -> None
     if num_completions > most:
         message = f"{num_prompts} prompts with n={body.n} are {num_completions} completions; a "
         raise ApiError(400, f"{message}request may have at most {most}", "n")
+    if body.embeds() and body.echo:
+        raise ApiError(400, "echo=true needs prompts of text: prompt_embeds have none", "echo")
     if body.max_tokens == 0 and not body.echo:
         raise ApiError(400, "max_tokens=0 requires echo=true", "max_tokens")

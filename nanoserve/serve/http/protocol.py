@@ -16,6 +16,7 @@ from pydantic import (
     GetCoreSchemaHandler,
     ValidationError,
     WrapValidator,
+    model_validator,
 )
 from pydantic_core import CoreSchema, core_schema
 
@@ -285,11 +286,24 @@ class CompletionBody(GenerationBody):
     prompt_field: ClassVar[str] = "prompt"
 
     prompt: Prompts
+    prompt_embeds: str | list[str] | None = None  # vLLM's: tensors, as base64 of torch.save
     logprobs: Annotated[int | None, BeforeValidator(_number_of_logprobs)] = None
     add_special_tokens: bool | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_text(cls, fields: Any) -> Any:
+        """Set `prompt` to no text if there are embeddings. Clients that need one send ""."""
+        has_embeds = isinstance(fields, dict) and fields.get("prompt_embeds") is not None
+        return fields | {"prompt": fields.get("prompt") or []} if has_embeds else fields
+
     def prompts(self) -> list[str | list[int]]:
         return as_prompts(self.prompt)
+
+    def embeds(self) -> list[str]:
+        """Return the prompts that are embeddings; their choices come before those of texts."""
+        given = self.prompt_embeds
+        return [given] if isinstance(given, str) else given or []
 
 
 class ChatBody(GenerationBody):

@@ -29,6 +29,7 @@ from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field
 
 from nanoserve.engine.prefix_cache import PrefixCache
+from nanoserve.engine.prompt_embeds import PromptEmbeds
 from nanoserve.engine.sequence import Sequence
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.serve.replicas.load import WorkShares
@@ -83,14 +84,26 @@ class PrefixRouter:
         # then takes one `&` per block, for all replicas together.
         self._holders: dict[bytes, int] = {}
 
-    def hashes(self, token_ids: list[int], cache_key: tuple[str, ...] = ()) -> list[bytes]:
+    def hashes(
+        self,
+        token_ids: list[int],
+        cache_key: tuple[str, ...] = (),
+        prompt_embeds: PromptEmbeds | None = None,
+    ) -> list[bytes]:
         """Return the hashes of the full blocks of a prompt, equal to the hashes of the engines.
 
-        The last token is omitted, because a hit never includes it. `cache_key` is the key of the
-        sequence, see `InputProcessor`.
+        The last token is omitted, because a hit never includes it. `cache_key` and
+        `prompt_embeds` are those of the sequence, see `InputProcessor`.
         """
         num_blocks = max(len(token_ids) - 1, 0) // self.block_size
-        seq = Sequence("", token_ids, _NO_PARAMS, len(token_ids), cache_key=cache_key)
+        seq = Sequence(
+            "",
+            token_ids,
+            _NO_PARAMS,
+            len(token_ids),
+            cache_key=cache_key,
+            prompt_embeds=prompt_embeds,
+        )
         self._hasher.hash_blocks(seq, num_blocks)
         return seq.block_hashes
 

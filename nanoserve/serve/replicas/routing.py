@@ -49,8 +49,9 @@ class Placement:
         request = order.request
         if self._caches and request.params.prompt_logprobs is None:  # they disable cache hits
             with self._lock:
-                key = request.sequences[0].cache_key  # includes the salt
-                order.hashes = self._router.hashes(request.prompt_token_ids, key)
+                seq = request.sequences[0]
+                own = seq.cache_key, seq.prompt_embeds  # the key includes the salt
+                order.hashes = self._router.hashes(request.prompt_token_ids, *own)
 
     def join(self, name: str, num_kv_blocks: int) -> Member:
         with self._lock:

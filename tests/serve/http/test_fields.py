@@ -48,7 +48,7 @@ def test_a_known_field_is_refused_with_advice_unless_it_asks_for_nothing(name: s
 def test_the_table_has_each_name_once_and_means_parameters_that_there_are() -> None:
     assert not FOREIGN.keys() & HARMLESS
     own = {*ChatBody.model_fields} | {*CompletionBody.model_fields}
-    assert not own & HARMLESS and own & FOREIGN.keys() == {"prompt"}
+    assert not own & HARMLESS and own & FOREIGN.keys() == {"prompt", "prompt_embeds"}
     for name, one in FOREIGN.items():
         assert one.ours is None or one.ours in SamplingParams.__dataclass_fields__, name
     for known, foreign in PLACES.values():
