@@ -182,7 +182,7 @@ def glossary() -> str:
 
 
 def glossary_in_chinese() -> str:
-    """Return the same terms with their Chinese names, definitions and the English page's anchors."""
+    """Return the terms with Chinese names and definitions, and the English page's anchors."""
     terms = sorted(load_glossary(), key=lambda term: term.term.lower())
     return "\n\n".join(
         f'<a id="{slug(term.term)}"></a>\n\n'

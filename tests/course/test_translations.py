@@ -19,7 +19,7 @@ def sources(page: Path) -> list[tuple[Path, str]]:
 
 
 def said(source: Path, page: Path) -> str:
-    """Of a chapter that is only summed up its outline; of all else that is translated everything."""
+    """Of a chapter that is only summed up its outline; of what is translated everything."""
     if source in CHAPTERS:
         chapter = CHAPTERS[source]
         return chapter.outline if page.name == "chapters.md" else chapter.written
