@@ -182,10 +182,12 @@ def glossary() -> str:
 
 
 def glossary_in_chinese() -> str:
-    """Return the same terms with their Chinese names and definitions."""
+    """Return the terms with Chinese names and definitions, and the English page's anchors."""
     terms = sorted(load_glossary(), key=lambda term: term.term.lower())
     return "\n\n".join(
-        f"### {term.zh_term}（{term.term}）\n\n{term.course_zh or term.zh}" for term in terms
+        f'<a id="{slug(term.term)}"></a>\n\n'
+        f"### {term.zh_term}（{term.term}）\n\n{term.course_zh or term.zh}"
+        for term in terms
     )
 
 
