@@ -32,6 +32,8 @@ from tables import table  # noqa: E402
 from training.corpus import load_glossary, trained_terms  # noqa: E402
 
 FRONT = "entry"
+# Marks after definitions of the glossary, which its first paragraph explains.
+NOT_LEARNED, EARLIER_WORDING = " \\*", " †"
 
 
 def names() -> dict[str, Any]:
@@ -162,7 +164,10 @@ def how_many_terms() -> int:
 
 
 def glossary() -> str:
-    """Return all terms of the model's glossary, each under its own anchor."""
+    """Return all terms of the model's glossary, each under its own anchor.
+
+    `NOT_LEARNED` and `EARLIER_WORDING` mark what the bundled model says in other words, or not.
+    """
     known = {term.term for term in trained_terms()}
     parts, letter = [], ""
     for term in sorted(load_glossary(), key=lambda term: term.term.lower()):
@@ -170,22 +175,22 @@ def glossary() -> str:
             letter = term.term[0].upper()
             parts.append(f"## {letter}")
         parts.append(f"### {term.term}")
-        parts.append(escape(term.course_en or term.en, quote=False))
+        definition = escape(term.course_en or term.en, quote=False)
+        mark = NOT_LEARNED if term.term not in known else EARLIER_WORDING if term.course_en else ""
+        parts.append(definition + mark)
         also = f"Also: {', '.join(term.aliases)}. " if term.aliases else ""
         zh = term.course_zh or term.zh
         parts.append(f'<p class="also" markdown>{also}<b>{term.zh_term}</b>: {zh}</p>')
-        if term.term not in known:
-            parts.append("*Newer than the bundled model, which has not learned it yet.*")
-        elif term.course_en:
-            parts.append("*The bundled model has learned an earlier wording.*")
     return "\n\n".join(parts)
 
 
 def glossary_in_chinese() -> str:
-    """Return the same terms with their Chinese names and definitions."""
+    """Return the terms with Chinese names and definitions, and the English page's anchors."""
     terms = sorted(load_glossary(), key=lambda term: term.term.lower())
     return "\n\n".join(
-        f"### {term.zh_term}（{term.term}）\n\n{term.course_zh or term.zh}" for term in terms
+        f'<a id="{slug(term.term)}"></a>\n\n'
+        f"### {term.zh_term}（{term.term}）\n\n{term.course_zh or term.zh}"
+        for term in terms
     )
 
 

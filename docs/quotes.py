@@ -29,8 +29,15 @@ def quote(said: str, page: str) -> str:
         code = _piece(symbol, options)
     else:
         code = _source(symbol, options)
-    title = f"[`{name_in_file(symbol)}`]({link}) in `{file}`"
-    return f"{'From ' * is_piece(options)}{title}\n\n```python\n{code}\n```"
+    title = _title(f"[`{name_in_file(symbol)}`]({link})", file, is_piece(options), page)
+    return f"{title}\n\n```python\n{code}\n```"
+
+
+def _title(symbol: str, file: str, is_part: bool, page: str) -> str:
+    """Return the line above the code, in the language of the page."""
+    if page.startswith("docs/zh/"):
+        return f"`{file}` 中的 {symbol}{'（一部分）' * is_part}"
+    return f"{'From ' * is_part}{symbol} in `{file}`"
 
 
 def is_piece(options: dict[str, Any]) -> bool:

@@ -106,7 +106,7 @@ def _admonition(found: re.Match[str]) -> str:
     lines = [line.removeprefix(">").removeprefix(" ") for line in found[2].splitlines()]
     body = "\n".join(lines)
     title, _, rest = body.removeprefix("**").partition("**")
-    return _box("!!!", found[1].lower(), title.rstrip("."), rest.strip())
+    return _box("!!!", found[1].lower(), title.rstrip(".。"), rest.strip())
 
 
 def _box(mark: str, kind: str, title: str, body: str) -> str:

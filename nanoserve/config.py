@@ -464,8 +464,8 @@ class EngineConfig:
         """Return the maximum length of a sequence, limited by the model and the block pool.
 
         `pool_limit`: the number of tokens of one sequence that the pool holds if layers have
-        sliding windows (`nanoserve.engine.sequence_room`); None means the number of slots in the
-        pool. Without the option `max_model_len`, the limit is lowered to what fits, and
+        sliding windows (`nanoserve.engine.sequence_room`); None means the number of KV slots in
+        the pool. Without the option `max_model_len`, the limit is lowered to what fits, and
         logged; an explicit value that does not fit raises `ValueError`, because a request near it
         could never finish.
         """
@@ -474,7 +474,7 @@ class EngineConfig:
         pool = f"{num_kv_blocks} KV blocks of {self.block_size} hold {pool_limit} tokens"
         require(
             pool_limit >= 2 and num_slots < 2**31 - self.block_size,
-            f"{pool}; there must be at least 2, and fewer than 2^31 because slots are int32",
+            f"{pool}; there must be at least 2, and fewer than 2^31 because KV slots are int32",
         )
         if self.max_model_len is None:
             if pool_limit < model_limit:

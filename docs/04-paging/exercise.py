@@ -2,7 +2,7 @@
 
 `cache` is K (or V) of one layer: [num_blocks, num_kv_heads, block_size, head_dim]. Block 0 is the
 dummy block and belongs to no sequence. A block table lists the physical blocks of a sequence in
-order. Slots are numbered block x block_size + offset.
+order. KV slots are numbered block x block_size + offset.
 
 Run the test with: pytest -x docs/04-paging/test_exercise.py
 """
@@ -20,12 +20,12 @@ def grow(block_table: list[int], free: list[int], num_tokens: int, block_size: i
 
 
 def slot_mapping(block_table: list[int], positions: np.ndarray, block_size: int) -> np.ndarray:
-    """Return the slot of each position: integers [n] -> integers [n]."""
+    """Return the KV slot of each position: integers [n] -> integers [n]."""
     raise NotImplementedError
 
 
 def store(cache: np.ndarray, slots: np.ndarray, x: np.ndarray) -> None:
-    """Write `x` [n, num_kv_heads, head_dim] to `slots` [n] of `cache`, in place."""
+    """Write `x` [n, num_kv_heads, head_dim] to the KV slots `slots` [n] of `cache`, in place."""
     raise NotImplementedError
 
 

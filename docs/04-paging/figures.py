@@ -14,7 +14,7 @@ FOLLOWED = 35  # a position of A
 
 
 def pool_and_tables() -> str:
-    """Draw which positions lie in which block, and which slots are empty."""
+    """Draw which positions lie in which block, and which KV slots are empty."""
     figure = svg.Figure(
         "Block tables of two sequences, and the pool in which their blocks lie", 430
     )
@@ -29,7 +29,7 @@ def pool_and_tables() -> str:
         _block(figure, block)
     slot = worked.slot(list(SEQUENCES[0][1]), FOLLOWED, BLOCK_SIZE)
     block, offset = divmod(slot, BLOCK_SIZE)
-    words = f"position {FOLLOWED} of A: block {block}, offset {offset}, slot {slot}"
+    words = f"position {FOLLOWED} of A: block {block}, offset {offset}, KV slot {slot}"
     figure.text(702, 222, words, 15, "end", svg.RED, bold=True)
     return str(figure)
 

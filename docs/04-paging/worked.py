@@ -1,4 +1,4 @@
-"""Blocks, slots and unused memory: the arithmetic of chapters 1 and 4."""
+"""Blocks, KV slots and unused memory: the arithmetic of chapters 1 and 4."""
 
 
 def holes(sizes: list[int], freed: list[int]) -> list[int]:
@@ -20,13 +20,13 @@ def blocks_needed(tokens: int, block_size: int) -> int:
 
 
 def unused_in_blocks(tokens: int, block_size: int) -> float:
-    """Return the share of a sequence's slots without a token; only its last block has any."""
+    """Return the share of a sequence's KV slots without a token; only its last block has any."""
     slots = blocks_needed(tokens, block_size) * block_size
     return 1 - tokens / slots
 
 
 def mean_unused(block_size: int) -> float:
-    """Return the mean of a last block's empty slots, if 1 to all tokens are equally likely."""
+    """Return the mean of a last block's empty KV slots, if 1 to all tokens are equally likely."""
     return (block_size - 1) / 2
 
 

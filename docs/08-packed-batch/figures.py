@@ -14,7 +14,7 @@ _SIZE = worked.EXAMPLE_BLOCK_SIZE
 def pool_and_batch() -> str:
     """Draw where each new token's K and V are stored, and its fields in the batch."""
     figure = svg.Figure("The pool of KV slots, and the packed batch of one step", 560)
-    figure.text(18, 34, "pool: 10 blocks of 4 slots", 16, "start", bold=True)
+    figure.text(18, 34, "pool: 10 blocks of 4 KV slots", 16, "start", bold=True)
     figure.text(702, 34, "dark: written by this step", 14, "end", svg.SOFT)
     for block in range(NUM_BLOCKS):
         _block(figure, block)
@@ -24,7 +24,7 @@ def pool_and_batch() -> str:
 
 
 def _owner(slot: int) -> tuple[int, int] | None:
-    """Return the token at `slot` after the step, as (row, position)."""
+    """Return the token at the KV slot `slot` after the step, as (row, position)."""
     for index, row in enumerate(worked.EXAMPLE):
         for position in range(row.computed + row.new):
             if row.table[position // _SIZE] * _SIZE + position % _SIZE == slot:

@@ -1,7 +1,7 @@
 """Exercise: run decode steps by replaying captured graphs.
 
 `ToyDevice` (in test_exercise.py) stands for a GPU. It has four arrays of integers, with one entry
-per row of a batch, and a KV cache of one number per slot:
+per row of a batch, and a KV cache of one number per KV slot:
 
     device.input_ids      [max_rows]
     device.slot_mapping   [max_rows]
@@ -10,8 +10,8 @@ per row of a batch, and a KV cache of one number per slot:
     device.block_size     tokens per block
 
 `device.capture(num_rows)` captures a decode step of exactly `num_rows` rows and returns a function
-that replays it: each row stores its input at its slot, then reads the slots of its context, through
-its block table, and computes one number from them. A replay returns an array [num_rows].
+that replays it: each row stores its input at its KV slot, then reads the KV slots of its context,
+through its block table, and computes one number from them. A replay returns an array [num_rows].
 
 As with real graphs:
 

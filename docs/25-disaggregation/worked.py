@@ -4,8 +4,8 @@ The engine's pair of servers is not used here. Times of steps, a link, and the K
 simulated; the engine's own `Scheduler` and `BlockManager`, one of each for a GPU, decide which
 sequences run in a step and which blocks they own. A KV slot holds a number that represents the
 prefix for which it was computed, and the next token is derived from the number that is *read from
-the slots*: so K and V that were not transferred, or are those of another request, produce another
-token.
+the KV slots*: so K and V that were not transferred, or are those of another request, produce
+another token.
 
 Times are those of LLaMA-3.1-8B in 16 bits on one H100 (3.35 TB/s; half of 989 TFLOP/s): a step
 takes as long as reading the weights or as its arithmetic, whichever is longer, and in addition as
@@ -168,7 +168,7 @@ class Pool:
         return self.kv[self._slots(seq, last, last + 1)[0]] % VOCAB
 
     def _is_wrong(self, seq: Sequence, num_tokens: int) -> bool:
-        """Whether attention reads a slot that was computed for another prefix than the reader's."""
+        """Whether attention reads a KV slot that was computed for another prefix than its own."""
         digest = 0
         for slot, token in zip(self._slots(seq, 0, num_tokens), seq.token_ids, strict=False):
             digest = mix(digest, token)

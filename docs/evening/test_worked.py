@@ -12,6 +12,10 @@ def test_the_table_has_the_first_steps_each_new_block_and_the_last_step() -> Non
     assert tables[-1] == "[1, 2, 3, 4, 5]" and len(lines) == 3 + 3 + 1
 
 
+def test_the_reading_path_has_files() -> None:
+    assert worked.num_files() > 20
+
+
 def test_batches_agree_with_the_definitions() -> None:
     for index, step in enumerate(worked.steps()):
         (row,) = step["rows"]

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import reading
 
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.batch_layout import BatchLayout
@@ -14,6 +15,11 @@ from nanoserve.sampling_params import SamplingParams
 
 _RUN = Path(__file__).parents[1] / "00-first-run" / "first-run.jsonl"
 _FIELDS = ("input_ids", "positions", "slot_mapping", "cu_seqlens_q", "context_lens", "output_rows")
+
+
+def num_files() -> int:
+    """Return the number of files of the reading path."""
+    return len(reading.stops())
 
 
 def steps() -> list[dict[str, Any]]:

@@ -71,7 +71,7 @@ def paged_waste(tokens: int, block_size: int) -> float:
 
 
 def expected_waste(block_size: int) -> float:
-    """Unused slots per sequence on average, if lengths end uniformly within a block."""
+    """Unused KV slots per sequence on average, if lengths end uniformly within a block."""
     return (block_size - 1) / 2
 
 
@@ -82,7 +82,7 @@ def reusable(tokens: int, block_size: int) -> int:
 
 def block_size_table(tokens: int, context: int) -> str:
     """Costs of block sizes, for a cached prompt of `tokens` and a table of `context` tokens."""
-    lines = ["| block size | empty slots a sequence | reused | entries in a table |"]
+    lines = ["| block size | empty KV slots a sequence | reused | entries in a table |"]
     lines.append("|---|---|---|---|")
     for size in (1, 16, 256):
         cells = (f"{expected_waste(size):.1f}", reusable(tokens, size), -(-context // size))

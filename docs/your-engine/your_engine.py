@@ -132,14 +132,14 @@ class Pool:
         raise NotImplementedError("stage 3")
 
     def slots(self, table: list[int], positions: Tensor) -> Tensor:
-        """The slot of each position, block x block_size + offset: integers [n] -> integers [n].
+        """The KV slot of each position, block x block_size + offset: integers [n] -> integers [n].
 
         `table` has the blocks of a sequence in order.
         """
         raise NotImplementedError("stage 3")
 
     def store(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
-        """Write k and v, [n, num_kv_heads, head_dim] each, to `slots` of `layer`."""
+        """Write k and v, [n, num_kv_heads, head_dim] each, to the KV slots `slots` of `layer`."""
         raise NotImplementedError("stage 3")
 
     def gather(self, layer: int, table: list[int], length: int) -> tuple[Tensor, Tensor]:
@@ -332,7 +332,7 @@ class Batch:
 
     input_ids     [n]  the new tokens of each row
     positions     [n]  the position of each in its sequence
-    slot_mapping  [n]  the slot for its K and V
+    slot_mapping  [n]  the KV slot of its K and V
     cu_seqlens    a list: where each row's tokens begin, and where the last row's end
     output_rows   a list: the indices of tokens with logits, the last one of rows that catch up
     """

@@ -34,7 +34,7 @@ class AttentionMetadata:
     """
 
     positions: Tensor  # int32 [num_tokens]
-    slot_mapping: Tensor  # int32 [num_tokens]: the cache slot of each token's K and V
+    slot_mapping: Tensor  # int32 [num_tokens]: the KV slot of each token
     cu_seqlens_q: Tensor  # int32 [num_rows + 1]
     context_lens: Tensor  # int32 [num_rows]
     block_tables: Tensor  # int32 [num_rows, max_blocks]
@@ -50,7 +50,7 @@ class AttentionMetadata:
     _other_groups: list["AttentionMetadata"] = field(default_factory=list, repr=False)
 
     def add_group(self, slot_mapping: Tensor, block_tables: Tensor) -> None:
-        """Add the slots and block tables of one more group of layers; the rest is shared."""
+        """Add the KV slots and block tables of one more group of layers; the rest is shared."""
         group = replace(self, slot_mapping=slot_mapping, block_tables=block_tables)
         self._other_groups.append(group)
 

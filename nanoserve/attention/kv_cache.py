@@ -1,8 +1,8 @@
 """The paged KV cache of a layer, in floating point or 8-bit: layout, writes and reads.
 
-K and V are stored in blocks of `block_size` tokens. A token's location is its *slot*: its block's
-number x block_size + offset. The head dimension precedes the token dimension, so what one head
-reads of a block is contiguous.
+K and V are stored in blocks of `block_size` tokens. A token's location is its *KV slot*: its
+block's number x block_size + offset. The head dimension precedes the token dimension, so what one
+head reads of a block is contiguous.
 """
 
 from collections.abc import Callable
@@ -77,7 +77,7 @@ class KVCache:
     group: int = 0  # the index of the layer's `KVCacheGroup`
 
     def store(self, k: Tensor, v: Tensor | None, slot_mapping: Tensor) -> None:
-        """Write K and V [num_tokens, num_kv_heads, head_dim] to the slots [num_tokens].
+        """Write K and V [num_tokens, num_kv_heads, head_dim] to the KV slots [num_tokens].
 
         v: None if it is a part of K.
         """

@@ -21,7 +21,7 @@ def check_attention(
 
     q: [num_tokens, num_heads, head_dim]; cache: [2, blocks, KV heads, block_size, head_dim], or
     [1, ...] if V is a part of K.
-    scales: of codes, one for each head of each slot; None for floats.
+    scales: of codes, one for each head of each KV slot; None for floats.
     """
     check_cache(cache, scales, q.dtype)
     num_heads, num_kv_heads, head_dim = layer.num_heads, layer.num_kv_heads, layer.head_dim

@@ -98,7 +98,7 @@ def _gather(
     lens, tables = metadata.context_lens[rows], metadata.block_tables[rows]
     block_size, window, starts = kv_cache.values.shape[3], layer.sliding_window, None
     if window is not None and window < metadata.max_context_len:
-        starts = (lens - n + 1 - window).clamp(min=0)  # the first slot that is seen
+        starts = (lens - n + 1 - window).clamp(min=0)  # the first KV slot that is seen
         behind = starts // block_size  # blocks
         starts, lens = starts % block_size, lens - behind * block_size
     shortest, length = int(lens.min()), int(lens.max())
@@ -120,10 +120,10 @@ def _gather(
 
 
 def _clear(kv: Tensor, is_unseen: Tensor) -> None:
-    """Set to zero the slots of kv [2, num_rows, ..., head_dim] that no query sees.
+    """Set to zero the KV slots of kv [2, num_rows, ..., head_dim] that no query sees.
 
-    is_unseen: bool [num_rows, length]. These slots may have another sequence's K and V, even NaN,
-    and 0 x NaN is NaN.
+    is_unseen: bool [num_rows, length]. These KV slots may have another sequence's K and V, even
+    NaN, and 0 x NaN is NaN.
     """
     kv.masked_fill_(is_unseen[:, None, :, None], 0)
 
@@ -150,7 +150,7 @@ def _explicit_attention(
 
 
 def _visible(lens: Tensor, n: int, length: int, window: int | None) -> Tensor:
-    """Return the mask, bool [num_rows, 1, n, length]: which slots each row's last n tokens see.
+    """Return the mask, bool [num_rows, 1, n, length]: the KV slots each row's last n tokens see.
 
     A token sees itself and the tokens before it, within a window if the layer has one.
     """

@@ -117,7 +117,7 @@ class Batch:
     ) -> None:
         """Write the fields that have one entry per token.
 
-        Token i of a row is at position start + i, and its slot in the KV cache is
+        Token i of a row is at position start + i, and its KV slot is
         block_table[position // block_size] * block_size + position % block_size.
         """
         rows, tokens = len(n), len(input_ids)

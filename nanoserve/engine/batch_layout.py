@@ -42,7 +42,7 @@ class BatchLayout:
             "header": len(BatchHeader._fields),
             "input_ids": tokens,
             "positions": tokens,
-            # By layer group: the KV cache slot of each token.
+            # By layer group: the KV slot of each token.
             "slot_mapping": self.num_groups * tokens,
             "cu_seqlens_q": rows + 1,
             "context_lens": rows,

@@ -2,9 +2,9 @@
 
 PagedAttention (Kwon et al. 2023, section 4): the cache is a pool of blocks of `block_size` tokens,
 and a sequence's *block table* lists the blocks that hold its tokens. With block size 16 and block
-table [5, 2, 8, 12], position 35 is token 3 of logical block 2, which is physical block 8: slot 8 x
-16 + 3 = 131. At most the last block of a sequence is partly empty, so at most `block_size - 1`
-slots per sequence are wasted.
+table [5, 2, 8, 12], position 35 is token 3 of logical block 2, which is physical block 8: KV slot
+8 x 16 + 3 = 131. At most the last block of a sequence is partly empty, so at most `block_size - 1`
+KV slots per sequence are wasted.
 
 A model with several kinds of attention layers has one block table per layer group
 (`nanoserve.engine.kv_groups`); all groups take their blocks from this one pool. A group with a

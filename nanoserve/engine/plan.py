@@ -18,10 +18,10 @@ DraftFilter = Callable[[list[int]], list[int]]
 class Row(NamedTuple):
     """One sequence's share of a step, given as positions in its tokens.
 
-        0 ...... start ...................... start + n
-        | cached | computed in this step ...... |
-                          | the last num_outputs: hidden states that heads read
-                                    | the last num_sampled: hidden states that are sampled from
+        0 ........ start ...................... start + n
+        | computed | computed in this step ...... |
+                            | the last num_outputs: hidden states that heads read
+                                      | the last num_sampled: hidden states that are sampled from
 
     num_outputs is 0 inside a prompt, 1 at its end and in decode rows, and n if a head reads every
     token of the prompt, for example for prompt log-probabilities. num_sampled is 1 if the row

@@ -75,7 +75,7 @@ class Qwen3Attention(nn.Module):
             # two.
             cos, sin = self.rotary.cos[metadata.positions], self.rotary.sin[metadata.positions]
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-            # 5) K and V are stored in their slots of the cache, before it is read.
+            # 5) K and V are stored in their KV slots, before it is read.
             kv_cache.store(k, v, metadata.slot_mapping)
         # 6) Every token attends to the cached K and V up to itself: [num_tokens, num_heads,
         # head_dim].

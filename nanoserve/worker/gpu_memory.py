@@ -61,7 +61,7 @@ class GPUMemory:
             )
         # More blocks than all running sequences need at full length only help the prefix cache.
         wanted = max(blocks_wanted(config, model_config), _PLENTY)
-        most = min(wanted, (2**31 - 1) // config.block_size - 1)  # slots are numbered in 32 bits
+        most = min(wanted, (2**31 - 1) // config.block_size - 1)  # KV slots are numbered in 32 bits
         num_blocks = min((share - taken) // block_bytes - 1, most)
         missing = (num_blocks + 1) * block_bytes + still_wanted - self.free
         if missing > 0:

@@ -186,8 +186,8 @@ def test_each_term_of_the_glossary_has_an_anchor_of_its_own() -> None:
 
 
 def test_the_glossary_says_what_the_model_has_not_learned(monkeypatch: pytest.MonkeyPatch) -> None:
-    newer = macros.glossary().count("has not learned")
+    newer = macros.glossary().count(macros.NOT_LEARNED)
     assert newer == len(macros.load_glossary()) - len(macros.trained_terms())
     fewer = macros.trained_terms()[1:]
     monkeypatch.setattr(macros, "trained_terms", lambda: fewer)
-    assert macros.glossary().count("has not learned") == newer + 1
+    assert macros.glossary().count(macros.NOT_LEARNED) == newer + 1

@@ -211,6 +211,11 @@ def test_a_quotation_is_the_source_with_a_link_to_its_file() -> None:
         head == "[`Plan.num_tokens`](../../nanoserve/engine/plan.py) in `nanoserve/engine/plan.py`"
     )
     assert code.startswith("```python\n@property\ndef num_tokens(self)")
+    chinese = quotes.quote("::: nanoserve.engine.plan.Plan.num_tokens", "docs/zh/06-scheduler.md")
+    assert chinese == (
+        "`nanoserve/engine/plan.py` 中的 [`Plan.num_tokens`](../../nanoserve/engine/plan.py)"
+        f"\n\n{code}"
+    )
 
 
 def piece(first: str, last: str) -> str:

@@ -16,7 +16,7 @@ class Proposer(Protocol):
     """Proposes draft tokens. A wrong draft token costs time, but never changes the output.
 
     is_model: True if a model computes the draft tokens and may keep their K and V. Then only as
-        many are requested as will be verified, and KV cache slots are reserved for them first.
+        many are requested as will be verified, and KV slots are reserved for them first.
     needs_hidden: True if `learn` is to be called with hidden states.
     """
 

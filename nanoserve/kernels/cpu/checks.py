@@ -1,7 +1,7 @@
 """Validate the arguments of compiled kernels, which get addresses without bounds.
 
 With a wrong shape, a kernel would read or write outside of an array. Shapes, dtypes and strides are
-checked here; ids of slots, positions and blocks are checked in the kernels, which read each of them
+checked here; KV slots, positions and block ids are checked in the kernels, which read each of them
 anyway. A check of shapes costs about a microsecond per call.
 """
 
@@ -60,7 +60,7 @@ def check_gate_up(gate_up: Tensor) -> None:
 
 
 def check_cache(kv_cache: Tensor, kv_scales: Tensor | None, dtype: torch.dtype) -> None:
-    """Check a KV cache of `dtype`, or one of codes with a scale for each head of each slot.
+    """Check a KV cache of `dtype`, or one of codes with a scale for each head of each KV slot.
 
     kv_cache: [2, num_blocks, num_kv_heads, block_size, head_dim]; kv_scales: without head_dim.
     """
@@ -70,7 +70,7 @@ def check_cache(kv_cache: Tensor, kv_scales: Tensor | None, dtype: torch.dtype) 
     elif kv_cache.dtype not in CODES or kv_scales.dtype != torch.float32:
         refuse("codes must be int8 or uint8, and scales float32", cache=kv_cache, scales=kv_scales)
     elif kv_scales.shape != kv_cache.shape[:-1]:
-        refuse("each head of each slot must have a scale", cache=kv_cache, scales=kv_scales)
+        refuse("each head of each KV slot must have a scale", cache=kv_cache, scales=kv_scales)
 
 
 def check_heads(
@@ -126,7 +126,7 @@ def _check_head_norms(q: Tensor, k: Tensor, head_dim: int) -> None:
 def refuse_places(
     positions: Tensor, num_positions: int, slot_mapping: Tensor, num_slots: int
 ) -> NoReturn:
-    """Raise `ValueError` that lists the positions and slots that do not exist."""
+    """Raise `ValueError` that lists the positions and KV slots that do not exist."""
     places = {"positions": (positions, num_positions), "slot_mapping": (slot_mapping, num_slots)}
     messages = []
     for name, (values, end) in places.items():

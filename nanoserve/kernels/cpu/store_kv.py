@@ -1,7 +1,7 @@
 """The fused kernel between the qkv projection and attention on a CPU, compiled by numba.
 
 Query and key heads are normalised, if the model does that, and rotated (RoPE); keys and values are
-written to their slots of the paged KV cache, as floats or as 8-bit codes. Each value is read once
+written to their KV slots in the paged cache, as floats or as 8-bit codes. Each value is read once
 and written once.
 """
 
@@ -55,14 +55,14 @@ def store_kv(
     """Store K and V in `kv_cache`; return q [num_tokens, num_heads, head_dim].
 
     heads: [num_tokens, num_heads + 2 x num_kv_heads, head_dim]: the heads of q, then k, then v.
-    positions, slot_mapping: int32 [num_tokens]; slot = block * block_size + offset.
+    positions, slot_mapping: int32 [num_tokens]; KV slot = block * block_size + offset.
     cos, sin: [num_positions, head_dim / 2].
     q_weight, k_weight: [head_dim], the RMSNorm of every query and key head, or both None.
     kv_cache: [2, num_blocks, num_kv_heads, block_size, head_dim], in the dtype of `heads`; or
     codes, int8 or uint8 (e4m3), quantized from float32.
     kv_scales: scales of the codes, float32 [2, num_blocks, num_kv_heads, block_size].
     All are contiguous. Raises `ValueError` for shapes and dtypes that do not match, and for
-    positions and slots that do not exist, after the other tokens have been stored.
+    positions and KV slots that do not exist, after the other tokens have been stored.
     """
     shape = kv_cache.shape
     checks.check_cache(kv_cache, kv_scales, heads.dtype)
@@ -92,7 +92,7 @@ def store_kv(
 def _store_tokens(addresses, sizes, eps, largest_code, elements):
     """Store the tokens in a serial loop.
 
-    Returns the number of tokens whose position or slot does not exist; these are skipped.
+    Returns the number of tokens whose position or KV slot does not exist; these are skipped.
     """
     arrays = _arrays(addresses, sizes, elements)
     num_wrong = 0

@@ -61,7 +61,7 @@ def decode_attention_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    # None (their code is compiled away), or scales of codes: float32, one for each slot and head.
+    # None (their code is compiled away), or scales of codes: float32, one by KV slot and head.
     k_scales_ptr,
     v_scales_ptr,
     sinks_ptr,  # float32 [num_heads], or None: compiled away
@@ -145,7 +145,7 @@ def decode_attention_kernel(
         row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
         for tile in range(first_tile + first, first_tile + last):
             key = tile * TILE_N + tl.arange(0, TILE_N)
-            # Other table columns and slots may contain anything, even NaN.
+            # Other table columns and KV slots may contain anything, even NaN.
             is_seen = (key >= first_seen) & (key < context_len)
             kv_mask = is_seen[:, None] & (d < HEAD_DIM)[None, :]
             block = tl.load(block_table_ptr + key // BLOCK_SIZE, mask=is_seen, other=0)

@@ -40,7 +40,7 @@ def in_order_attention_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    # None (their code is compiled away), or scales of codes: float32, one for each slot and head.
+    # None (their code is compiled away), or scales of codes: float32, one by KV slot and head.
     k_scales_ptr,
     v_scales_ptr,
     sinks_ptr,  # float32 [num_heads], or None: compiled away
@@ -112,7 +112,7 @@ def in_order_attention_kernel(
         begin = tl.maximum(first, share * SHARE_TILES)
         for n_tile in range(begin, tl.minimum(last, (share + 1) * SHARE_TILES)):
             key = n_tile * TILE_N + tl.arange(0, TILE_N)
-            # Other table columns and slots may contain anything, even NaN.
+            # Other table columns and KV slots may contain anything, even NaN.
             is_seen = key < num_keys
             if sliding_window is not None:
                 is_seen &= key > first_position - sliding_window

@@ -35,7 +35,7 @@ def latent_attention_kernel(
     sums_ptr,
     q_ptr,
     k_ptr,
-    k_scales_ptr,  # None (compiled away), or scales of codes: float32, one for each slot
+    k_scales_ptr,  # None (compiled away), or scales of codes: float32, one for each KV slot
     cu_seqlens_q_ptr,
     context_lens_ptr,
     block_tables_ptr,
@@ -94,7 +94,7 @@ def latent_attention_kernel(
     row_sum = tl.zeros([BLOCK_M], dtype=tl.float32)
     for n_tile in range(begin, end):
         key = n_tile * TILE_N + tl.arange(0, TILE_N)
-        # Other table columns and slots may contain anything, even NaN.
+        # Other table columns and KV slots may contain anything, even NaN.
         is_seen = key < num_keys
         block = tl.load(block_table_ptr + key // BLOCK_SIZE, mask=is_seen, other=0)
         slot = block.to(tl.int64) * block_stride + (key % BLOCK_SIZE) * slot_stride

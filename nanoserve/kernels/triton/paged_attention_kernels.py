@@ -3,7 +3,7 @@
 The K and V of a sequence are stored in blocks that its block table lists (Kwon et al. 2023,
 "Efficient memory management for large language model serving with PagedAttention"). With block size
 16 and the block table [5, 2, 8, 12], position 35 is offset 3 of the sequence's block 2, which is
-block 8 of the cache: slot 8 * 16 + 3 = 131. The kernel looks up every position like this, so the
+block 8 of the cache: KV slot 8 * 16 + 3 = 131. The kernel looks up every position like this, so the
 number of keys of a tile is independent of the block size.
 
 A program computes one tile of queries of one KV head. All query heads that read this KV head are
@@ -40,7 +40,7 @@ def chunk_attention_kernel(
     q_ptr,
     k_ptr,
     v_ptr,
-    # None (their code is compiled away), or scales of codes: float32, one for each slot and head.
+    # None (their code is compiled away), or scales of codes: float32, one by KV slot and head.
     k_scales_ptr,
     v_scales_ptr,
     sinks_ptr,  # float32 [num_heads], or None: compiled away
@@ -142,7 +142,7 @@ def chunk_attention_kernel(
             key = n_tile * TILE_N + tl.arange(0, TILE_N)
             # A constant true mask costs nothing: the compiler removes it.
             is_seen = tl.full([TILE_N], True, tl.int1)
-            if MASKED:  # other table columns and slots may contain anything, even NaN
+            if MASKED:  # other table columns and KV slots may contain anything, even NaN
                 is_seen = key < context_len
                 if sliding_window is not None:
                     is_seen &= key > first_position - sliding_window

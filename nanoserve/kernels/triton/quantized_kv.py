@@ -49,7 +49,7 @@ def check_cache(kv_cache: torch.Tensor, kv_scales: torch.Tensor | None, dtype: t
     if not is_good or kv_scales.shape != kv_cache.shape[:-1]:
         raise ValueError(
             f"codes {kv_cache.dtype} {list(kv_cache.shape)} must be int8 or uint8, and scales "
-            f"{kv_scales.dtype} {list(kv_scales.shape)} float32, one for each head of each slot"
+            f"{kv_scales.dtype} {list(kv_scales.shape)} float32, one for each head of each KV slot"
         )
     if not (kv_cache.is_contiguous() and kv_scales.is_contiguous()):
         raise ValueError(
@@ -116,10 +116,10 @@ def to_e4m3(x):
 
 @triton.jit
 def load_scales(scales_ptr, slot, is_seen, HEAD_DIM: tl.constexpr, IS_LOG: tl.constexpr):
-    """Load the scales of K's or V's codes in some slots, or their logarithms to base 2.
+    """Load the scales of K's or V's codes in some KV slots, or their logarithms to base 2.
 
-    `slot` has the offsets at which the codes of each slot begin. Codes are contiguous, so dividing
-    by HEAD_DIM gives the index of the scale.
+    `slot` has the offsets at which the codes of each KV slot begin. Codes are contiguous, so
+    dividing by HEAD_DIM gives the index of the scale.
     """
     scales = tl.load(scales_ptr + slot // HEAD_DIM, mask=is_seen, other=1.0)
     if IS_LOG:
@@ -134,7 +134,7 @@ def load_scales(scales_ptr, slot, is_seen, HEAD_DIM: tl.constexpr, IS_LOG: tl.co
 
 @triton.jit
 def as_operand(x, DOT_DTYPE: tl.constexpr, HAS_E4M3: tl.constexpr, IN_ROWS: tl.constexpr):
-    """Return loaded K or V, [slots, head_dim], in the dtype of products; codes without scales.
+    """Return loaded K or V, [KV slots, head_dim], in the dtype of products; codes without scales.
 
     HAS_E4M3: conversions in hardware. IN_ROWS: x is V, and each warp multiplies by itself.
     """

@@ -1,7 +1,7 @@
 """The fused kernel between qkv projection and attention: norms, rotary embedding, cache write.
 
 Query and key heads are normalised (if the model does that) and rotated by their positions, see
-`nanoserve/models/layers/rotary.py`; keys and values are written to their slots of the paged KV
+`nanoserve/models/layers/rotary.py`; keys and values are written to their KV slots of the paged
 cache. Each value is read once and written once. As separate operations this would take about ten
 kernels per layer, and at small batches a kernel's launch costs more than its work.
 """
@@ -37,8 +37,8 @@ def store_kv(
     """Store K and V in `kv_cache`; return q [num_tokens, num_heads, head_dim], contiguous.
 
     heads: [num_tokens, num_heads + 2 x num_kv_heads, head_dim]: the heads of q, then k, then v.
-    positions, slot_mapping: int32 [num_tokens]; slot = block * block_size + offset. If several
-    tokens have one slot (padding), any of them is stored.
+    positions, slot_mapping: int32 [num_tokens]; KV slot = block * block_size + offset. If several
+    tokens have one KV slot (padding), any of them is stored.
     cos, sin: [max_positions, head_dim / 2].
     q_weight, k_weight: [head_dim], the RMSNorm of every query and key head, or None.
     kv_cache: [2, num_blocks, num_kv_heads, block_size, head_dim], in the dtype of `heads`; or
@@ -128,7 +128,7 @@ def _check(
             )
 
 
-# Positions and slots start anywhere in a step's buffer of integers, and the number of tokens
+# Positions and KV slots start anywhere in a step's buffer of integers, and the number of tokens
 # changes with every step: specialising on them would compile the kernel again while serving.
 @triton.jit(
     do_not_specialize=["num_tokens"],

@@ -128,6 +128,7 @@ def test_it_sleeps_and_takes_other_weights(checkpoint: tuple[Path, Any], tmp_pat
 def test_observers_see_requests_without_tokens(
     checkpoint: tuple[Path, Any], tmp_path: Path
 ) -> None:
+    pytest.importorskip("prometheus_client", reason="metrics need pip install 'nanoserve[serve]'")
     folder, _ = checkpoint
     trace = tmp_path / "trace.jsonl"
     with LLM(str(folder), **OPTIONS, trace=str(trace), disable_log_stats=False) as llm:
