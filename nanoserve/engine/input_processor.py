@@ -18,9 +18,10 @@ from nanoserve.engine.bad_words import BadWords
 from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import CacheKey, Sequence
 from nanoserve.engine.text_limit import TextLimit, prompt_too_long
+from nanoserve.lora_request import LoRARequest
 from nanoserve.outputs import Logprob, RequestMetrics
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
-from nanoserve.utils.checks import is_int
+from nanoserve.utils.checks import is_int, shown
 
 if TYPE_CHECKING:
     from nanoserve.text.detokenizer import Tokenizer
@@ -70,6 +71,7 @@ class InputProcessor:
         clock: Callable[[], float],
     ) -> None:
         self.clock, self._structured_config = clock, config.structured_outputs_config
+        self._has_adapters = config.enable_lora
         self.by_priority = config.scheduling_policy == "priority"
         dtype = config.kv_cache_dtype  # KV in different data types must not share hashes
         self.cache_root = () if dtype == "auto" else ("kv_cache_dtype", dtype)
@@ -107,6 +109,7 @@ class InputProcessor:
         priority: int = 0,
         output_kind: RequestOutputKind | None = None,
         max_logprobs: int | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Request:
         """Check a request and make its sequences, which are not queued yet.
 
@@ -117,7 +120,7 @@ class InputProcessor:
         metrics = RequestMetrics(self.clock(), num_cached_prompt_tokens=self.num_cached)
         if self.pools:
             raise ValueError(_POOLS)
-        self.check_request(request_id, priority)
+        self.check_request(request_id, priority, lora_request)
         params = self.default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
@@ -140,6 +143,7 @@ class InputProcessor:
                 index=index,
                 bad_words_token_ids=bad_words,
                 cache_key=cache_key,
+                lora_request=lora_request,
             )
             for index in range(params.n)
         ]
@@ -151,8 +155,13 @@ class InputProcessor:
         extensions = () if params.structured_outputs is None else ("structured_outputs",)
         return Request(request_id, text, token_ids, params, sequences, prompt_logprobs, extensions)
 
-    def check_request(self, request_id: Any, priority: Any) -> None:
-        """Raise `ValueError` for an id or a priority that no request can have here."""
+    def check_request(self, request_id: Any, priority: Any, lora_request: Any = None) -> None:
+        """Raise `ValueError` for an id, a priority or an adapter that no request can have here."""
+        if lora_request is not None:
+            if not isinstance(lora_request, LoRARequest):
+                raise ValueError(f"lora_request={shown(lora_request)} must be a LoRARequest")
+            if not self._has_adapters:
+                raise ValueError("lora_request needs an engine with enable_lora=True")
         if not isinstance(request_id, str):
             raise ValueError(f"request_id={request_id!r} must be a string")
         if not is_int(priority):

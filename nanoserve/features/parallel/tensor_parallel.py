@@ -41,6 +41,7 @@ from nanoserve.features.parallel.worker_processes import (
     DROP_WEIGHTS,
     LOAD_WEIGHTS,
     REPLACE_WEIGHTS,
+    USE_ADAPTERS,
     USE_WEIGHTS,
     WorkerError,
     Workers,
@@ -164,6 +165,8 @@ class TensorParallelExecutor:
         """Let the other ranks start a step."""
         if inputs.kv_transfers is not None:
             self._workers.send_order(COPY_BLOCKS, inputs.kv_transfers.to_bytes())
+        if inputs.adapters is not None:
+            self._workers.send_order(USE_ADAPTERS, inputs.adapters.to_bytes())
         self._workers.announce(batch)
 
     def sample(self, handle: Any, inputs: SampleInputs) -> None:

@@ -25,6 +25,7 @@ import torch
 
 from nanoserve.checkpoint.checkpoint import Checkpoint
 from nanoserve.config import EngineConfig
+from nanoserve.engine.adapter_rows import AdapterRows
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import ForwardInputs
 from nanoserve.engine.kv_transfers import KVTransfers
@@ -43,6 +44,7 @@ from nanoserve.features.parallel.worker_processes import (
     LOAD_WEIGHTS,
     PING,
     REPLACE_WEIGHTS,
+    USE_ADAPTERS,
     USE_WEIGHTS,
     WEIGHT_ORDERS,
 )
@@ -170,7 +172,7 @@ def serve(job: dict[str, Any], steps: Steps, report: Reporter) -> None:
         parallel = replace(parallel, host_memory=host_memory)
     runner = make_runner(config, model_config, path, parallel)
     report(state="built")
-    exchange, kv_transfers = WeightExchange(runner), None
+    exchange, inputs = WeightExchange(runner), ForwardInputs()
     while (step := steps.next()) is not None:
         if step == PING:
             runner.device.finish()
@@ -183,13 +185,16 @@ def serve(job: dict[str, Any], steps: Steps, report: Reporter) -> None:
             answer_call(steps.content(), runner, report)
             continue
         if step == COPY_BLOCKS:
-            kv_transfers = KVTransfers.from_bytes(steps.content())
+            inputs.kv_transfers = KVTransfers.from_bytes(steps.content())
+            continue
+        if step == USE_ADAPTERS:
+            inputs.adapters = AdapterRows.from_bytes(steps.content())
             continue
         # Rank 0 does the same, up to the logits, which are gathered there.
         batch = steps.fetch(step, runner.next_batch())
         began = time.perf_counter()
-        runner.forward(batch, ForwardInputs(kv_transfers=kv_transfers))
-        kv_transfers = None
+        runner.forward(batch, inputs)
+        inputs = ForwardInputs()
         if config.trace is not None and parallel.pp.num_stages > 1 and parallel.tp.rank == 0:
             pp = parallel.pp  # a stage works from its receive to its send
             report(step=step, span=[began if pp.is_first else pp.received_at, pp.sent_at])
