@@ -108,9 +108,7 @@ class LLMMethods(PoolingMethods):
         listed = as_prompt_list(prompts)
         return search_all(self.engine, complete, listed, params, use_tqdm, concurrency_limit)
 
-    def get_tokenizer(
-        self, lora_request: LoRARequest | None = None
-    ) -> "PreTrainedTokenizerBase":
+    def get_tokenizer(self, lora_request: LoRARequest | None = None) -> "PreTrainedTokenizerBase":
         """Return the checkpoint's tokenizer as a transformers class; adapters have no other one.
 
         Raises `ValueError` if there is none.

@@ -77,7 +77,9 @@ class GuardedEngine(EngineMethods):
     ) -> None:
         """Queue a request: a string, token ids, or `{"prompt": ...}` / `{"prompt_token_ids": ...}`.
 
-        lora_request: its adapter. Raises `ValueError` for an invalid request, and if the engine is suspended or closed.
+        lora_request: its adapter.
+
+        Raises `ValueError` for an invalid request, and if the engine is suspended or closed.
         """
         process = self.input_processor.process
         self.add(process(request_id, prompt, params, priority, lora_request=lora_request))

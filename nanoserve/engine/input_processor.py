@@ -143,7 +143,6 @@ class InputProcessor:
                 index=index,
                 bad_words_token_ids=bad_words,
                 cache_key=cache_key,
-                lora_request=lora_request,
             )
             for index in range(params.n)
         ]
@@ -153,7 +152,12 @@ class InputProcessor:
         if params.prompt_logprobs is not None:
             prompt_logprobs = [None]
         extensions = () if params.structured_outputs is None else ("structured_outputs",)
-        return Request(request_id, text, token_ids, params, sequences, prompt_logprobs, extensions)
+        request = Request(
+            request_id, text, token_ids, params, sequences, prompt_logprobs, extensions
+        )
+        if lora_request is not None:
+            request.use_lora(lora_request)
+        return request
 
     def check_request(self, request_id: Any, priority: Any, lora_request: Any = None) -> None:
         """Raise `ValueError` for an id, a priority or an adapter that no request can have here."""

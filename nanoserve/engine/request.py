@@ -95,6 +95,8 @@ class Request:
         """Set the adapter of a request that is not queued yet."""
         for seq in self.sequences:
             seq.lora_request = lora_request
+            # Until the adapter is read. A router of replicas tells adapters apart by it.
+            seq.set_key("lora", lora_request.path)
 
     @property
     def finished(self) -> bool:

@@ -227,9 +227,7 @@ class AsyncLLM:
         def make() -> Request:
             (prompt,) = prompts_of(self.engine, [messages], **chat_options)
             process = self.engine.input_processor.process
-            return process(
-                request_id, prompt, sampling_params, priority, lora_request=lora_request
-            )
+            return process(request_id, prompt, sampling_params, priority, lora_request=lora_request)
 
         return self._outputs_of(make, sampling_params)
 

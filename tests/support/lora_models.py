@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_checkpoints import make_qwen3
 from torch import nn
 from transformers import AutoModelForCausalLM
 

@@ -17,7 +17,7 @@ _FLOATS = ("F32", "F16", "BF16")
 
 
 class Limits(NamedTuple):
-    """The model's matrices that an adapter may change, by name (outputs, inputs), and its limits."""
+    """The model's matrices that an adapter may change, (outputs, inputs) by name, and limits."""
 
     shapes: Shapes
     max_rank: int

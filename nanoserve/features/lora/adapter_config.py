@@ -14,8 +14,22 @@ _WITHOUT_EFFECT = {
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
     *("revision", "inference_mode", "lora_dropout", "target_modules", "exclude_modules"),
     *("layers_to_transform", "layers_pattern", "eva_config", "corda_config", "lora_ga_config"),
-    *("loftq_config", "megatron_core", "qalora_group_size", "runtime_config", "ensure_weight_tying"),
-    *("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern", "init_lora_weights", "bias"),
+    *(
+        "loftq_config",
+        "megatron_core",
+        "qalora_group_size",
+        "runtime_config",
+        "ensure_weight_tying",
+    ),
+    *(
+        "r",
+        "lora_alpha",
+        "use_rslora",
+        "rank_pattern",
+        "alpha_pattern",
+        "init_lora_weights",
+        "bias",
+    ),
 }
 _MERGE = "merge it into its base (peft: merge_and_unload) and load that"
 _REFUSED = {
@@ -50,7 +64,7 @@ class AdapterConfig:
 
     @classmethod
     def of(cls, content: bytes, where: str) -> "AdapterConfig":
-        """Read the file. Raises `ValueError`, which starts with `where`, for what is unsupported."""
+        """Read the file. Raises `ValueError`, which begins with `where`, for what cannot be used."""
         entries = json_object(content, where)
         kind = entries.get("peft_type", "LORA")
         require(kind == "LORA", f"{where}: peft_type={shown(kind)} must be 'LORA'")
@@ -64,7 +78,7 @@ class AdapterConfig:
         require(
             is_plain,
             f"{where}: init_lora_weights={shown(initial)} changes the base's weights, too; convert "
-            f"it to plain LoRA (peft: save_pretrained with path_initial_model_for_weight_conversion)",
+            f"it (peft: save_pretrained with path_initial_model_for_weight_conversion)",
         )
         for name, value in entries.items():
             is_known = name in _WITHOUT_EFFECT or name in _REFUSED
@@ -74,7 +88,9 @@ class AdapterConfig:
     @classmethod
     def _checked(cls, entries: dict[str, Any], where: str) -> "AdapterConfig":
         rank, alpha = entries.get("r", 8), entries.get("lora_alpha", 8)
-        require(is_int(rank) and rank >= 1, f"{where}: r={shown(rank)} must be an integer, 1 or more")
+        require(
+            is_int(rank) and rank >= 1, f"{where}: r={shown(rank)} must be an integer, 1 or more"
+        )
         require(is_number(alpha), f"{where}: lora_alpha={shown(alpha)} must be a finite number")
         rslora, base = entries.get("use_rslora", False), entries.get("base_model_name_or_path")
         require(isinstance(rslora, bool), f"{where}: use_rslora={shown(rslora)} must be a boolean")
@@ -97,8 +113,10 @@ class AdapterConfig:
         return self.rank_pattern.get(_matching(self.rank_pattern, module), self.rank)
 
     def scaling_of(self, module: str) -> float:
-        """Return the factor of B A x: alpha / rank, or alpha / sqrt(rank) (rsLoRA, Kalajdzievski
-        2023, arXiv 2312.03732)."""
+        """Return the factor of B A x: alpha / rank, or alpha / sqrt(rank) for rsLoRA.
+
+        rsLoRA: Kalajdzievski 2023, arXiv 2312.03732.
+        """
         alpha = self.alpha_pattern.get(_matching(self.alpha_pattern, module), self.alpha)
         rank = self.rank_of(module)
         return alpha / (sqrt(rank) if self.use_rslora else rank)

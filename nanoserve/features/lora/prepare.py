@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from nanoserve.engine.extension import PreparedFeature
-from nanoserve.features.lora.adapter import Limits
+from nanoserve.features.lora.adapter import Limits, outline_of, read_adapter
+from nanoserve.features.lora.adapter_files import AdapterFiles
 from nanoserve.features.lora.extension import LoRAAdapters
 from nanoserve.features.lora.store import AdapterStore
 from nanoserve.models.layers.context import LayerContext
@@ -57,3 +58,14 @@ def limits_of(config: "EngineConfig", model_config: "ModelConfig") -> Limits:
     model = model_class(model_config.architecture)(model_config, meta)
     shapes = {target.name: target.shape for target in all_targets(model)}
     return Limits(shapes, config.max_lora_rank, getattr(torch, model_config.dtype))
+
+
+def check_adapter(
+    config: "EngineConfig", model_config: "ModelConfig", path: str, root: str | None = None
+) -> None:
+    """Raise `ValueError` unless requests could use the adapter in a folder; reads all of it.
+
+    root: a folder that must contain it.
+    """
+    limits = limits_of(config, model_config)
+    read_adapter(outline_of(AdapterFiles.find(path, root), limits), limits)

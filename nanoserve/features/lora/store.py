@@ -65,7 +65,9 @@ class AdapterStore:
         self._entries: OrderedDict[AdapterFiles, Entry] = OrderedDict()  # least recently used first
         self._queue: deque[Entry] = deque()  # wanted, and there is no room yet; oldest first
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "nanoserve-lora")
-        self._folder = tempfile.TemporaryDirectory(prefix="nanoserve-lora-") if shares_files else None
+        self._folder = (
+            tempfile.TemporaryDirectory(prefix="nanoserve-lora-") if shares_files else None
+        )
         self._numbers = count()
         self._old_files: list[str] = []  # of adapters that were evicted
 

@@ -62,11 +62,13 @@ def pooling_request(
         priority=int(priority),
         metrics=metrics,
         cache_key=cache_key,
-        lora_request=lora_request,
         prompt_head=HEAD_OF[params.pooling_type],
         reads_last=params.pooling_type == "LAST",
     )
-    return Request(request_id, text, token_ids, _NO_SAMPLING, [sequence], pooling_params=params)
+    request = Request(request_id, text, token_ids, _NO_SAMPLING, [sequence], pooling_params=params)
+    if lora_request is not None:
+        request.use_lora(lora_request)
+    return request
 
 
 def check_pools(engine: Engine) -> None:

@@ -42,9 +42,9 @@ def add_low_rank(
     x = x.contiguous()
     num_rows, most = len(tokens), b.shape[1] * (x.shape[1] + y.shape[1])
     add = _add if num_rows == 1 or num_rows * most <= _FEW else _add_parallel
-    pointers = *map(address, (x, a, b, ends, firsts, tokens, places)), y.data_ptr()
-    sizes = (x.shape[0], x.shape[1], y.shape[1], y.stride(0), *a.shape[:2], b.shape[1])
-    add(*pointers, *sizes, len(firsts) - 1, num_rows, ELEMENTS[x.dtype])
+    pointers = address(x), y.data_ptr(), *map(address, (a, b, ends, firsts, tokens, places))
+    layout = *x.shape, y.shape[1], y.stride(0), *a.shape[:2], b.shape[1]
+    add(pointers, (*layout, len(firsts) - 1, num_rows), ELEMENTS[x.dtype])
 
 
 def compile_low_rank(dtype: torch.dtype) -> None:
@@ -72,7 +72,7 @@ def _axpy(factor, x, out):
 
 @njit(**EXACT)
 def _add_row(x, y, a, b, ends, firsts):
-    """Add the products of one row: x [inputs], y [outputs], a [ranks, inputs], b [rank, outputs]."""
+    """Add the products of one row; shapes as for `add_low_rank`, without rows and places."""
     for target in range(len(firsts) - 1):
         start, end = ends[target], ends[target + 1]
         if start == end:
@@ -86,36 +86,38 @@ def _add_row(x, y, a, b, ends, firsts):
 
 
 @njit(**EXACT)
-def _add(
-    x, a, b, ends, firsts, tokens, places, y,
-    num_tokens, inputs, outputs, stride, num_places, ranks, most, num_targets, num_rows, element,
-):  # fmt: skip
-    x = array_at(x, (num_tokens, inputs), element)
-    y = array_at(y, ((num_tokens - 1) * stride + outputs,), element)
-    a = array_at(a, (num_places, ranks, inputs), element)
-    b = array_at(b, (num_places, most, outputs), element)
-    ends = array_at(ends, (num_places, num_targets + 1), np.int32(0))
-    firsts = array_at(firsts, (num_targets + 1,), np.int32(0))
-    tokens, places = array_at(tokens, (num_rows,), np.int32(0)), array_at(places, (num_rows,), np.int32(0))
-    for i in range(num_rows):
-        token, place = tokens[i], places[i]
-        row = y[token * stride : token * stride + outputs]
-        _add_row(x[token], row, a[place], b[place], ends[place], firsts)
+def _arrays(pointers, sizes, element):
+    """Return the arguments of `add_low_rank` as arrays; y is flat, since its rows may be apart."""
+    x, y, a, b, ends, firsts, tokens, places = pointers
+    num_tokens, inputs, outputs, stride, num_places, ranks, most, num_targets, num_rows = sizes
+    integer = np.int32(0)
+    return (
+        array_at(x, (num_tokens, inputs), element),
+        array_at(y, ((num_tokens - 1) * stride + outputs,), element),
+        array_at(a, (num_places, ranks, inputs), element),
+        array_at(b, (num_places, most, outputs), element),
+        array_at(ends, (num_places, num_targets + 1), integer),
+        array_at(firsts, (num_targets + 1,), integer),
+        array_at(tokens, (num_rows,), integer),
+        array_at(places, (num_rows,), integer),
+    )
+
+
+@njit(**EXACT)
+def _add(pointers, sizes, element):
+    x, y, a, b, ends, firsts, tokens, places = _arrays(pointers, sizes, element)
+    outputs, stride = sizes[2], sizes[3]
+    for i in range(len(tokens)):
+        start, place = tokens[i] * stride, places[i]
+        row = y[start : start + outputs]
+        _add_row(x[tokens[i]], row, a[place], b[place], ends[place], firsts)
 
 
 @njit(parallel=True, **EXACT)
-def _add_parallel(
-    x, a, b, ends, firsts, tokens, places, y,
-    num_tokens, inputs, outputs, stride, num_places, ranks, most, num_targets, num_rows, element,
-):  # fmt: skip
-    x = array_at(x, (num_tokens, inputs), element)
-    y = array_at(y, ((num_tokens - 1) * stride + outputs,), element)
-    a = array_at(a, (num_places, ranks, inputs), element)
-    b = array_at(b, (num_places, most, outputs), element)
-    ends = array_at(ends, (num_places, num_targets + 1), np.int32(0))
-    firsts = array_at(firsts, (num_targets + 1,), np.int32(0))
-    tokens, places = array_at(tokens, (num_rows,), np.int32(0)), array_at(places, (num_rows,), np.int32(0))
-    for i in prange(num_rows):
-        token, place = tokens[i], places[i]
-        row = y[token * stride : token * stride + outputs]
-        _add_row(x[token], row, a[place], b[place], ends[place], firsts)
+def _add_parallel(pointers, sizes, element):
+    x, y, a, b, ends, firsts, tokens, places = _arrays(pointers, sizes, element)
+    outputs, stride = sizes[2], sizes[3]
+    for i in prange(len(tokens)):
+        start, place = tokens[i] * stride, places[i]
+        row = y[start : start + outputs]
+        _add_row(x[tokens[i]], row, a[place], b[place], ends[place], firsts)

@@ -196,7 +196,7 @@ class PoolingEndpoints:
         request_id = body.request_id or request_id_of(request.scope)
         headers = api.trace_headers(request, request_id)
         requests = await api.prepare_each(make, body.is_large, body.fields[0])
-        api.note_arrival(requests, arrived, headers)
+        api.note_arrival(requests, arrived, headers, body.model)
         model = body.model or api.names[0]
         answer = PoolingAnswer(requests, entries, kind, request_id, model, has_list)
         return await whole_response(answer, llm.open(requests), request.receive)
