@@ -64,7 +64,7 @@ class AdapterConfig:
 
     @classmethod
     def of(cls, content: bytes, where: str) -> "AdapterConfig":
-        """Read the file. Raises `ValueError`, which begins with `where`, for what cannot be used."""
+        """Read the file. Raises `ValueError`, which begins with `where`, if it is unusable."""
         entries = json_object(content, where)
         kind = entries.get("peft_type", "LORA")
         require(kind == "LORA", f"{where}: peft_type={shown(kind)} must be 'LORA'")

@@ -15,10 +15,13 @@ _MERGE = "merge the adapter into its base (peft: merge_and_unload) and load that
 # Parts of other names, and what they are.
 _OTHERS = {
     "lora_magnitude_vector": "DoRA",
+    "embed_tokens.": "an adapted embedding",
+    "lm_head.": "an adapted LM head",
     "lora_embedding_": "an adapted embedding",
     "modules_to_save": "a layer of the adapter's own (modules_to_save)",
     "token_adapter": "embeddings of the adapter's own",
     ".bias": "a bias of the adapter's own",
+    ".base_layer.": "a weight of the base",
 }
 _MODULES = {
     "embed_tokens": "an adapted embedding",
