@@ -52,6 +52,16 @@ class LoRAAdapters(Extension):
         self._num_launched = self._num_collected = 0
         self._old_files: list[tuple[int, str]] = []
 
+    @property
+    def num_unfinished(self) -> int:
+        """Number of sequences whose adapter is kept for them."""
+        return len(self._entries) + len(self._ended) + len(self._loading)
+
+    @property
+    def num_adapters(self) -> int:
+        """Number of adapters in the host's memory, or on their way."""
+        return len(self._store)
+
     # ------------------------------------------------------------------ loading
 
     def on_add(self, seq: Sequence) -> str | None:

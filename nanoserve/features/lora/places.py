@@ -106,7 +106,9 @@ class Places:
         empty = [p for p in self._places if not p.users and self._may_join(p, seq)]
         if not empty:
             return None
-        place = min(empty, key=lambda p: (p.claimant is not seq, p.adapter is not None, p.last_used))
+        place = min(
+            empty, key=lambda p: (p.claimant is not seq, p.adapter is not None, p.last_used)
+        )
         if place.adapter is not None:
             del self._by_adapter[place.adapter]
         place.give_to(adapter)

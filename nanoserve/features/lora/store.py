@@ -87,9 +87,8 @@ class AdapterStore:
         self._queue.append(entry)
         return entry
 
-    @property
-    def is_loading(self) -> bool:
-        return any(not entry.is_done for entry in self._entries.values())
+    def __len__(self) -> int:
+        return len(self._entries)
 
     def begin_loads(self, now: float, in_places: "Set[str]") -> None:
         """Read wanted adapters, in order, while there is room.

@@ -10,7 +10,7 @@ from nanoserve.utils.checks import require
 Shapes = Mapping[str, tuple[int, int]]  # by the name of a matrix: (outputs, inputs)
 
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_([AB])(?:\.default)?\.weight")
-_MOST_TENSORS = 100_000
+_MOST_MODULES = 100_000
 _MERGE = "merge the adapter into its base (peft: merge_and_unload) and load that"
 # Parts of other names, and what they are.
 _OTHERS = {
@@ -104,7 +104,8 @@ class TensorNames:
         return "" if match is None else match[1]
 
     def _check_count(self, where: str) -> None:
-        require(len(self._found) <= _MOST_TENSORS, f"{where}: there are too many tensors")
+        is_few = len(self._found) <= _MOST_MODULES
+        require(is_few, f"{where}: there are more than {_MOST_MODULES} modules")
 
     def _targets(self, module: str, where: str) -> list[str]:
         """Return the model's matrices that a module has, in the order of its outputs."""

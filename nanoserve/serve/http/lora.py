@@ -14,6 +14,7 @@ from nanoserve.lora_request import LoRARequest
 from nanoserve.serve.http.body_reader import BodyReader
 from nanoserve.serve.http.errors import ApiError
 from nanoserve.serve.http.protocol import Body, Int
+from nanoserve.serve.http.unknown_fields import UnknownNames
 from nanoserve.utils.checks import require, shown
 
 if TYPE_CHECKING:
@@ -153,13 +154,13 @@ class AdapterEndpoints:
 
     async def load(self, request: Request) -> Response:
         """Serve an adapter in `lora_root` under a name; `load_inplace` replaces one."""
-        body = await self._api.bodies.read(request, LoadAdapterBody)
+        body = await self._api.bodies.read(request, LoadAdapterBody, _check_fields)
         await self._api.prepare(partial(self._adapters.load, body))
         return _success(body.lora_name, "added")
 
     async def unload(self, request: Request) -> Response:
         """Serve an adapter no more."""
-        body = await self._api.bodies.read(request, UnloadAdapterBody)
+        body = await self._api.bodies.read(request, UnloadAdapterBody, _check_fields)
         self._adapters.unload(body)
         return _success(body.lora_name, "removed")
 
@@ -172,6 +173,14 @@ def add_adapters(app: FastAPI, api: AdapterServer, adapters: ServedAdapters) -> 
         ("/v1/unload_lora_adapter", own.unload),
     ):
         app.add_api_route(path, endpoint, methods=["POST"], response_model=None)
+
+
+def _check_fields(body: Body, unknown: UnknownNames, template: str) -> None:
+    """Raise `ApiError` for unknown fields."""
+    for name, value in (body.model_extra or {}).items():
+        if value is not None:
+            message = f"{name!r:.100} is not a field of this endpoint"
+            raise ApiError(400, message, name[:100], "unknown_field")
 
 
 def _success(name: str, what: str) -> Response:
