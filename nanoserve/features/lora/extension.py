@@ -88,7 +88,7 @@ class LoRAAdapters(Extension):
         if not self._loading:
             return
         engine, scheduler = self._engine, self._scheduler
-        self._store.begin_loads(engine.clock(), self._places.adapters)
+        self._store.begin_loads(engine.clock())
         if not (scheduler.waiting or scheduler.running or engine.plans_under_way):
             futures = [each.future for each in self._loading.values() if each.future is not None]
             wait(futures, _WAIT, FIRST_COMPLETED)

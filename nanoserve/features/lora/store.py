@@ -6,7 +6,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetensors.torch import save_file
 
@@ -14,9 +13,6 @@ from nanoserve.engine.adapter_rows import AdapterLoad
 from nanoserve.features.lora.adapter import Adapter, Limits, Outline, outline_of, read_adapter
 from nanoserve.features.lora.adapter_files import AdapterFiles
 from nanoserve.worker.adapters import named_tensors
-
-if TYPE_CHECKING:
-    from collections.abc import Set
 
 _NUM_THREADS = 2
 
@@ -90,13 +86,10 @@ class AdapterStore:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def begin_loads(self, now: float, in_places: "Set[str]") -> None:
-        """Read wanted adapters, in order, while there is room.
-
-        in_places: the content of adapters that have places, which are not evicted.
-        """
+    def begin_loads(self, now: float) -> None:
+        """Read wanted adapters, in order, while there is room."""
         self._queue = deque(entry for entry in self._queue if self._is_wanted(entry))
-        while self._queue and self._make_room(in_places):
+        while self._queue and self._make_room():
             entry = self._queue.popleft()
             entry.begin(self._threads.submit(self._read, entry), now)
 
@@ -124,20 +117,16 @@ class AdapterStore:
         self.remove(entry)
         return False
 
-    def _make_room(self, in_places: "Set[str]") -> bool:
+    def _make_room(self) -> bool:
+        """Evict adapters that no unfinished sequence needs until there is room for another."""
         held = [entry for entry in self._entries.values() if entry.future is not None]
         while len(held) >= self._max_adapters:
-            victim = next((each for each in held if self._is_evictable(each, in_places)), None)
+            victim = next((each for each in held if each.is_done and not each.num_users), None)
             if victim is None:
                 return False
             held.remove(victim)
             self._drop(victim.outline.files)
         return True
-
-    def _is_evictable(self, entry: Entry, in_places: "Set[str]") -> bool:
-        if entry.num_users or not entry.is_done:
-            return False
-        return entry.future.exception() is not None or entry.adapter.content not in in_places
 
     def _drop(self, files: AdapterFiles) -> None:
         entry = self._entries.pop(files, None)

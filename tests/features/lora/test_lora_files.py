@@ -122,7 +122,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no B": (tensors(B=None), "q_proj.lora_A.weight has no lora_B"),
     "NaN": (tensors(A=NAN), "q_proj.lora_A.weight contains NaN or infinity"),
     "infinity": (tensors(A=INF), "q_proj.lora_A.weight contains NaN or infinity"),
-    "integers": (tensors(A=torch.ones(4, 64, dtype=torch.int8)), "q_proj.lora_A.weight has type I8"),
+    "integers": (tensors(A=torch.ones(4, 64).char()), "q_proj.lora_A.weight has type I8"),
     "no LoRA": (tensors(**{"model.x": torch.ones(2)}), "model.x is not a tensor of LoRA"),
     "a way out": (tensors(**{"../../etc/passwd": torch.ones(2)}), "is not a tensor of LoRA"),
     "DoRA": (tensors(**{f"{Q}.lora_magnitude_vector": torch.ones(2)}), "is DoRA"),

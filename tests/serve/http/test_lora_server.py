@@ -1,4 +1,4 @@
-"""Adapters of a server: the `model` of a request names one, and clients may load and unload them."""
+"""Adapters of a server: the `model` of a request names one; clients load and unload them."""
 
 import json
 from collections.abc import Iterator
@@ -46,6 +46,7 @@ def server(root: Path) -> Iterator[Served]:
     modules = [f"one={inside / 'one'}"]
     modules += [json.dumps({"name": "two", "path": str(inside / "two"), "base_model_name": "b"})]
     settings = {"lora_modules": modules, "lora_root": str(inside)}
+    settings |= {"served_model_name": ["tiny-qwen3"]}
     with served(AsyncLLM("tiny-qwen3", **OPTIONS), **settings) as server:
         yield server
 
@@ -138,7 +139,9 @@ def test_an_adapter_that_breaks_later_fails_its_requests(server: Served, root: P
 
 def test_without_a_root_nothing_can_be_loaded(root: Path) -> None:
     module = f"one={root / 'root' / 'one'}"
-    with served(AsyncLLM("tiny-qwen3", **OPTIONS), lora_modules=[module]) as server:
+    with served(
+        AsyncLLM("tiny-qwen3", **OPTIONS), lora_modules=[module], served_model_name=["tiny-qwen3"]
+    ) as server:
         body = {"lora_name": "two", "lora_path": str(root / "root" / "two")}
         status, _, answer = ask(server, "/v1/load_lora_adapter", body)
         assert status == 400 and "--lora-root" in answer["error"]["message"]
