@@ -568,7 +568,7 @@ REFUSED_PARAMETERS = (
 
 # Unsupported features of vLLM, and the option whose message names the alternative.
 UNSUPPORTED = {
-    "LoRA adapters": "enable_lora",
+    "biases in LoRA adapters": "enable_lora_bias",
     "images, audio, video": "limit_mm_per_prompt",
     "prompts as embeddings": "enable_prompt_embeds",
     "KV offloading by LMCache": "kv_offloading_backend",

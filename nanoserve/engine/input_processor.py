@@ -72,6 +72,8 @@ class InputProcessor:
     ) -> None:
         self.clock, self._structured_config = clock, config.structured_outputs_config
         self._has_adapters = config.enable_lora
+        # They raise `ValueError` for an adapter; in another process than the engine's there is none.
+        self.adapter_checks: list[Callable[[LoRARequest], None]] = []
         self.by_priority = config.scheduling_policy == "priority"
         dtype = config.kv_cache_dtype  # KV in different data types must not share hashes
         self.cache_root = () if dtype == "auto" else ("kv_cache_dtype", dtype)
@@ -166,6 +168,8 @@ class InputProcessor:
                 raise ValueError(f"lora_request={shown(lora_request)} must be a LoRARequest")
             if not self._has_adapters:
                 raise ValueError("lora_request needs an engine with enable_lora=True")
+            for check in self.adapter_checks:
+                check(lora_request)
         if not isinstance(request_id, str):
             raise ValueError(f"request_id={request_id!r} must be a string")
         if not is_int(priority):

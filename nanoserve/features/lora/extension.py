@@ -74,7 +74,7 @@ class LoRAAdapters(Extension):
             self._entries[each] = entry
             each.set_key(_KIND, "not loaded")  # no block has this key
         entry.add_users(len(sequences))
-        if entry.is_done:
+        if entry.is_done and entry.future.exception() is None:
             self._use(sequences, entry)
             return None
         self._loading[seq] = entry
@@ -114,9 +114,7 @@ class LoRAAdapters(Extension):
 
     def _fail(self, seq: Sequence, entry: Entry, error: BaseException) -> None:
         self._store.remove(entry)
-        path = seq.lora_request.path if seq.lora_request is not None else ""
-        reason = ValueError(f"the adapter in {path} cannot be used: {error}")
-        self._engine.loop.fail(seq.request_id, reason)
+        self._engine.loop.fail(seq.request_id, ValueError(f"lora_request: {error}"))
 
     def _use(self, sequences: list[Sequence], entry: Entry) -> None:
         for seq in sequences:

@@ -48,6 +48,7 @@ def prepare_lora(config: "EngineConfig", model_config: "ModelConfig") -> Prepare
     def add_to(engine: "GuardedEngine") -> None:
         store = AdapterStore(limits, most, shares_files)
         engine.add_extension(LoRAAdapters(engine, store))
+        engine.input_processor.adapter_checks.append(store.check)
 
     return PreparedFeature(add_to)
 

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 from nanoserve.engine.adapter_rows import AdapterLoad
 from nanoserve.features.lora.adapter import Adapter, Limits, Outline, outline_of, read_adapter
 from nanoserve.features.lora.adapter_files import AdapterFiles
+from nanoserve.lora_request import LoRARequest
 from nanoserve.worker.adapters import named_tensors
 
 _NUM_THREADS = 2
@@ -21,15 +22,21 @@ _NUM_THREADS = 2
 class Entry:
     """An adapter that is wanted, is being read, or is in memory.
 
-    future: None until it is read. num_users: unfinished sequences that need it. path: a file with
+    outline: None if it cannot be used. future: None until it is read. num_users: unfinished sequences that need it. path: a file with
     its matrices, for other ranks.
     """
 
-    outline: Outline
+    outline: Outline | None
     future: "Future[Adapter] | None" = None
     began: float = 0.0
     num_users: int = 0
     path: str | None = None
+
+    @classmethod
+    def failed(cls, error: ValueError) -> "Entry":
+        future: Future[Adapter] = Future()
+        future.set_exception(error)
+        return cls(None, future)
 
     @property
     def is_done(self) -> bool:
@@ -70,15 +77,19 @@ class AdapterStore:
     def find(self, path: str) -> Entry:
         """Return the entry of the adapter in a folder, which is read later if it is new.
 
-        Raises `ValueError` for an adapter that can be rejected without reading its tensors.
+        An adapter that cannot be used has an entry whose future has the error.
         """
-        files = AdapterFiles.find(path)
+        try:
+            files = AdapterFiles.find(path)
+            outline = None if files in self._entries else outline_of(files, self._limits)
+        except ValueError as error:
+            return Entry.failed(error)
         entry = self._entries.get(files)
         if entry is not None and not (entry.is_done and entry.future.exception() is not None):
             self._entries.move_to_end(files)
             return entry
-        entry = Entry(outline_of(files, self._limits))
         self._drop(files)  # an earlier attempt that has failed
+        entry = Entry(outline or outline_of(files, self._limits))
         self._entries[files] = entry
         self._queue.append(entry)
         return entry
@@ -93,9 +104,18 @@ class AdapterStore:
             entry = self._queue.popleft()
             entry.begin(self._threads.submit(self._read, entry), now)
 
+    def check(self, request: LoRARequest) -> None:
+        """Raise `ValueError` for an adapter that can be rejected without reading its tensors.
+
+        It may be called in any thread.
+        """
+        files = AdapterFiles.find(request.path)
+        if files not in self._entries:
+            outline_of(files, self._limits)
+
     def remove(self, entry: Entry) -> None:
         """Forget an adapter that could not be read, or not in time."""
-        if self._entries.get(entry.outline.files) is entry:
+        if entry.outline is not None and self._entries.get(entry.outline.files) is entry:
             self._drop(entry.outline.files)
 
     def take_old_files(self) -> list[str]:
