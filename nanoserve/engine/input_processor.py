@@ -52,7 +52,7 @@ def one_per_prompt(name: str, value: Any, kind: type, num_prompts: int) -> list[
     """Return a list with one value per prompt; None or a single `kind` stands for all prompts."""
     if value is None or isinstance(value, kind):
         return [value] * num_prompts
-    if not isinstance(value, AbstractSequence):
+    if not isinstance(value, AbstractSequence) or isinstance(value, str):
         raise ValueError(f"{name} must be {kind.__name__}, not {type(value).__name__}")
     if len(value) != num_prompts:
         raise ValueError(f"{num_prompts} prompts, but {len(value)} {name}: pass one per prompt")
@@ -72,7 +72,7 @@ class InputProcessor:
     ) -> None:
         self.clock, self._structured_config = clock, config.structured_outputs_config
         self._has_adapters = config.enable_lora
-        # They raise `ValueError` for an adapter; in another process than the engine's there is none.
+        # Each raises `ValueError` for a bad adapter. Another process than the engine's has none.
         self.adapter_checks: list[Callable[[LoRARequest], None]] = []
         self.by_priority = config.scheduling_policy == "priority"
         dtype = config.kv_cache_dtype  # KV in different data types must not share hashes

@@ -22,8 +22,8 @@ _NUM_THREADS = 2
 class Entry:
     """An adapter that is wanted, is being read, or is in memory.
 
-    outline: None if it cannot be used. future: None until it is read. num_users: unfinished sequences that need it. path: a file with
-    its matrices, for other ranks.
+    outline: None if it cannot be used. future: None until reading begins. num_users: unfinished
+    sequences that need it. path: a file with its matrices, for other ranks.
     """
 
     outline: Outline | None

@@ -80,13 +80,19 @@ def cut(adapter: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
+def too_large(adapter: Path) -> None:
+    """The scaling of B overflows."""
+    edit_json(adapter / "adapter_config.json", lora_alpha=3e38)
+    change(adapter, B=torch.full((64, 4), 100.0))
+
+
 def pipe(adapter: Path) -> None:
     """Reading it would wait for ever."""
     (adapter / "adapter_config.json").unlink()
     os.mkfifo(adapter / "adapter_config.json")
 
 
-NAN, INF = torch.full((4, 64), torch.nan), torch.full((4, 64), torch.inf)
+NAN, INF = torch.full((4, 48), torch.nan), torch.full((4, 48), torch.inf)
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 HEADER = (2**40).to_bytes(8, "little") + b"{}"
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -106,23 +112,23 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "rank 0": (config(r=0), "r=0 must be an integer"),
     "rank as text": (config(r="8"), "r='8' must be an integer"),
     "a huge rank": (config(r=10**12), r"lora_A.*rank 1000000000000 exceeds max_lora_rank=8"),
-    "another rank": (config(r=5), r"lora_A.* has shape \[4, 64\].* must be \[5, 64\]"),
+    "another rank": (config(r=5), r"lora_A.* has shape \[4, 80\].* must be \[5, 80\]"),
     "NaN alpha": (content(CONFIG, b'{"r": 4, "lora_alpha": NaN}'), "lora_alpha=nan must be"),
     "huge alpha": (config(lora_alpha=1e39), "lora_alpha="),
-    "too large alpha": (config(lora_alpha=3e38), "no finite scaled product"),
+    "too large products": (too_large, "no finite scaled product"),
     "patterns that are none": (config(rank_pattern=[1]), "rank_pattern=.* must be an object"),
     "a slow pattern": (config(alpha_pattern={"(a+)+$": 1}), "repetitions"),
     "a wrong pattern": (config(rank_pattern={"(q_proj": 4}), "pattern .* is invalid"),
     "a rank pattern": (config(rank_pattern={"q_proj": -1}), "must be a number, 1 or more"),
     "an unknown entry": (config(use_magic=True), "use_magic=True is not supported"),
-    "the shape of A": (tensors(A=torch.ones(4, 63)), r"q_proj.lora_A.*\[4, 63\].*\[4, 64\]"),
+    "the shape of A": (tensors(A=torch.ones(4, 47)), r"q_proj.lora_A.*\[4, 47\].*\[4, 48\]"),
     "the shape of B": (tensors(B=torch.ones(63, 4)), r"q_proj.lora_B.*\[63, 4\].*\[64, 4\]"),
     "a vector": (tensors(A=torch.ones(4)), r"q_proj.lora_A.*has shape \[4\]"),
     "no A": (tensors(A=None), "q_proj.lora_B.weight has no lora_A"),
     "no B": (tensors(B=None), "q_proj.lora_A.weight has no lora_B"),
     "NaN": (tensors(A=NAN), "q_proj.lora_A.weight contains NaN or infinity"),
     "infinity": (tensors(A=INF), "q_proj.lora_A.weight contains NaN or infinity"),
-    "integers": (tensors(A=torch.ones(4, 64).char()), "q_proj.lora_A.weight has type I8"),
+    "integers": (tensors(A=torch.ones(4, 48).char()), "q_proj.lora_A.weight has type I8"),
     "no LoRA": (tensors(**{"model.x": torch.ones(2)}), "model.x is not a tensor of LoRA"),
     "a way out": (tensors(**{"../../etc/passwd": torch.ones(2)}), "is not a tensor of LoRA"),
     "DoRA": (tensors(**{f"{Q}.lora_magnitude_vector": torch.ones(2)}), "is DoRA"),
@@ -165,7 +171,7 @@ NAMES = {
 
 @pytest.mark.parametrize("module", NAMES)
 def test_unknown_modules_are_named(module: str, llm: LLM, tmp_path: Path) -> None:
-    parts = {f"{module}.lora_A": torch.ones(4, 64), f"{module}.lora_B": torch.ones(64, 4)}
+    parts = {f"{module}.lora_A": torch.ones(4, 48), f"{module}.lora_B": torch.ones(64, 4)}
     write_files(tmp_path, parts, {"r": 4})
     with pytest.raises(ValueError, match=NAMES[module]):
         serve(llm, tmp_path)
@@ -173,7 +179,7 @@ def test_unknown_modules_are_named(module: str, llm: LLM, tmp_path: Path) -> Non
 
 def test_the_same_matrix_twice(llm: LLM, tmp_path: Path) -> None:
     """With and without the prefix of the base model, these are one layer."""
-    pair = (torch.ones(4, 64), torch.ones(64, 4))
+    pair = (torch.ones(4, 48), torch.ones(64, 4))
     names = ["model.layers.0.self_attn.q_proj", "layers.0.self_attn.q_proj"]
     parts = {f"{n}.lora_{k}": x for n in names for k, x in zip("AB", pair, strict=True)}
     write_files(tmp_path, {name: x.clone() for name, x in parts.items()}, {"r": 4})
