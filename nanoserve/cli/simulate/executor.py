@@ -19,7 +19,8 @@ from nanoserve.engine.batch_layout import BatchLayout
 from nanoserve.engine.block_manager import blocks_needed
 from nanoserve.engine.draft_tokens import accept_draft_tokens
 from nanoserve.engine.executor import ForwardInputs, SampleInputs, SlotUpdate, StepResult
-from nanoserve.engine.kv_groups import SequenceRoom, kv_cache_groups
+from nanoserve.engine.kv_groups import kv_cache_groups
+from nanoserve.engine.sequence_room import SequenceRoom
 
 Script = AbstractSequence[int]
 # Returns the output of a sequence that is new in its slot: all tokens after its prompt.

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from nanoserve.models.layers.linear import ColumnParallelLinear, LinearMethod, RowParallelLinear
+from nanoserve.models.layers.context import LayerContext, LinearMethod
+from nanoserve.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 
 # Rows of one adapter from which torch's products are faster than the kernel for few rows.
 FEW_ROWS = 8
@@ -119,9 +120,9 @@ class AdaptedLayer:
         inputs, outputs = targets[0].inputs, targets[-1].columns.stop
         num_inputs = inputs.stop - inputs.start
         # On a CPU, the system provides this memory page by page, when it is written.
-        options = {"dtype": dtype, "device": device}
-        self.a = torch.empty(num_places, len(targets) * max_rank, num_inputs, **options)
-        self.b = torch.empty(num_places, max_rank, outputs, **options)
+        empty = partial(torch.empty, dtype=dtype, device=device)
+        self.a: Tensor = empty(num_places, len(targets) * max_rank, num_inputs)
+        self.b: Tensor = empty(num_places, max_rank, outputs)
         # By place: where the rows of each target's A end, after a 0.
         self.ends = torch.zeros(num_places, len(targets) + 1, dtype=torch.int32)
         # The columns where the outputs of each target begin, and their end.
@@ -177,6 +178,14 @@ class LowRankMethod:
 
     def __init__(self, inner: LinearMethod, layer: AdaptedLayer, adapters: "Adapters") -> None:
         self.inner, self._layer, self._adapters = inner, layer, adapters
+
+    def create_weights(
+        self, layer: nn.Module, in_features: int, out_features: int, context: LayerContext
+    ) -> None:
+        raise RuntimeError("adapters are added to a model that has its weights")
+
+    def process_after_loading(self, layer: nn.Module) -> None:
+        self.inner.process_after_loading(layer)
 
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
         y = self.inner.apply(layer, x)

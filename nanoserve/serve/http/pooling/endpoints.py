@@ -57,7 +57,9 @@ class PoolingServer(Protocol):
 
     def trace_headers(self, request: HttpRequest, request_id: str | None) -> Any: ...
 
-    def note_arrival(self, requests: list[Request], arrived: float, headers: Any) -> None: ...
+    def note_arrival(
+        self, requests: list[Request], arrived: float, headers: Any, model: str | None
+    ) -> None: ...
 
     async def prepare_each(
         self, make: Callable[[], Any], is_large: bool, prompt_field: str
