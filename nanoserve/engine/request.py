@@ -95,7 +95,7 @@ class Request:
         """Set the adapter of a request that is not queued yet."""
         for seq in self.sequences:
             seq.lora_request = lora_request
-            # Until the adapter is read. A router of replicas tells adapters apart by it.
+            # Until the adapter is read. A router of replicas distinguishes adapters by it.
             seq.set_key("lora", lora_request.path)
 
     @property

@@ -1,4 +1,4 @@
-"""Decides which adapters have a place, so that nobody waits for ever.
+"""Decides which adapters have a place, so that no request waits for ever.
 
 A batch has at most `num_places` adapters. A sequence whose adapter has a place may join it at once,
 although others wait longer: that costs nothing while a place becomes free in time. But it might

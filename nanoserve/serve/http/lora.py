@@ -37,7 +37,7 @@ class UnloadAdapterBody(Body):
 
 
 class AdapterServer(Protocol):
-    """What the endpoints use of a server."""
+    """The interface of a server that the endpoints use."""
 
     bodies: BodyReader
 
