@@ -120,6 +120,7 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "a slow pattern": (config(alpha_pattern={"(a+)+$": 1}), "repetitions"),
     "a wrong pattern": (config(rank_pattern={"(q_proj": 4}), "pattern .* is invalid"),
     "a rank pattern": (config(rank_pattern={"q_proj": -1}), "must be a number, 1 or more"),
+    "biases of LoRA": (config(lora_bias=True), "lora_bias=True is not supported"),
     "an unknown entry": (config(use_magic=True), "use_magic=True is not supported"),
     "the shape of A": (tensors(A=torch.ones(4, 47)), r"q_proj.lora_A.*\[4, 47\].*\[4, 48\]"),
     "the shape of B": (tensors(B=torch.ones(63, 4)), r"q_proj.lora_B.*\[63, 4\].*\[64, 4\]"),

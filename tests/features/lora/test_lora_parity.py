@@ -128,7 +128,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"targets": ("embed_tokens",)}, "embedding"),
     ({"targets": ("lm_head",)}, "LM head"),
     ({"bias": "all"}, "bias='all'"),
-    ({"lora_bias": True}, "lora_bias"),
     ({"init_lora_weights": "pissa"}, "pissa.*changes the base"),
     ({"init_lora_weights": "olora"}, "olora.*changes the base"),
     ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),

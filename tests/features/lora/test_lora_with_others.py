@@ -106,6 +106,8 @@ def test_tokens_are_those_of_merged_models(
     with LLM(str(served.base), **OPTIONS | OTHERS[name]) as llm:
         assert serve(llm, served) == served.tokens
         assert serve(llm, served) == served.tokens  # with cached prefixes
+        if "n-grams" in name:
+            assert llm.stats.num_draft_tokens > 0
         if "tiny" in name:
             assert llm.stats.num_preemptions > 0
 
@@ -150,7 +152,7 @@ def test_a_base_of_fewer_bits(bits: str, served: Served, tmp_path: Path) -> None
 @pytest.mark.size("full")
 def test_a_draft_model(served: Served) -> None:
     """The draft model has no adapters: its tokens are accepted less often, and nothing else."""
-    draft = {"method": "draft_model", "model": str(served.base), "num_speculative_tokens": 3}
+    draft = DRAFTS | {"method": "draft_model", "model": str(served.base)}
     with LLM(str(served.base), **OPTIONS, speculative_config=draft) as llm:
         assert serve(llm, served) == served.tokens
         assert llm.stats.num_draft_tokens > llm.stats.num_accepted_tokens > 0
