@@ -18,6 +18,7 @@ round's time divided by that of "off" in the same round. Adapters are loaded bef
 
 import argparse
 import json
+import math
 import statistics
 import tempfile
 import time
@@ -105,7 +106,10 @@ def write_adapters(llm: LLM, folder: Path, count: int, rank: int) -> list[LoRARe
 
 
 def decode(llm: LLM, adapters: list[LoRARequest], batch: int, steps: int) -> float:
-    """Return the median time of a decode step of `batch` sequences, in seconds."""
+    """Return the median time of a decode step of `batch` sequences, in seconds.
+
+    It is infinite if they never ran together, while adapters were read.
+    """
     engine = llm.engine
     params = SamplingParams(temperature=0, max_tokens=steps + 2, ignore_eos=True)
     for index in range(batch):
@@ -120,7 +124,7 @@ def decode(llm: LLM, adapters: list[LoRARequest], batch: int, steps: int) -> flo
         seconds = time.perf_counter() - start
         if running == batch == len(engine.scheduler.running):
             times.append(seconds)
-    return statistics.median(times)
+    return statistics.median(times) if times else math.inf
 
 
 if __name__ == "__main__":

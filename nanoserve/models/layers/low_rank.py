@@ -4,9 +4,9 @@ The rows of a batch may have different adapters, which lie in *places*. W is mul
 all rows together, so a row without an adapter has the same bits as without this module. Then, for
 each adapter that the step has, two thin products are added to its rows:
 
-    y[rows] += (x[rows] A^T) B        A [rank, inputs], B [rank, outputs]
+    y[rows] += (x[rows] A) B        A [inputs, rank], B [rank, outputs]
 
-Here B is stored transposed, and includes the factor alpha / rank. Tensor parallelism splits them
+Here both are stored transposed, and B includes the factor alpha / rank. Tensor parallelism splits them
 as it splits W: a column-parallel layer has all of A and a part of B's outputs; a row-parallel layer
 has a part of A's inputs, and its results are summed together with those of W.
 """
@@ -17,17 +17,18 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from nanoserve.models.layers.context import LayerContext, LinearMethod
 from nanoserve.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 
 # Rows of one adapter from which torch's products are faster than the kernel for few rows.
-FEW_ROWS = 8
+FEW_ROWS = 64
+_GROUP = 4  # rows of an adapter that the kernel computes at once
+_LANES = 16  # the kernel reads this many numbers at once
 
 Weights = Mapping[str, tuple[Tensor, Tensor]]
-# (x, y, a, b, ends, firsts, tokens, places): see `nanoserve.kernels.cpu.low_rank.add_low_rank`
+# (x, y, a, b, ends, firsts, tokens, starts, places): see `nanoserve.kernels.cpu.low_rank.add_low_rank`
 Kernel = Callable[..., None]
 
 
@@ -75,37 +76,40 @@ class StepRows(NamedTuple):
     """The tokens of a step that have an adapter.
 
     many: (place, tokens) of each adapter with many tokens; a slice if it has all tokens of the
-    step. few, places: int32 tensors, the other tokens and their places.
+    step. few: the other tokens, where groups of them begin, and the place of each group, int32.
     """
 
     many: list[tuple[int, "Tensor | slice"]]
-    few: Tensor | None
-    places: Tensor | None
+    few: tuple[Tensor, Tensor, Tensor] | None
 
     @classmethod
     def of(cls, places: np.ndarray, least: int, device: torch.device) -> "StepRows":
         """Group tokens by adapter. places: by token, -1 for none; least: number that is many."""
         many: list[tuple[int, Tensor | slice]] = []
         few: list[np.ndarray] = []
+        starts, of_groups = [0], []
         for place in np.unique(places[places >= 0]).tolist():
             tokens = np.flatnonzero(places == place)
             if len(tokens) < least:
                 few.append(tokens)
+                for first in range(0, len(tokens), _GROUP):
+                    starts.append(starts[-1] + min(_GROUP, len(tokens) - first))
+                    of_groups.append(place)
             elif len(tokens) == len(places):
                 many.append((place, slice(0, len(tokens))))
             else:
                 many.append((place, torch.from_numpy(tokens).to(device)))
         if not few:
-            return cls(many, None, None)
-        tokens = np.concatenate(few).astype(np.int32)
-        own = places[tokens].astype(np.int32)
-        return cls(many, torch.from_numpy(tokens), torch.from_numpy(own))
+            return cls(many, None)
+        arrays = np.concatenate(few), np.array(starts), np.array(of_groups)
+        in_order, begins, own = (torch.from_numpy(one.astype(np.int32)) for one in arrays)
+        return cls(many, (in_order, begins, own))
 
 
 class AdaptedLayer:
     """The matrices of all adapters for one linear layer.
 
-    A's of several targets lie one below the other, so one product yields x A^T of them all.
+    A's of several targets lie side by side, so one product yields x A of them all.
     """
 
     def __init__(
@@ -121,9 +125,10 @@ class AdaptedLayer:
         num_inputs = inputs.stop - inputs.start
         # On a CPU, the system provides this memory page by page, when it is written.
         empty = partial(torch.empty, dtype=dtype, device=device)
-        self.a: Tensor = empty(num_places, len(targets) * max_rank, num_inputs)
+        num_ranks = -(-len(targets) * max_rank // _LANES) * _LANES
+        self.a: Tensor = empty(num_places, num_inputs, num_ranks)
         self.b: Tensor = empty(num_places, max_rank, outputs)
-        # By place: where the rows of each target's A end, after a 0.
+        # By place: where the ranks of each target end, after a 0.
         self.ends = torch.zeros(num_places, len(targets) + 1, dtype=torch.int32)
         # The columns where the outputs of each target begin, and their end.
         firsts = [target.first for target in targets]
@@ -138,7 +143,7 @@ class AdaptedLayer:
             if target.name in weights:
                 a, b = weights[target.name]
                 end = start + len(a)
-                self.a[place, start:end] = a[:, target.inputs]
+                self.a[place, :, start:end] = a[:, target.inputs].T
                 self.b[place, : len(a), target.columns] = b[:, target.outputs]
                 parts.append((start, end))
             else:
@@ -158,19 +163,17 @@ class AdaptedLayer:
             if place in self._ranks:
                 self._add_many(x, y, place, tokens)
         if rows.few is not None and kernel is not None:
-            kernel(x, y, self.a, self.b, self.ends, self.firsts, rows.few, rows.places)
+            kernel(x, y, self.a, self.b, self.ends, self.firsts, *rows.few)
 
     def _add_many(self, x: Tensor, y: Tensor, place: int, tokens: "Tensor | slice") -> None:
-        parts = self._ranks[place]
-        narrow = F.linear(x[tokens], self.a[place, : parts[-1][1]])
+        parts, own = self._ranks[place], y[tokens]  # a view for a slice, else a copy
+        narrow = x[tokens] @ self.a[place, :, : parts[-1][1]]
         for target, (start, end) in zip(self.targets, parts, strict=True):
-            if start == end:
-                continue
-            b = self.b[place, : end - start, target.columns]
-            if isinstance(tokens, slice):
-                y[tokens, target.columns].addmm_(narrow[:, start:end], b)
-            else:
-                y[:, target.columns].index_add_(0, tokens, narrow[:, start:end] @ b)
+            if start < end:
+                b = self.b[place, : end - start, target.columns]
+                own[:, target.columns].addmm_(narrow[:, start:end], b)
+        if not isinstance(tokens, slice):
+            y[tokens] = own
 
 
 class LowRankMethod:
