@@ -14,8 +14,7 @@ def make_adapters(
 ) -> Adapters:
     """Return the places of `max_loras` adapters.
 
-    has_numba: numba compiles the kernel for few rows. On a GPU, and without numba, torch computes
-    all products.
+    has_numba: numba compiles the kernel. On a GPU, and without numba, torch computes the products.
     """
     kernel: Kernel | None = None
     if has_numba:
@@ -23,9 +22,7 @@ def make_adapters(
 
         kernel = add_low_rank
         compile_low_rank(dtype)
-    places = config.max_loras, config.max_lora_rank
-    all_few = config.batch_invariant and kernel is not None
-    return Adapters(*places, dtype, device, kernel, all_few)
+    return Adapters(config.max_loras, config.max_lora_rank, dtype, device, kernel)
 
 
 def begin_step(adapters: Adapters, rows: AdapterRows | None, cu_seqlens: np.ndarray) -> None:

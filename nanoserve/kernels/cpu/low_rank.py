@@ -1,4 +1,4 @@
-"""The products of low-rank adapters for few rows each, compiled by numba (nanoserve[cpu]).
+"""The products of low-rank adapters, compiled by numba (extra: `nanoserve[cpu]`).
 
 With many adapters in a batch, each has a row or two, and every call of torch costs more than its
 products. Here all rows of a layer are one call, whatever their adapters. Up to four rows of an
@@ -96,7 +96,9 @@ def _load(b: Any, place: Any, dtype: str) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def _add_tile(typing_context, rows, vectors, w_dtype, out_dtype, x, x_stride, w, w_stride, steps, outs):
+def _add_tile(
+    typing_context, rows, vectors, w_dtype, out_dtype, x, x_stride, w, w_stride, steps, outs
+):
     """Add x [rows, steps] . w [steps, vectors x 16] to the rows at the addresses `outs`."""
     num_rows, num_vectors = rows.literal_value, vectors.literal_value
     w_name, out_name = w_dtype.literal_value, out_dtype.literal_value
@@ -108,9 +110,7 @@ def _add_tile(typing_context, rows, vectors, w_dtype, out_dtype, x, x_stride, w,
         sums = Accumulators(b, num_rows, num_vectors, constant(FLOAT, 0.0))
         with cgutils.for_range(b, steps, intp=number) as loop:
             here = offset(b, w, (loop.index, w_stride))
-            weights = [
-                _load(b, offset(b, here, (i, w_bytes)), w_name) for i in range(num_vectors)
-            ]
+            weights = [_load(b, offset(b, here, (i, w_bytes)), w_name) for i in range(num_vectors)]
             for r in range(num_rows):
                 place = offset(b, x, (r, x_stride), (loop.index, 4))
                 value = splat(b, load(b, place, FLOAT, 4))

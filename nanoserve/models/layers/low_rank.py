@@ -6,9 +6,9 @@ each adapter that the step has, two thin products are added to its rows:
 
     y[rows] += (x[rows] A) B        A [inputs, rank], B [rank, outputs]
 
-Here both are stored transposed, and B includes the factor alpha / rank. Tensor parallelism splits them
-as it splits W: a column-parallel layer has all of A and a part of B's outputs; a row-parallel layer
-has a part of A's inputs, and its results are summed together with those of W.
+Here both are stored transposed, and B includes the factor alpha / rank. Tensor parallelism splits
+them as it splits W: a column-parallel layer has all of A and a part of B's outputs; a row-parallel
+layer has a part of A's inputs, and its results are summed together with those of W.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,13 +22,12 @@ from torch import Tensor, nn
 from nanoserve.models.layers.context import LayerContext, LinearMethod
 from nanoserve.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 
-# Rows of one adapter from which torch's products are faster than the kernel for few rows.
-FEW_ROWS = 64
 _GROUP = 4  # rows of an adapter that the kernel computes at once
 _LANES = 16  # the kernel reads this many numbers at once
 
 Weights = Mapping[str, tuple[Tensor, Tensor]]
-# (x, y, a, b, ends, firsts, tokens, starts, places): see `nanoserve.kernels.cpu.low_rank.add_low_rank`
+# (x, y, a, b, ends, firsts, tokens, starts, places): see `add_low_rank` of
+# `nanoserve.kernels.cpu.low_rank`
 Kernel = Callable[..., None]
 
 
@@ -75,35 +74,30 @@ def targets_of(path: str, layer: nn.Module) -> list[Target]:
 class StepRows(NamedTuple):
     """The tokens of a step that have an adapter.
 
-    many: (place, tokens) of each adapter with many tokens; a slice if it has all tokens of the
-    step. few: the other tokens, where groups of them begin, and the place of each group, int32.
+    by_adapter: (place, tokens) of each adapter, for torch; a slice if it has all tokens of a step.
+    groups: the tokens, where groups of them begin, and the place of each group, int32, for the
+    kernel. One of the two is empty.
     """
 
-    many: list[tuple[int, "Tensor | slice"]]
-    few: tuple[Tensor, Tensor, Tensor] | None
+    by_adapter: list[tuple[int, "Tensor | slice"]]
+    groups: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, places: np.ndarray, least: int, device: torch.device) -> "StepRows":
-        """Group tokens by adapter. places: by token, -1 for none; least: number that is many."""
-        many: list[tuple[int, Tensor | slice]] = []
-        few: list[np.ndarray] = []
+    def of(cls, places: np.ndarray, has_kernel: bool, device: torch.device) -> "StepRows":
+        """Group tokens by adapter. places: by token, -1 for none."""
+        present = np.unique(places[places >= 0]).tolist()
+        tokens = [np.flatnonzero(places == place) for place in present]
+        if not has_kernel:
+            rows = [torch.from_numpy(one).to(device) for one in tokens]
+            every = [slice(0, len(places)) if len(one) == len(places) else one for one in rows]
+            return cls([*zip(present, every, strict=True)], ())
         starts, of_groups = [0], []
-        for place in np.unique(places[places >= 0]).tolist():
-            tokens = np.flatnonzero(places == place)
-            if len(tokens) < least:
-                few.append(tokens)
-                for first in range(0, len(tokens), _GROUP):
-                    starts.append(starts[-1] + min(_GROUP, len(tokens) - first))
-                    of_groups.append(place)
-            elif len(tokens) == len(places):
-                many.append((place, slice(0, len(tokens))))
-            else:
-                many.append((place, torch.from_numpy(tokens).to(device)))
-        if not few:
-            return cls(many, None)
-        arrays = np.concatenate(few), np.array(starts), np.array(of_groups)
-        in_order, begins, own = (torch.from_numpy(one.astype(np.int32)) for one in arrays)
-        return cls(many, (in_order, begins, own))
+        for place, own in zip(present, tokens, strict=True):
+            for first in range(0, len(own), _GROUP):
+                starts.append(starts[-1] + min(_GROUP, len(own) - first))
+                of_groups.append(place)
+        arrays = np.concatenate(tokens), np.array(starts), np.array(of_groups)
+        return cls([], tuple(torch.from_numpy(one.astype(np.int32)) for one in arrays))
 
 
 class AdaptedLayer:
@@ -159,13 +153,13 @@ class AdaptedLayer:
 
     def add(self, x: Tensor, y: Tensor, rows: StepRows, kernel: Kernel | None) -> None:
         """Add B A x to y, in place: x [num_tokens, inputs], y [num_tokens, outputs]."""
-        for place, tokens in rows.many:
+        if kernel is not None:
+            kernel(x, y, self.a, self.b, self.ends, self.firsts, *rows.groups)
+        for place, tokens in rows.by_adapter:
             if place in self._ranks:
-                self._add_many(x, y, place, tokens)
-        if rows.few is not None and kernel is not None:
-            kernel(x, y, self.a, self.b, self.ends, self.firsts, *rows.few)
+                self._add_rows(x, y, place, tokens)
 
-    def _add_many(self, x: Tensor, y: Tensor, place: int, tokens: "Tensor | slice") -> None:
+    def _add_rows(self, x: Tensor, y: Tensor, place: int, tokens: "Tensor | slice") -> None:
         parts, own = self._ranks[place], y[tokens]  # a view for a slice, else a copy
         narrow = x[tokens] @ self.a[place, :, : parts[-1][1]]
         for target, (start, end) in zip(self.targets, parts, strict=True):
@@ -201,8 +195,8 @@ class LowRankMethod:
 class Adapters:
     """The adapters of one rank's model, and the rows of the current step.
 
-    num_places: most adapters in a batch. kernel: adds the products of few rows; None leaves all of
-    them to torch. all_few: all rows are the kernel's, so that their bits depend on no other row.
+    num_places: most adapters in a batch. kernel: adds the products of all rows, whose bits then
+    depend on no other row; None leaves them to torch.
     """
 
     def __init__(
@@ -212,13 +206,9 @@ class Adapters:
         dtype: torch.dtype,
         device: torch.device,
         kernel: Kernel | None = None,
-        all_few: bool = False,
     ) -> None:
         self._shape = (num_places, max_rank, dtype, device)
         self._device, self.kernel = device, kernel
-        self._least = 1 if kernel is None else FEW_ROWS
-        if all_few:
-            self._least = 2**31
         self._layers: dict[str, AdaptedLayer] = {}  # by the layer's path
         self.rows: StepRows | None = None
 
@@ -247,7 +237,7 @@ class Adapters:
         if places is not None:
             lengths = np.diff(cu_seqlens[: len(places) + 1])
             by_token = np.repeat(places, lengths)
-            self.rows = StepRows.of(by_token, self._least, self._device)
+            self.rows = StepRows.of(by_token, self.kernel is not None, self._device)
 
 
 def all_targets(model: nn.Module) -> Iterator[Target]:
