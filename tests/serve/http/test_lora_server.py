@@ -1,5 +1,6 @@
 """Adapters of a server: the `model` of a request names one; clients load and unload them."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ pytest.importorskip("uvicorn")
 from serving import Served, ask, served
 from transformers import AutoModelForCausalLM
 
+from nanoserve import LoRARequest, SamplingParams
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.serve.async_llm import AsyncLLM
 from nanoserve.serve.http.app import ApiServer
@@ -176,3 +178,26 @@ def test_modules_are_pairs_or_json() -> None:
             parse_module(wrong)
     with pytest.raises(ValueError, match="lora_root"):
         ServerSettings(lora_root="/nowhere/at/all")
+
+
+@pytest.mark.size("full")
+def test_an_engine_in_another_process(root: Path) -> None:
+    """Requests carry their adapter there, and a broken one comes back as an error."""
+    broken = str(root / "root" / "broken")
+    one, bad = LoRARequest("one", 1, str(root / "root" / "one")), LoRARequest("bad", 2, broken)
+
+    async def run() -> None:
+        async with AsyncLLM("tiny-qwen3", engine_process=True, **OPTIONS) as llm:
+
+            async def text_of(adapter: LoRARequest | None) -> str:
+                params = SamplingParams(temperature=0, max_tokens=8)
+                outputs = llm.generate("What is a KV cache?", params, lora_request=adapter)
+                return "".join([output.outputs[0].text async for output in outputs])
+
+            plain, adapted, again = await asyncio.gather(*map(text_of, (None, one, one)))
+            assert plain != adapted == again
+            with pytest.raises(ValueError, match="lora_request: .*lora_A"):
+                await text_of(bad)
+            assert await text_of(one) == adapted
+
+    asyncio.run(run())
