@@ -24,8 +24,9 @@ class LoRARequest:
     base_model_name: str | None = None
 
     def __post_init__(self) -> None:
-        is_name = is_text(self.lora_name) and bool(self.lora_name)
-        require(is_name, f"lora_name={shown(self.lora_name)} must be a non-empty string")
+        require(
+            is_text(self.lora_name), f"lora_name={shown(self.lora_name)} must be a non-empty string"
+        )
         check_int("lora_int_id", self.lora_int_id, 1)
         path = self.lora_path
         is_path = isinstance(path, str | os.PathLike) and "\0" not in str(path) and str(path)

@@ -11,6 +11,7 @@ its name finds nothing of the old one.
 
 import contextlib
 import os
+import weakref
 from concurrent.futures import FIRST_COMPLETED, wait
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,6 @@ from nanoserve.features.lora.places import Places
 from nanoserve.features.lora.store import AdapterStore, Entry
 
 if TYPE_CHECKING:
-    from nanoserve.engine.executor import Executor
     from nanoserve.engine.guard import GuardedEngine
 
 LOADING = "its adapter is loaded"  # the reason for which a request is held
@@ -47,7 +47,7 @@ class LoRAAdapters(Extension):
         self._loading: dict[Sequence, Entry] = {}  # of held sequences
         # By place: what the executor has there.
         self._loaded: list[str | None] = [None] * num_places
-        self._executor: Executor = engine.executor
+        self._executor = weakref.ref(engine.executor)
         # Steps launched and collected, and files to delete once a number of them is collected.
         self._num_launched = self._num_collected = 0
         self._old_files: list[tuple[int, str]] = []
@@ -147,8 +147,8 @@ class LoRAAdapters(Extension):
         places = [self._places.index_of(seq) for seq in sequences]
         if max(places) < 0:
             return
-        if self._engine.executor is not self._executor:  # a new one, after sleep
-            self._executor = self._engine.executor
+        if self._engine.executor is not self._executor():  # a new one, after sleep
+            self._executor = weakref.ref(self._engine.executor)
             self._loaded = [None] * len(self._loaded)
         loads: list[AdapterLoad] = []
         for seq, place in zip(sequences, places, strict=True):
