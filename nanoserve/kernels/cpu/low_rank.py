@@ -164,16 +164,25 @@ def _make_add(dtype: str, is_parallel: bool) -> Any:
             row = 0
             while row < count:
                 at_once = 4 if count - row == 4 else 1
-                for vector in range((total + 15) // 16):
+                vector, num_vectors = 0, (total + 15) // 16
+                while vector < num_vectors:
                     out = narrow_at + row * by_row + vector * 64
                     outs = (out, out + by_row, out + 2 * by_row, out + 3 * by_row)
                     here, source = w + vector * 16 * size, wide_at + row * inputs * 4
-                    if at_once == 4:
+                    is_pair = num_vectors - vector >= 2
+                    if at_once == 4 and is_pair:
+                        _add_tile(4, 2, dtype, "float32", source, inputs * 4, here, w_stride,
+                                  inputs, outs)  # fmt: skip
+                    elif at_once == 4:
                         _add_tile(4, 1, dtype, "float32", source, inputs * 4, here, w_stride,
+                                  inputs, outs)  # fmt: skip
+                    elif is_pair:
+                        _add_tile(1, 2, dtype, "float32", source, inputs * 4, here, w_stride,
                                   inputs, outs)  # fmt: skip
                     else:
                         _add_tile(1, 1, dtype, "float32", source, inputs * 4, here, w_stride,
                                   inputs, outs)  # fmt: skip
+                    vector += 2 if is_pair else 1
                 row += at_once
             # 3) B (A x), added to the rows of y.
             for target in range(num_targets):
