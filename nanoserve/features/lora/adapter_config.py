@@ -43,8 +43,9 @@ _REFUSED = {
     "use_qalora": f"pooled inputs (QA-LoRA); {_MERGE}",
     "alora_invocation_tokens": "a start inside of the prompt (activated LoRA)",
 }
-# These change the base's weights, too, so the files hold only half of the difference.
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
+# Others, such as PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA, change the base's weights, too, so that the
+# files hold only half of the difference.
+_KEEPS_BASE = (None, True, False, "gaussian", "orthogonal", "eva")
 
 
 @dataclass(frozen=True)
@@ -66,19 +67,19 @@ class AdapterConfig:
     def of(cls, content: bytes, where: str) -> "AdapterConfig":
         """Read the file. Raises `ValueError`, which begins with `where`, if it is unusable."""
         entries = json_object(content, where)
-        kind = entries.get("peft_type", "LORA")
+        kind = entries.get("peft_type") or "LORA"
         require(kind == "LORA", f"{where}: peft_type={shown(kind)} must be 'LORA'")
         for name, reason in _REFUSED.items():
             value = entries.get(name)
             require(not value, f"{where}: {name}={shown(value)} is not supported: {reason}")
-        bias = entries.get("bias", "none")
-        require(bias == "none", f"{where}: bias={shown(bias)} is not supported; {_MERGE}")
+        bias = entries.get("bias")
+        require(bias in (None, "none"), f"{where}: bias={shown(bias)} is not supported; {_MERGE}")
         initial = entries.get("init_lora_weights", True)
-        is_plain = not (isinstance(initial, str) and initial.lower().startswith(_CHANGES_BASE))
         require(
-            is_plain,
-            f"{where}: init_lora_weights={shown(initial)} changes the base's weights, too; convert "
-            f"it (peft: save_pretrained with path_initial_model_for_weight_conversion)",
+            initial in _KEEPS_BASE,
+            f"{where}: init_lora_weights={shown(initial)} changes the base's weights, too, or is "
+            f"unknown; convert the adapter (peft: save_pretrained with "
+            f"path_initial_model_for_weight_conversion)",
         )
         for name, value in entries.items():
             is_known = name in _WITHOUT_EFFECT or name in _REFUSED
@@ -92,7 +93,7 @@ class AdapterConfig:
             is_int(rank) and rank >= 1, f"{where}: r={shown(rank)} must be an integer, 1 or more"
         )
         require(is_number(alpha), f"{where}: lora_alpha={shown(alpha)} must be a finite number")
-        rslora, base = entries.get("use_rslora", False), entries.get("base_model_name_or_path")
+        rslora, base = entries.get("use_rslora") or False, entries.get("base_model_name_or_path")
         require(isinstance(rslora, bool), f"{where}: use_rslora={shown(rslora)} must be a boolean")
         patterns = {}
         for name, is_right in (("rank_pattern", is_int), ("alpha_pattern", is_number)):
