@@ -43,7 +43,7 @@ _REFUSED = {
     "use_qalora": f"pooled inputs (QA-LoRA); {_MERGE}",
     "alora_invocation_tokens": "a start inside of the prompt (activated LoRA)",
 }
-# Others, such as PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA, change the base's weights, too, so that the
+# Others, such as PiSSA, OLoRA, CorDA, LoftQ and LoRA-GA, change the base's weights, too, so the
 # files hold only half of the difference.
 _KEEPS_BASE = (None, True, False, "gaussian", "orthogonal", "eva")
 
