@@ -243,6 +243,7 @@ def routes() -> dict[str, list[str]]:
     from nanoserve.serve.http.app import ApiServer
     from nanoserve.serve.http.dashboard import add_live
     from nanoserve.serve.http.dev_endpoints import add_dev_endpoints
+    from nanoserve.serve.http.lora import add_adapters
     from nanoserve.serve.http.messages.endpoints import add_messages
     from nanoserve.serve.http.page import add_page
     from nanoserve.serve.http.pooling.endpoints import add_pooling
@@ -263,6 +264,7 @@ def routes() -> dict[str, list[str]]:
     add_responses(server.app, server, None)
     add_messages(server.app, server)
     add_pooling(server.app, server)
+    add_adapters(server.app, server, server)
     found: dict[str, list[str]] = {}
     for route in server.app.routes:
         found[route.path] = sorted({*found.get(route.path, ()), *route.methods})

@@ -43,6 +43,9 @@ ENDPOINTS = {
     "/rerank": "With a model that pools: documents by their relevance to a query.",
     "/v1/rerank": "The same as `/rerank`.",
     "/v2/rerank": "The same as `/rerank`.",
+    "/v1/load_lora_adapter": "With `--lora-root`: serves an [adapter](../guides/lora.md) under a "
+    "name: `lora_name`, `lora_path`, and `load_inplace` to replace one.",
+    "/v1/unload_lora_adapter": "With `--lora-root`: serves the adapter `lora_name` no more.",
     "/health": "200 while requests are answered; 503 when the engine has failed, when a step "
     "hangs, and while the server is stopping.",
     "/ping": "The same as `/health`.",
@@ -390,6 +393,10 @@ BOUNDS = {
             "bytes", "`config.json` and the other files in JSON"),
         "nanoserve.checkpoint.pooling_config._MOST_BYTES": (
             "bytes", "`modules.json` of sentence-transformers"),
+        "nanoserve.features.lora.adapter_config.MOST_BYTES": ("bytes", "`adapter_config.json`"),
+        "nanoserve.features.lora.adapter_config._MOST_PATTERNS": (
+            "patterns", "`rank_pattern` and `alpha_pattern` of an adapter"),
+        "nanoserve.features.lora.tensor_names._MOST_MODULES": ("modules", "an adapter"),
         "nanoserve.checkpoint.config_json._LARGEST_SIZE": (
             "", "sizes in `config.json`, such as `hidden_size`"),
         "nanoserve.checkpoint.config_json._LARGEST[vocab_size]": (
@@ -416,6 +423,7 @@ BOUNDS = {
             "given"),
     },
     "time": {
+        "nanoserve.features.lora.extension._TIME_LIMIT": ("seconds", "reading an adapter"),
         "nanoserve.checkpoint.hub._TIMEOUT": (
             "seconds", "waiting for the Hub before the local cache is used"),
         "nanoserve.features.parallel.tensor_parallel._START_TIMEOUT": ("seconds", "a rank's start"),
@@ -564,7 +572,7 @@ REFUSED_PARAMETERS = (
 
 # Unsupported features of vLLM, and the option whose message names the alternative.
 UNSUPPORTED = {
-    "LoRA adapters": "enable_lora",
+    "biases in LoRA adapters": "enable_lora_bias",
     "images, audio, video": "limit_mm_per_prompt",
     "KV offloading by LMCache": "kv_offloading_backend",
     "weights offloaded to host memory": "cpu_offload_gb",

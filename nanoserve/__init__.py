@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     )
     from nanoserve.features.structured.params import StructuredOutputsParams
     from nanoserve.llm import LLM
+    from nanoserve.lora_request import LoRARequest
     from nanoserve.models.registry import register_model
     from nanoserve.outputs import (
         ClassificationRequestOutput,
@@ -58,6 +59,7 @@ __all__ = [
     "EmbeddingRequestOutput",
     "EngineArgs",
     "LLMEngine",
+    "LoRARequest",
     "Logprob",
     "PoolingParams",
     "PoolingRequestOutput",
@@ -88,6 +90,7 @@ _HOME = {
     "BeamSearchParams": "nanoserve.features.beam_search",
     "BeamSearchSequence": "nanoserve.features.beam_search",
     "Logprob": "nanoserve.outputs",
+    "LoRARequest": "nanoserve.lora_request",
     "RequestMetrics": "nanoserve.outputs",
     "register_model": "nanoserve.models.registry",
     "register_worker_function": "nanoserve.worker.worker_functions",

@@ -37,6 +37,7 @@ FEATURES: Registry[PrepareFeature] = Registry(
         "pipeline_parallel_size": "nanoserve.features.parallel.pipeline_schedule:prepare_pipeline",
         "enable_prompt_embeds": "nanoserve.features.prompt_embeds:prepare_prompt_embeds",
         "speculative_config": "nanoserve.features.speculative.extension:prepare_speculation",
+        "enable_lora": "nanoserve.features.lora.prepare:prepare_lora",
         "pooler_config": "nanoserve.features.pooling.prepare:prepare_pooling",
         "kv_offloading_size": "nanoserve.features.kv_transfer.prepare:prepare_host_tier",
         "kv_offloading_path": "nanoserve.features.kv_transfer.prepare:prepare_connector",

@@ -38,6 +38,9 @@ _SMALLEST = {
     "num_threads": 1,
     "kv_cache_memory_bytes": 1,
     "prefix_cache_seed": 0,
+    "max_loras": 1,
+    "max_lora_rank": 1,
+    "max_cpu_loras": 1,
 }
 _CHOICES = {
     "dtype": ("auto", *DTYPES),
@@ -216,6 +219,14 @@ class EngineConfig:
     # Speculative decoding: an object such as {"method": "ngram"}; see
     # nanoserve/features/speculative/config.py. Default: none.
     speculative_config: Any = None
+    # Accept requests with LoRA adapters (`lora_request`), many of them in one batch.
+    enable_lora: bool = False
+    # Most adapters in one batch; requests with others wait. Requires `enable_lora`.
+    max_loras: int = 1
+    # Largest rank of an adapter. Requires `enable_lora`.
+    max_lora_rank: int = 16
+    # Most adapters in the host's memory. Default: `max_loras`. Requires `enable_lora`.
+    max_cpu_loras: int | None = None
     # Options of structured output: an object; see nanoserve/features/structured/config.py. Default:
     # none.
     structured_outputs_config: Any = None
@@ -386,6 +397,15 @@ class EngineConfig:
         require(
             self.pooler_config is None or self.runner != "generate",
             f"pooler_config={shown(self.pooler_config)} needs runner='pooling'",
+        )
+        for name in ("max_loras", "max_lora_rank", "max_cpu_loras"):
+            value = getattr(self, name)
+            is_set = value != EngineConfig.__dataclass_fields__[name].default
+            require(self.enable_lora or not is_set, f"{name}={value} needs enable_lora=True")
+        require(
+            (self.max_cpu_loras or self.max_loras) >= self.max_loras,
+            f"max_cpu_loras={self.max_cpu_loras} must be at least max_loras={self.max_loras}: the "
+            f"adapters of a batch are in the host's memory, too",
         )
         require(
             self.kv_offloading_path is None or self.kv_transfer_config is None,

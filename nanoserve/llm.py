@@ -17,6 +17,7 @@ from nanoserve.engine.input_processor import Prompt, as_prompt_list, one_per_pro
 from nanoserve.engine.request import Request
 from nanoserve.features.progress import UseTqdm, with_progress
 from nanoserve.features.streams import Streams
+from nanoserve.lora_request import LoRARequest, SeveralAdapters
 from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
 from nanoserve.text.chat import prompts_of
@@ -67,7 +68,7 @@ class LLM(LLMMethods):
         use_tqdm: "UseTqdm" = True,
         priority: AbstractSequence[int] | None = None,
         *,
-        lora_request: None = None,
+        lora_request: SeveralAdapters = None,
         tokenization_kwargs: dict[str, Any] | None = None,
         **unknown: "Never",
     ) -> list[RequestOutput]:
@@ -79,7 +80,8 @@ class LLM(LLMMethods):
         defaults. `priority` is one integer per prompt, the lowest runs first; it needs
         `scheduling_policy="priority"`. Requests share cached prefixes only with requests that have
         the same `"cache_salt"` in their prompt. `use_tqdm` may be a class such as tqdm that creates
-        the progress bar; `tokenization_kwargs` are "add_special_tokens", and
+        the progress bar; `lora_request` is an adapter for all prompts or one per prompt, and needs
+        `enable_lora=True`; `tokenization_kwargs` are "add_special_tokens", and
         "truncate_prompt_tokens" or "truncation" with "max_length".
 
         No request is queued unless every prompt is valid. If the call is interrupted, for example
@@ -88,19 +90,21 @@ class LLM(LLMMethods):
         computes NaN, ends with finish reason "error" and the exception as `error`; the other
         requests continue.
         """
-        self._reject(lora_request, unknown)
+        self._reject(unknown)
         self._check_paused()
         prompts = as_prompt_list(prompts)
         if tokenization_kwargs:
             prompts = tokenized(self.engine, prompts, tokenization_kwargs)
         params = one_per_prompt("sampling_params", sampling_params, SamplingParams, len(prompts))
         priorities = one_per_prompt("priority", priority, int, len(prompts))
-        return self._complete(prompts, params, priorities, use_tqdm)
+        adapters = one_per_prompt("lora_request", lora_request, LoRARequest, len(prompts))
+        return self._complete(prompts, params, priorities, adapters, use_tqdm)
 
     def stream(
         self,
         prompt: "Prompt | Conversation",
         sampling_params: SamplingParams | None = None,
+        lora_request: LoRARequest | None = None,
         **chat_options: "Unpack[ChatOptions]",
     ) -> Iterator[RequestOutput]:
         """Yield the new output after every step; the pieces of text concatenate to the final text.
@@ -122,7 +126,8 @@ class LLM(LLMMethods):
             (prompt,) = prompts_of(self.engine, prompt, **chat_options)  # type: ignore[arg-type]
         kind, request_id = RequestOutputKind.DELTA, next(self._request_ids)
         process = self.engine.input_processor.process
-        request = process(request_id, prompt, sampling_params, 0, kind)  # type: ignore[arg-type]
+        own = request_id, prompt, sampling_params, 0, kind
+        request = process(*own, lora_request=lora_request)  # type: ignore[arg-type]
         return self._streams.open(request)
 
     def close(self) -> None:
@@ -135,14 +140,15 @@ class LLM(LLMMethods):
         prompts: AbstractSequence[Prompt],
         params: AbstractSequence[SamplingParams | None],
         priorities: AbstractSequence[int | None],
+        adapters: AbstractSequence[LoRARequest | None],
         use_tqdm: "UseTqdm",
         max_logprobs: int | None = None,
     ) -> list[RequestOutput]:
         """Complete every prompt. `max_logprobs`: see `InputProcessor.process`."""
         process, only_final = self.engine.input_processor.process, RequestOutputKind.FINAL_ONLY
         requests = (
-            process(next(self._request_ids), prompt, p, value or 0, only_final, max_logprobs)
-            for prompt, p, value in zip(prompts, params, priorities, strict=True)
+            process(next(self._request_ids), prompt, p, v or 0, only_final, max_logprobs, adapter)
+            for prompt, p, v, adapter in zip(prompts, params, priorities, adapters, strict=True)
         )
         return self._run(requests, use_tqdm)
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _OURS = ("served_model_name", "reasoning_parser", "data_parallel_size")
 _SETTINGS = (
     *("served_model_name", "tool_call_parser", "reasoning_parser"),
-    "default_chat_template_kwargs",
+    *("default_chat_template_kwargs", "lora_modules"),
 )
 
 
@@ -144,6 +144,8 @@ def _parser() -> ArgumentParser:
     add("--grace-period", type=float, default=30, metavar="S", help=grace)
     names_help = "Model names that requests may use. Default: the value of --model."
     add("--served-model-name", action=Words, metavar="NAME", help=names_help)
+    lora = "LoRA adapters that requests may use as model, as NAME=PATH; needs --enable-lora. "
+    add("--lora-modules", action=Words, metavar="NAME=PATH", help=f"{lora}Default: none.")
     tools = "Format of tool calls, as for nanoserve serve. Default: from the template."
     add("--tool-call-parser", metavar="NAME", help=tools)
     thoughts = "Format of reasoning to split off an answer, as for nanoserve serve. "

@@ -143,6 +143,10 @@ def _parser() -> ArgumentParser:
     add("--api-key", action=Words, metavar="KEY", help=key)
     origins = "Origins of other web pages that may call the server (CORS). Default: none."
     add("--allowed-origins", action=Words, metavar="URL", help=origins)
+    lora = "LoRA adapters that clients may use as model, as NAME=PATH; needs --enable-lora. "
+    add("--lora-modules", action=Words, metavar="NAME=PATH", help=f"{lora}Default: none.")
+    root = "Folder of adapters that clients may load at /v1/load_lora_adapter. Default: none."
+    add("--lora-root", metavar="FOLDER", help=root)
     kwargs = "Defaults for chat_template_kwargs, as '{\"enable_thinking\": false}'. Default: none."
     add("--default-chat-template-kwargs", type=from_json, metavar="JSON", help=kwargs)
     form = "Content of messages for the template: string, openai (list of parts) or auto. "

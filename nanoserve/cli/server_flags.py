@@ -16,7 +16,6 @@ _SWITCHES = {
     *("exclude_tools_when_tool_choice_none", "cohere_is_reasoning_model", "log_error_stack"),
     *("headless", "grpc"),
 }
-_LISTS = {"lora_modules"}  # take several words
 _SHORT = {"api_server_count": ["-asc"]}
 
 
@@ -30,8 +29,6 @@ def add_server_flags(parser: ArgumentParser) -> None:
         settings: dict[str, Any] = {"dest": name, "default": SUPPRESS, "help": SUPPRESS}
         if name in _SWITCHES or name.startswith(("enable_", "disable_f", "disable_u")):
             parser.add_argument(*flags, action=BooleanOptionalAction, **settings)
-        elif name in _LISTS:
-            parser.add_argument(*flags, nargs="+", **settings)
         else:
             parser.add_argument(*flags, type=json_or_text, **settings)
 

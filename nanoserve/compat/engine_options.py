@@ -94,7 +94,6 @@ class VllmOptions(TypedDict, total=False):
     enable_layerwise_nvtx_tracing: Any
     enable_log_requests: Any
     enable_logging_iteration_details: Any
-    enable_lora: Any
     enable_lora_bias: Any
     enable_mamba_cache_stochastic_rounding: Any
     enable_mamba_shared_prefix_checkpoint: Any
@@ -166,12 +165,9 @@ class VllmOptions(TypedDict, total=False):
     master_addr: Any
     master_port: Any
     max_context_len_to_capture: Any
-    max_cpu_loras: Any
     max_cudagraph_capture_size: Any
     max_long_partial_prefills: Any
     max_lora_cls_labels: Any
-    max_lora_rank: Any
-    max_loras: Any
     max_num_active_seqs: Any
     max_num_partial_prefills: Any
     max_num_queued_reqs: Any
@@ -312,6 +308,10 @@ class EngineOptions(VllmOptions, total=False):
     prefix_cache_seed: int | None
     enable_prompt_tokens_details: bool
     speculative_config: Mapping[str, Any] | SpeculativeConfig | None
+    enable_lora: bool
+    max_loras: int
+    max_lora_rank: int
+    max_cpu_loras: int | None
     structured_outputs_config: Mapping[str, Any] | StructuredOutputsConfig | None
     logits_processors: AbstractSequence[Callable[..., Any] | str] | None
     max_logprobs: int

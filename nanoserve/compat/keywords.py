@@ -16,8 +16,6 @@ from nanoserve.utils.checks import check_bool, check_int, require, shown
 _TOKENIZATION = {"add_special_tokens", "truncate_prompt_tokens", "truncation", "max_length"}
 _ELSEWHERE = {
     "stream": "llm.stream() yields the answer as it is generated",
-    "lora_request": "adapters are not supported; merge it into its base (peft: "
-    "merge_and_unload) and load that",
     "prompt_token_ids": "pass {'prompt_token_ids': [...]}, or the list, as the prompt",
     "prompt": "use prompts, which may be a single prompt",
     "mm_processor_kwargs": "nanoserve runs text models only",

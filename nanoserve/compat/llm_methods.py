@@ -5,7 +5,6 @@ The implementation of each method is in another module; rare ones are imported o
 
 from collections.abc import Mapping
 from collections.abc import Sequence as AbstractSequence
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from nanoserve.compat.keywords import refuse_keywords
@@ -18,6 +17,7 @@ from nanoserve.features.beam_search import BeamSearchOutput, BeamSearchParams, s
 from nanoserve.features.collective_rpc import call_on_ranks, check_call
 from nanoserve.features.sleep import Sleeper
 from nanoserve.features.weight_update import Source, WeightUpdater
+from nanoserve.lora_request import LoRARequest, SeveralAdapters
 from nanoserve.outputs import EngineStats, RequestOutput
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.text.chat import prompts_of
@@ -53,7 +53,7 @@ class LLMMethods(PoolingMethods):
         messages: "Conversation | Conversations",
         sampling_params: SamplingParams | AbstractSequence[SamplingParams] | None = None,
         use_tqdm: "UseTqdm" = True,
-        lora_request: None = None,
+        lora_request: SeveralAdapters = None,
         *,
         priority: AbstractSequence[int] | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
@@ -83,7 +83,7 @@ class LLMMethods(PoolingMethods):
         self,
         prompts: Prompt | AbstractSequence[Prompt],
         params: "BeamSearchParams",
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         use_tqdm: "UseTqdm" = False,
         concurrency_limit: int | None = None,
     ) -> "list[BeamSearchOutput]":
@@ -97,21 +97,22 @@ class LLMMethods(PoolingMethods):
         def complete(beams: list[list[int]], params: SamplingParams) -> list[RequestOutput]:
             """The complete beams. The engine's `max_logprobs` limits clients, not a beam search."""
             size = len(beams)
-            return self._complete(beams, [params] * size, [0] * size, False, params.logprobs)
+            ours = [lora_request] * size
+            return self._complete(beams, [params] * size, [0] * size, ours, False, params.logprobs)
 
-        self._reject(lora_request)
+        if not (lora_request is None or isinstance(lora_request, LoRARequest)):
+            raise ValueError("beam_search takes one lora_request for all prompts")
         self._check_paused()
         if not isinstance(params, BeamSearchParams):
             raise ValueError(f"params must be BeamSearchParams, not {type(params).__name__}")
         listed = as_prompt_list(prompts)
         return search_all(self.engine, complete, listed, params, use_tqdm, concurrency_limit)
 
-    def get_tokenizer(self, lora_request: None = None) -> "PreTrainedTokenizerBase":
-        """Return the checkpoint's tokenizer as a transformers class.
+    def get_tokenizer(self, lora_request: LoRARequest | None = None) -> "PreTrainedTokenizerBase":
+        """Return the checkpoint's tokenizer as a transformers class; adapters have no other one.
 
         Raises `ValueError` if there is none.
         """
-        self._reject(lora_request)
         return hugging_face_tokenizer(self.engine.tokenizer)
 
     def get_default_sampling_params(self) -> SamplingParams:
@@ -294,11 +295,9 @@ class LLMMethods(PoolingMethods):
 
             raise attribute_error(self, name, METHODS)
 
-    def _reject(
-        self, lora_request: None, unknown: Mapping[str, Any] = MappingProxyType({})
-    ) -> None:
-        if lora_request is not None or unknown:
-            refuse_keywords({"lora_request": lora_request, **unknown})
+    def _reject(self, unknown: Mapping[str, Any]) -> None:
+        if unknown:
+            refuse_keywords(unknown)
 
     def __repr__(self) -> str:
         return f"LLM({summary(self.engine)})"

@@ -67,7 +67,6 @@ NAMES = {
     "GuidedDecodingParams": "StructuredOutputsParams has the same fields; pass it as "
     "SamplingParams(structured_outputs=...)",
     "KVTransferConfig": "pass kv_transfer_config as a dictionary, with connectors of nanoserve",
-    "LoRARequest": "merge the adapter into its base (peft: merge_and_unload) and load that",
     "ModelRegistry": "nanoserve.models.registry.register_model(name, class) adds a model",
     "ProfilerConfig": _PROFILING,
     "SchedulerConfig": "options are arguments of LLM(...)",

@@ -49,7 +49,7 @@ _REPLICAS = (
 )
 _RANKS = "the number of ranks is tensor_parallel_size x pipeline_parallel_size"
 _EXPERTS = "whole experts are always distributed over the ranks of tensor_parallel_size"
-_LORA = "merge the adapter into its base (peft: merge_and_unload) and load that"
+_LORA = "merge such an adapter into its base (peft: merge_and_unload) and load that"
 _GRAPHS = "the sizes of CUDA graphs follow from max_num_seqs; enforce_eager=True disables them"
 _COMPILED = "kernels are fused by hand and nothing is compiled by torch; remove it"
 _STATE = "no supported model has such a state"
@@ -217,11 +217,15 @@ FOREIGN: dict[str, Foreign] = {
     **_known("ec_transfer_config ec_manager_config",
              "there are no encoders, whose outputs could be transferred"),
     # Adapters.
-    **_known("enable_lora enable_lora_bias fully_sharded_loras enable_prompt_adapter", _LORA, _off),
-    **_known("max_loras max_lora_rank max_cpu_loras lora_extra_vocab_size lora_dtype "
-             "long_lora_scaling_factors lora_target_modules max_lora_cls_labels", _LORA, _anything),
-    **_known("enable_tower_connector_lora specialize_active_lora enable_mixed_moe_lora_format "
-             "enable_moe_shared_loras", _LORA, _off),
+    **_known("enable_lora_bias enable_prompt_adapter", _LORA, _off),
+    **_known("fully_sharded_loras", "each rank has all of A of a column-parallel layer", _off),
+    **_known("lora_dtype", "adapters have the model's dtype", _one_of("auto")),
+    **_known("lora_extra_vocab_size long_lora_scaling_factors max_lora_cls_labels", _LORA,
+             _anything),
+    **_known("lora_target_modules", "the tensors of an adapter determine its modules"),
+    **_known("enable_tower_connector_lora enable_mixed_moe_lora_format enable_moe_shared_loras",
+             _LORA, _off),
+    **_known("specialize_active_lora", "CUDA graphs do not compute adapters", _off),
     # Structured output and reasoning.
     **_known("reasoning_parser enable_reasoning", _REASONING),
     **_known("reasoning_parser_plugin reasoning_config", "`nanoserve serve --help` has the names "

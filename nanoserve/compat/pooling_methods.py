@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.input_processor import Prompt, as_prompt_list, one_per_prompt
+from nanoserve.lora_request import LoRARequest, SeveralAdapters
 from nanoserve.outputs import (
     ClassificationRequestOutput,
     EmbeddingRequestOutput,
@@ -40,8 +41,6 @@ class PoolingMethods:
 
         def _check_paused(self) -> None: ...
 
-        def _reject(self, lora_request: None) -> None: ...
-
         def _run(self, requests: Iterable[Any], use_tqdm: "UseTqdm") -> list[RequestOutput]: ...
 
     def encode(
@@ -50,7 +49,7 @@ class PoolingMethods:
         pooling_params: SeveralParams = None,
         use_tqdm: "UseTqdm" = True,
         *,
-        lora_request: None = None,
+        lora_request: SeveralAdapters = None,
         priority: Sequence[int] | None = None,
         pooling_task: str | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
@@ -73,7 +72,7 @@ class PoolingMethods:
         pooling_params: SeveralParams = None,
         use_tqdm: "UseTqdm" = True,
         *,
-        lora_request: None = None,
+        lora_request: SeveralAdapters = None,
         priority: Sequence[int] | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[EmbeddingRequestOutput]:
@@ -94,7 +93,7 @@ class PoolingMethods:
         pooling_params: SeveralParams = None,
         use_tqdm: "UseTqdm" = True,
         *,
-        lora_request: None = None,
+        lora_request: SeveralAdapters = None,
         priority: Sequence[int] | None = None,
         tokenization_kwargs: dict[str, Any] | None = None,
     ) -> list[ClassificationRequestOutput]:
@@ -118,7 +117,7 @@ class PoolingMethods:
         use_tqdm: "UseTqdm" = True,
         pooling_params: PoolingParams | None = None,
         *,
-        lora_request: None = None,
+        lora_request: LoRARequest | None = None,
         chat_template: "str | Path | None" = None,
         instruction: str | None = None,
         truncate_prompt_tokens: int | None = None,
@@ -134,12 +133,12 @@ class PoolingMethods:
         """
         from nanoserve.features.pooling.scores import Scorer
 
-        self._reject(lora_request)
         self._check_paused()
         rendering = chat_template, truncate_prompt_tokens, instruction
         scorer = Scorer(self.engine, pooling_params, *rendering)
         pairs = scorer.pairs(as_prompt_list(data_1), as_prompt_list(data_2))
-        requests = scorer.requests(pairs, lambda: next(self._request_ids))
+        new_id = lambda: next(self._request_ids)  # noqa: E731
+        requests = scorer.requests(pairs, new_id, lora_request=lora_request)
         return scorer.outputs(pairs, self._run(requests, use_tqdm))
 
     def _pool(
@@ -147,7 +146,7 @@ class PoolingMethods:
         prompts: Prompt | Sequence[Prompt],
         pooling_params: SeveralParams,
         use_tqdm: "UseTqdm",
-        lora_request: None,
+        lora_request: SeveralAdapters,
         priority: Sequence[int] | None,
         task: str | None,
         tokenization_kwargs: dict[str, Any] | None,
@@ -155,7 +154,6 @@ class PoolingMethods:
         from nanoserve.compat.keywords import tokenized
         from nanoserve.features.pooling.requests import check_pools, pooling_request, with_task
 
-        self._reject(lora_request)
         self._check_paused()
         check_pools(self.engine)
         prompts = as_prompt_list(prompts)
@@ -163,10 +161,18 @@ class PoolingMethods:
             prompts = tokenized(self.engine, prompts, tokenization_kwargs)
         params = one_per_prompt("pooling_params", pooling_params, PoolingParams, len(prompts))
         priorities = one_per_prompt("priority", priority, int, len(prompts))
+        adapters = one_per_prompt("lora_request", lora_request, LoRARequest, len(prompts))
         requests = (
             pooling_request(
-                self.engine, next(self._request_ids), prompt, with_task(one, task), value or 0
+                self.engine,
+                next(self._request_ids),
+                prompt,
+                with_task(one, task),
+                value or 0,
+                adapter,
             )
-            for prompt, one, value in zip(prompts, params, priorities, strict=True)
+            for prompt, one, value, adapter in zip(
+                prompts, params, priorities, adapters, strict=True
+            )
         )
         return self._run(requests, use_tqdm)

@@ -52,7 +52,7 @@ _PROCESSOR = f"{_FILTERS}; a program may also write a logits processor"
 _NO_LOOPS = "use repetition_penalty or frequency_penalty against loops"
 _THINKING = 'use chat_template_kwargs={"enable_thinking": false} if the chat template has it'
 _TEXT_ONLY = "nanoserve runs text models only"
-_NO_LORA = "merge the adapter into its base (peft: merge_and_unload) and serve that"
+_NO_LORA = "the name of an adapter (--lora-modules) is the `model` of the request"
 _MESSAGES = "send the text in messages"
 _EXTRA_OUTPUT = "answers have text, logprobs and usage only"
 _CONTEXT = "the context length is set by the server option --max-model-len"

@@ -25,7 +25,7 @@ def _anything(value: Any) -> bool:
 
 
 _off, _on = _one_of(False), _one_of(True)
-_LORA = "merge the adapter into its base (peft: merge_and_unload) and serve that"
+_LORA = "use --enable-lora --lora-modules NAME=PATH"
 _PROXY = "put a proxy such as nginx or Caddy in front of the server"
 _LOGGED = "neither prompts nor answers are logged"
 _ACCESS = "there is no access log unless --access-log is given"
@@ -62,7 +62,6 @@ FLAGS: dict[str, Foreign] = {
     **_known("enable_scale_out", _OTHER_PROTOCOLS, _off),
     **_known("disable_fastapi_docs", _NO_DOCS, _anything),
     **_known("enable_flash_late_interaction", "nanoserve generates text, not scores", _anything),
-    **_known("lora_modules", _LORA),
     # Logs.
     **_known("max_log_len", _LOGGED, _anything),
     **_known("enable_log_outputs log_error_stack", _LOGGED, _off),

@@ -34,7 +34,7 @@ _ELSEWHERE = {
     ),
     **dict.fromkeys(
         ("lora_config", "add_lora", "remove_lora", "list_loras"),
-        "LoRA adapters are not supported",
+        "a request names its adapter: lora_request=LoRARequest(name, number, path)",
     ),
     **dict.fromkeys(
         ("start_profile", "stop_profile"),

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from nanoserve.engine.adapter_rows import AdapterRows
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.kv_transfers import KVTransfers
 from nanoserve.engine.prompt_embeds import StepEmbeds
@@ -81,12 +82,14 @@ class ForwardInputs:
     draft_tokens: by slot, the draft tokens that are packed after the last token of its row.
     kv_transfers: KV blocks to copy before the model runs.
     embeds: embeddings that take the place of those of some tokens.
+    adapters: the adapters of the rows; None if no row has one.
     """
 
     slot_updates: list[SlotUpdate] = field(default_factory=list)
     draft_tokens: dict[int, list[int]] = field(default_factory=dict)
     kv_transfers: KVTransfers | None = None
     embeds: StepEmbeds | None = None
+    adapters: AdapterRows | None = None
 
 
 @dataclass

@@ -21,6 +21,7 @@ from nanoserve.engine.interrupts import DeferredInterrupt, EngineLock
 from nanoserve.engine.llm_engine import LLMEngine
 from nanoserve.engine.pause import Pause
 from nanoserve.engine.request import Request
+from nanoserve.lora_request import LoRARequest
 from nanoserve.outputs import RequestOutput
 from nanoserve.sampling_params import SamplingParams
 
@@ -72,12 +73,16 @@ class GuardedEngine(EngineMethods):
         prompt: Prompt,
         params: SamplingParams | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
     ) -> None:
         """Queue a request: a string, token ids, or `{"prompt": ...}` / `{"prompt_token_ids": ...}`.
 
+        lora_request: its adapter.
+
         Raises `ValueError` for an invalid request, and if the engine is suspended or closed.
         """
-        self.add(self.input_processor.process(request_id, prompt, params, priority))
+        process = self.input_processor.process
+        self.add(process(request_id, prompt, params, priority, lora_request=lora_request))
 
     def add(self, request: Request) -> None:
         """Queue a request that `input_processor` has made."""

@@ -19,9 +19,10 @@ from nanoserve.engine.embeds_reader import PIECES, WHOLE, PromptEmbedsReader
 from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import CacheKey, Sequence
 from nanoserve.engine.text_limit import TextLimit, prompt_too_long
+from nanoserve.lora_request import LoRARequest
 from nanoserve.outputs import Logprob, RequestMetrics
 from nanoserve.sampling_params import RequestOutputKind, SamplingParams
-from nanoserve.utils.checks import is_int
+from nanoserve.utils.checks import is_int, shown
 
 if TYPE_CHECKING:
     from nanoserve.text.detokenizer import Tokenizer
@@ -53,7 +54,7 @@ def one_per_prompt(name: str, value: Any, kind: type, num_prompts: int) -> list[
     """Return a list with one value per prompt; None or a single `kind` stands for all prompts."""
     if value is None or isinstance(value, kind):
         return [value] * num_prompts
-    if not isinstance(value, AbstractSequence):
+    if not isinstance(value, AbstractSequence) or isinstance(value, str):
         raise ValueError(f"{name} must be {kind.__name__}, not {type(value).__name__}")
     if len(value) != num_prompts:
         raise ValueError(f"{num_prompts} prompts, but {len(value)} {name}: pass one per prompt")
@@ -72,6 +73,9 @@ class InputProcessor:
         clock: Callable[[], float],
     ) -> None:
         self.clock, self._structured_config = clock, config.structured_outputs_config
+        self._has_adapters = config.enable_lora
+        # Each raises `ValueError` for a bad adapter. Another process than the engine's has none.
+        self.adapter_checks: list[Callable[[LoRARequest], None]] = []
         self.by_priority = config.scheduling_policy == "priority"
         dtype = config.kv_cache_dtype  # KV in different data types must not share hashes
         self.cache_root = () if dtype == "auto" else ("kv_cache_dtype", dtype)
@@ -113,6 +117,7 @@ class InputProcessor:
         priority: int = 0,
         output_kind: RequestOutputKind | None = None,
         max_logprobs: int | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Request:
         """Check a request and make its sequences, which are not queued yet.
 
@@ -123,7 +128,7 @@ class InputProcessor:
         metrics = RequestMetrics(self.clock(), num_cached_prompt_tokens=self.num_cached)
         if self.pools:
             raise ValueError(_POOLS)
-        self.check_request(request_id, priority)
+        self.check_request(request_id, priority, lora_request)
         params = self.default_sampling_params() if params is None else params
         if not isinstance(params, SamplingParams):
             raise ValueError(f"sampling_params must be SamplingParams, not {type(params).__name__}")
@@ -159,10 +164,22 @@ class InputProcessor:
         if params.prompt_logprobs is not None:
             prompt_logprobs = [None]
         extensions = () if params.structured_outputs is None else ("structured_outputs",)
-        return Request(request_id, text, token_ids, params, sequences, prompt_logprobs, extensions)
+        request = Request(
+            request_id, text, token_ids, params, sequences, prompt_logprobs, extensions
+        )
+        if lora_request is not None:
+            request.use_lora(lora_request)
+        return request
 
-    def check_request(self, request_id: Any, priority: Any) -> None:
-        """Raise `ValueError` for an id or a priority that no request can have here."""
+    def check_request(self, request_id: Any, priority: Any, lora_request: Any = None) -> None:
+        """Raise `ValueError` for an id, a priority or an adapter that no request can have here."""
+        if lora_request is not None:
+            if not isinstance(lora_request, LoRARequest):
+                raise ValueError(f"lora_request={shown(lora_request)} must be a LoRARequest")
+            if not self._has_adapters:
+                raise ValueError("lora_request needs an engine with enable_lora=True")
+            for check in self.adapter_checks:
+                check(lora_request)
         if not isinstance(request_id, str):
             raise ValueError(f"request_id={request_id!r} must be a string")
         if not is_int(priority):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from nanoserve.engine.sequence import Sequence, SequenceStatus
+from nanoserve.lora_request import LoRARequest
 from nanoserve.outputs import CompletionOutput, Logprob
 from nanoserve.pooling_params import PoolingParams
 from nanoserve.sampling_params import SamplingParams
@@ -89,6 +90,13 @@ class Request:
     def set_pooled(self, result: np.ndarray) -> None:
         """Set the result of a pooling request, with which it ends."""
         self.pooled = result
+
+    def use_lora(self, lora_request: LoRARequest) -> None:
+        """Set the adapter of a request that is not queued yet."""
+        for seq in self.sequences:
+            seq.lora_request = lora_request
+            # Until the adapter is read. A router of replicas distinguishes adapters by it.
+            seq.set_key("lora", lora_request.path)
 
     @property
     def finished(self) -> bool:

@@ -3,8 +3,10 @@
 from collections.abc import Callable, Iterable
 from dataclasses import InitVar, dataclass, field
 from enum import Enum, auto
+from itertools import chain
 
 from nanoserve.engine.prompt_embeds import PromptEmbeds
+from nanoserve.lora_request import LoRARequest
 from nanoserve.outputs import RequestMetrics
 from nanoserve.sampling_params import SamplingParams
 
@@ -83,6 +85,7 @@ class Sequence:
     bad_words_token_ids: list[list[int]] = field(default_factory=list)
     cache_key: CacheKey = ()  # only sequences with the same key share KV blocks
     weights_id: int = 0  # of the engine when it was added: likewise
+    lora_request: LoRARequest | None = None  # its adapter
     siblings: list["Sequence"] = field(default_factory=list)
 
     status: SequenceStatus = SequenceStatus.WAITING
@@ -152,6 +155,11 @@ class Sequence:
     @property
     def finished(self) -> bool:
         return self.status is SequenceStatus.FINISHED
+
+    def set_key(self, kind: str, value: str) -> None:
+        """Set a part of `cache_key`, before any block is looked up."""
+        kinds = dict(zip(self.cache_key[::2], self.cache_key[1::2], strict=True)) | {kind: value}
+        self.cache_key = tuple(chain.from_iterable(kinds.items()))
 
     def append(self, token_id: int) -> bool:
         """Append a sampled token; returns False for a stop token, which is not appended.

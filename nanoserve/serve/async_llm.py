@@ -22,6 +22,7 @@ from nanoserve.engine.pause import check_pause_options
 from nanoserve.engine.request import Request
 from nanoserve.features.collective_rpc import FunctionCall, call_on_ranks, check_call
 from nanoserve.llm import LLM
+from nanoserve.lora_request import LoRARequest
 from nanoserve.outputs import PoolingRequestOutput, RequestOutput
 from nanoserve.pooling_params import PoolingParams
 from nanoserve.sampling_params import SamplingParams
@@ -149,9 +150,11 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs of a request. `sampling_params.output_kind` sets their kind.
 
+        lora_request: its adapter, which needs `enable_lora=True`.
         trace_headers: `traceparent` and `tracestate` of an HTTP request, for the parent of the
             span with `otlp_traces_endpoint`.
 
@@ -167,7 +170,9 @@ class AsyncLLM:
 
         def make() -> Request:
             process = self.engine.input_processor.process
-            request = process(request_id, prompt, sampling_params, priority)
+            request = process(
+                request_id, prompt, sampling_params, priority, lora_request=lora_request
+            )
             request.trace_headers = dict(trace_headers or {})
             return request
 
@@ -180,6 +185,7 @@ class AsyncLLM:
         request_id: str | None = None,
         priority: int = 0,
         trace_headers: Mapping[str, str] | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> AsyncIterator[PoolingRequestOutput]:
         """Yield the result of a pooling request, once: see `LLM.encode`.
 
@@ -192,7 +198,9 @@ class AsyncLLM:
         request_id = self.new_request_id() if request_id is None else request_id
 
         def make() -> Request:
-            request = pooling_request(self.engine, request_id, prompt, pooling_params, priority)
+            request = pooling_request(
+                self.engine, request_id, prompt, pooling_params, priority, lora_request
+            )
             request.trace_headers = dict(trace_headers or {})
             return request
 
@@ -207,6 +215,7 @@ class AsyncLLM:
         sampling_params: SamplingParams | None = None,
         request_id: str | None = None,
         priority: int = 0,
+        lora_request: LoRARequest | None = None,
         **chat_options: "Unpack[ChatOptions]",
     ) -> AsyncIterator[RequestOutput]:
         """Yield the outputs for a conversation, like `generate`.
@@ -218,7 +227,7 @@ class AsyncLLM:
         def make() -> Request:
             (prompt,) = prompts_of(self.engine, [messages], **chat_options)
             process = self.engine.input_processor.process
-            return process(request_id, prompt, sampling_params, priority)
+            return process(request_id, prompt, sampling_params, priority, lora_request=lora_request)
 
         return self._outputs_of(make, sampling_params)
 

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -21,6 +22,7 @@ from nanoserve.models.quantization.linear_methods import choose_linear_method
 from nanoserve.models.quantization.schemes import check_activations
 from nanoserve.models.registry import model_class, weight_bytes
 from nanoserve.utils.registry import Registry
+from nanoserve.worker.adapters import make_adapters
 from nanoserve.worker.backend_checks import (
     TRITON_ATTENTION,
     TRITON_OPERATIONS,
@@ -127,6 +129,9 @@ def make_context(
     if config.enable_return_routed_experts and model_config.moe and parallel.global_rank == 0:
         routes = RoutedExperts(model_config, config.max_num_batched_tokens, device)
     context = LayerContext(dtype, device, parallel, attention, ops, method, routed_experts=routes)
+    if config.enable_lora:
+        adapters = make_adapters(config, dtype, device, has_numba=name == "numba")
+        context = replace(context, adapters=adapters)
     if name == "numba":
         from nanoserve.sampling.numba_sampler import NumbaSampler
 

@@ -20,7 +20,7 @@ from nanoserve.serve.http.settings import ServerSettings
 
 # Each as somebody starts vLLM with it, and a word of what is said; None: it is accepted.
 VLLM = [
-    ("--lora-modules a=b c=d", "merge_and_unload"),
+    ("--lora-modules a=b c=d", None),
     ("--response-role assistant", None),
     ("--response-role ai", "assistant"),
     ("--uvicorn-log-level debug", None),

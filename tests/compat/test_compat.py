@@ -28,7 +28,7 @@ from nanoserve.features import progress
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
 QUESTION = [{"role": "user", "content": "What is a KV cache?"}]
-NO_EFFECT = ["swap_space", "max_loras", "limit_mm_per_prompt", "enable_sleep_mode", "task"]
+NO_EFFECT = ["swap_space", "limit_mm_per_prompt", "enable_sleep_mode", "task"]
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,8 @@ def test_every_option_of_vllms_is_accepted_where_it_asks_for_nothing(name: str) 
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"enable_lora": True}, "merge the adapter"),
+        ({"max_loras": 4}, "enable_lora=True"),
+        ({"enable_lora_bias": True}, "merge such an adapter"),
         ({"data_parallel_size": 2}, "nanoserve serve --data-parallel-size N"),
         ({"enable_chunked_prefill": False}, "always computed in chunks"),
         ({"tokenizer_mode": "slow"}, "tokenizer.json"),
@@ -220,8 +221,8 @@ def test_arguments_are_an_object_a_dictionary_or_flags() -> None:
     assert EngineArgs.from_cli_args(parsed) == args
     foreign = ["--swap-space", "4", "--disable-log-requests", "--compilation-config", "{}"]
     assert EngineArgs.from_cli_args(parser.parse_args(foreign)) == EngineArgs("tiny-qwen3")
-    with pytest.raises(ValueError, match=r"enable_lora=True.*merge_and_unload"):
-        EngineArgs.from_cli_args(parser.parse_args(["--enable-lora"]))
+    with pytest.raises(ValueError, match=r"enable_lora_bias=True.*merge_and_unload"):
+        EngineArgs.from_cli_args(parser.parse_args(["--enable-lora-bias"]))
     given = vars(parsed)
     del given["own"]
     with LLM(**given) as llm:
@@ -269,7 +270,7 @@ def test_every_name_is_where_it_is_said_to_be() -> None:
         ({"max_tokens": 5}, r"SamplingParams\(max_tokens=5\)"),
         ({"enable_thinking": False}, "chat_template_kwargs={'enable_thinking': False}"),
         ({"tols": []}, "did you mean tools?"),
-        ({"lora_request": "x"}, "adapters"),
+        ({"lora_request": "x"}, "must be LoRARequest"),
         ({"mm_processor_kwargs": {"a": 1}}, "text models"),
         ({"documents": []}, "chat_template_kwargs"),
         ({"chat_template_kwargs": 5}, "must be a dictionary"),
@@ -299,7 +300,7 @@ def test_a_keyword_that_chat_does_not_know_is_refused(
         ({"stream": True}, "llm.stream"),
         ({"tools": []}, "chat"),
         ({"zzz": 1}, "no such keyword"),
-        ({"lora_request": 5}, "merge_and_unload"),
+        ({"lora_request": 5}, "must be LoRARequest"),
     ],
     ids=str,
 )
@@ -359,7 +360,6 @@ def test_names_that_drop_in_has_are_told_elsewhere() -> None:
     ("module", "name", "told"),
     [
         ("nanoserve.sampling_params", "GuidedDecodingParams", "structured_outputs="),
-        ("nanoserve.sampling_params", "LoRARequest", "merge_and_unload"),
         ("nanoserve", "AsyncLLMEngine", "from nanoserve.compat import AsyncLLMEngine"),
         ("nanoserve", "PromptType", "from nanoserve.compat import PromptType"),
         ("nanoserve", "FlexibleArgumentParser", "from nanoserve.compat import"),

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
 import facts
@@ -85,18 +86,22 @@ def test_each_endpoint_field_and_flag_is_there() -> None:
     assert {flag for action in actions for flag in action.option_strings} <= found
 
 
-def test_the_routes_are_those_of_a_server() -> None:
+def test_the_routes_are_those_of_a_server(tmp_path: Path) -> None:
     pytest.importorskip("fastapi", reason=NEEDS_SERVE)
     from nanoserve.serve.async_llm import AsyncLLM
     from nanoserve.serve.http.app import ApiServer
     from nanoserve.serve.http.settings import ServerSettings
 
     settings = ServerSettings(
-        enable_dev_endpoints=True, enable_server_load_tracking=True, enable_offline_docs=True
+        enable_dev_endpoints=True,
+        enable_server_load_tracking=True,
+        enable_offline_docs=True,
+        lora_root=str(tmp_path),
     )
     paths: set[str] = set()
     for runner in ("generate", "pooling"):
         options = {"device": "cpu", "attention_backend": "torch", "num_kv_blocks": 16}
+        options["enable_lora"] = True
         llm = AsyncLLM("tiny-qwen3", runner=runner, **options)
         try:
             served: Any = ApiServer(llm, settings).app.routes

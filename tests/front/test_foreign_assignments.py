@@ -43,6 +43,7 @@ ALLOWED = {
     "an extension fills in the inputs of a step": (
         "features/kv_transfer/*.py: inputs.kv_transfers",
         "features/prompt_embeds.py: inputs.embeds",
+        "features/lora/extension.py: inputs.adapters",
     ),
     "a batch is numbered, and the handle of a step filled in, by the runner that made them": (
         "worker/model_runner.py: batch.step",

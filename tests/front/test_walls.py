@@ -126,6 +126,7 @@ def test_only_the_front_door_builds_the_parts() -> None:
             "nanoserve.utils.registry",
             "nanoserve.sampling_params",
             "nanoserve.pooling_params",
+            "nanoserve.lora_request",
             "nanoserve.text",
             "nanoserve.utils",
         )
@@ -165,7 +166,7 @@ def test_kernels_import_nothing_of_nanoserve() -> None:
 # Rooms from below to above: imports point downwards, or to the same line. A room is a folder, or
 # one of these files; all other files of the package's own folder are "front".
 LINES = (
-    ("utils", "config", "outputs", "sampling_params", "pooling_params"),
+    ("utils", "config", "outputs", "sampling_params", "pooling_params", "lora_request"),
     ("kernels",),
     ("checkpoint",),
     ("text",),

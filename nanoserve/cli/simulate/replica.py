@@ -25,7 +25,7 @@ from nanoserve.utils.checks import require
 
 # The options of the features in `nanoserve.build`, which is not imported here: it imports PyTorch.
 NOT_SIMULATED = (
-    *("pipeline_parallel_size", "speculative_config", "kv_offloading_size"),
+    *("pipeline_parallel_size", "speculative_config", "enable_lora", "kv_offloading_size"),
     *("kv_offloading_path", "kv_transfer_config", "kv_events_config"),
     *("enable_return_routed_experts", "otlp_traces_endpoint", "pooler_config"),
     "enable_prompt_embeds",

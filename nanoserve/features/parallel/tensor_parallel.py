@@ -42,6 +42,7 @@ from nanoserve.features.parallel.worker_processes import (
     LOAD_WEIGHTS,
     REPLACE_WEIGHTS,
     TAKE_EMBEDS,
+    USE_ADAPTERS,
     USE_WEIGHTS,
     WorkerError,
     Workers,
@@ -167,6 +168,8 @@ class TensorParallelExecutor:
             self._workers.send_order(COPY_BLOCKS, inputs.kv_transfers.to_bytes())
         if inputs.embeds is not None:
             self._workers.send_order(TAKE_EMBEDS, inputs.embeds.to_bytes())
+        if inputs.adapters is not None:
+            self._workers.send_order(USE_ADAPTERS, inputs.adapters.to_bytes())
         self._workers.announce(batch)
 
     def sample(self, handle: Any, inputs: SampleInputs) -> None:

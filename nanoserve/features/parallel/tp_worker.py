@@ -25,6 +25,7 @@ import torch
 
 from nanoserve.checkpoint.checkpoint import Checkpoint
 from nanoserve.config import EngineConfig
+from nanoserve.engine.adapter_rows import AdapterRows
 from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import ForwardInputs
 from nanoserve.engine.kv_transfers import KVTransfers
@@ -45,6 +46,7 @@ from nanoserve.features.parallel.worker_processes import (
     PING,
     REPLACE_WEIGHTS,
     TAKE_EMBEDS,
+    USE_ADAPTERS,
     USE_WEIGHTS,
     WEIGHT_ORDERS,
 )
@@ -189,6 +191,9 @@ def serve(job: dict[str, Any], steps: Steps, report: Reporter) -> None:
             continue
         if step == TAKE_EMBEDS:
             inputs = replace(inputs, embeds=StepEmbeds.from_bytes(steps.content()))
+            continue
+        if step == USE_ADAPTERS:
+            inputs = replace(inputs, adapters=AdapterRows.from_bytes(steps.content()))
             continue
         # Rank 0 does the same, up to the logits, which are gathered there.
         batch = steps.fetch(step, runner.next_batch())

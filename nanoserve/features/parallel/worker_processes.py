@@ -37,6 +37,7 @@ CHECK_WEIGHTS = 2**32 - 6  # with the folder
 REPLACE_WEIGHTS = 2**32 - 7  # with the folder
 COPY_BLOCKS = 2**32 - 8  # with the `KVTransfers` of the step that is announced next
 TAKE_EMBEDS = 2**32 - 9  # with the `StepEmbeds` of the step that is announced next
+USE_ADAPTERS = 2**32 - 10  # with the `AdapterRows` of the step that is announced next
 WEIGHT_ORDERS = (CHECK_WEIGHTS, LOAD_WEIGHTS, REPLACE_WEIGHTS, USE_WEIGHTS, DROP_WEIGHTS)
 _GRACE = 5.0  # seconds for a worker to exit by itself
 _HURRY = 2.0  # limit of silence in seconds while the caller waits for the end

@@ -9,6 +9,7 @@ from nanoserve.engine.request import Request
 from nanoserve.engine.sequence import Sequence
 from nanoserve.features.pooling.heads import HEAD_OF
 from nanoserve.features.pooling.pooler import resolved
+from nanoserve.lora_request import LoRARequest
 from nanoserve.outputs import RequestMetrics, RequestOutputKind
 from nanoserve.pooling_params import PoolingParams
 from nanoserve.sampling_params import SamplingParams
@@ -35,6 +36,7 @@ def pooling_request(
     prompt: Prompt,
     params: PoolingParams | None = None,
     priority: int = 0,
+    lora_request: LoRARequest | None = None,
 ) -> Request:
     """Check a pooling request and make its sequence, which is not queued yet.
 
@@ -48,7 +50,7 @@ def pooling_request(
     is_right = isinstance(params, PoolingParams)
     require(is_right, f"pooling_params must be PoolingParams, not {type(params).__name__}")
     params = resolved(params, engine.model_config)
-    processor.check_request(request_id, priority)
+    processor.check_request(request_id, priority, lora_request)
     if params.truncate_prompt_tokens is not None:
         prompt = truncated(engine, prompt, params.truncate_prompt_tokens)
     text, token_ids, cache_key = processor.read_prompt(prompt)
@@ -63,7 +65,10 @@ def pooling_request(
         prompt_head=HEAD_OF[params.pooling_type],
         reads_last=params.pooling_type == "LAST",
     )
-    return Request(request_id, text, token_ids, _NO_SAMPLING, [sequence], pooling_params=params)
+    request = Request(request_id, text, token_ids, _NO_SAMPLING, [sequence], pooling_params=params)
+    if lora_request is not None:
+        request.use_lora(lora_request)
+    return request
 
 
 def check_pools(engine: Engine) -> None:

@@ -15,6 +15,7 @@ from nanoserve.engine.input_processor import Prompt
 from nanoserve.engine.request import Request
 from nanoserve.features.pooling.requests import check_pools, pooling_request, with_task
 from nanoserve.features.pooling.results import pooled_of
+from nanoserve.lora_request import LoRARequest
 from nanoserve.outputs import RequestOutput, ScoringOutput, ScoringRequestOutput
 from nanoserve.pooling_params import PoolingParams
 from nanoserve.text.chat import prompts_of
@@ -108,6 +109,7 @@ class Scorer:
         new_id: Callable[[], str],
         priority: int = 0,
         cache_salt: str | None = None,
+        lora_request: LoRARequest | None = None,
     ) -> Iterator[Request]:
         """Yield the requests of all pairs, in an order that `outputs` expects."""
         prompts: Iterable[Prompt]
@@ -118,7 +120,8 @@ class Scorer:
         for prompt in prompts:
             if cache_salt is not None:
                 prompt = salted(prompt, cache_salt)
-            yield pooling_request(self._engine, new_id(), prompt, self._params, priority)
+            own = prompt, self._params, priority, lora_request
+            yield pooling_request(self._engine, new_id(), *own)
 
     def outputs(
         self, pairs: list[tuple[Prompt, Prompt]], outputs: list[RequestOutput]

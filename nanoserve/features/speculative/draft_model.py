@@ -69,6 +69,10 @@ def prepare_draft_model(config: EngineConfig, target: ModelConfig) -> PreparedPr
         capture_mixed_steps=False,
         disable_hybrid_kv_cache_manager=True,  # it uses the blocks of the target's first group
         enable_return_routed_experts=False,
+        enable_lora=False,  # the draft model has no adapters
+        max_loras=1,
+        max_lora_rank=16,
+        max_cpu_loras=None,
     )
     checkpoint = Checkpoint.open(options.model, own, options.revision)
     draft = checkpoint.model_config(own, supported_architectures())

@@ -79,6 +79,7 @@ class LayerContext:
     num_positions: int | None = None  # if fewer occur than the model allows
     parts: Any = None  # the model's class, with the classes of its parts: see Qwen3ForCausalLM
     routed_experts: RoutedExperts | None = None  # where layers record their experts, if at all
+    adapters: Any = None  # `nanoserve.models.layers.low_rank.Adapters`, if there may be any
 
     @property
     def tp(self) -> TensorParallel:

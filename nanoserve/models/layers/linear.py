@@ -41,6 +41,10 @@ class _Linear(nn.Module):
     def process_after_loading(self) -> None:
         self.method.process_after_loading(self)
 
+    def wrap_method(self, wrap: Callable[[LinearMethod], LinearMethod]) -> None:
+        """Replace the method of a loaded layer by one that calls it."""
+        self.method = wrap(self.method)
+
 
 class ColumnParallelLinear(_Linear):
     """Linear y = x W^T + b with the rows of W split over ranks; [..., in] -> [..., out / size].
@@ -78,11 +82,14 @@ class ColumnParallelLinear(_Linear):
         y = self.method.apply(self, x)
         return y if self.bias is None else y + self.bias
 
+    def start_of(self, name: str) -> int:
+        """Return the first row of an output's checkpoint tensor that this rank has."""
+        return self.tp.rank * self.num_slices[name] // self.tp.size * self.sizes[name]
+
     def checkpoint_tensors(self, own_name: str) -> Iterator[CheckpointTensor]:
         first = 0
         for name, total in self.outputs.items():
-            size = self.sizes[name]
-            start = self.tp.rank * self.num_slices[name] // self.tp.size * size
+            size, start = self.sizes[name], self.start_of(name)
             rows = self.weight[first : first + size]
             yield CheckpointTensor(f"{name}.weight", rows, (total, self.in_features), 0, start)
             if self.bias is not None:

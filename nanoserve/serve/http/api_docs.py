@@ -16,6 +16,7 @@ from fastapi import FastAPI, Response
 from fastapi.routing import APIRoute
 
 from nanoserve import __version__
+from nanoserve.serve.http.lora import LoadAdapterBody, UnloadAdapterBody
 from nanoserve.serve.http.messages.errors import is_messages
 from nanoserve.serve.http.messages.request import CountBody, MessagesBody
 from nanoserve.serve.http.pooling.request import (
@@ -42,6 +43,8 @@ BODIES: dict[str, type[Body]] = {
     "/v1/responses/input_tokens": ResponsesBody,
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountBody,
+    "/v1/load_lora_adapter": LoadAdapterBody,
+    "/v1/unload_lora_adapter": UnloadAdapterBody,
     "/tokenize": TokenizeBody,
     "/detokenize": DetokenizeBody,
     "/v1/embeddings": EmbeddingBody,

@@ -26,6 +26,7 @@ from nanoserve.serve.http.dev_endpoints import add_dev_endpoints
 from nanoserve.serve.http.dialect import AnswerKind
 from nanoserve.serve.http.error_handlers import add_error_handlers
 from nanoserve.serve.http.errors import ApiError
+from nanoserve.serve.http.lora import ServedAdapters, add_adapters
 from nanoserve.serve.http.messages.endpoints import add_messages
 from nanoserve.serve.http.middleware import (
     Guard,
@@ -67,10 +68,12 @@ class ApiServer:
             raise ValueError("skip_tokenizer_init=True is not supported by a server; remove it")
         self.llm, self.settings = llm, settings
         self._tokenizer = llm.engine.tokenizer
-        self.names = settings.served_model_name or [llm.engine.config.model]
+        self.names = [*(settings.served_model_name or [llm.engine.config.model])]
         self.templates = Templates(settings, self._tokenizer)
         engine = llm.engine
         longest = engine.input_processor.max_model_len + engine.model_config.vocab_size
+        configs, lora = (engine.config, engine.model_config), settings.lora_modules
+        self.adapters = ServedAdapters(*configs, self.names, lora, settings.lora_root)
         self.bodies = BodyReader(settings, self.templates, self.names, longest)
         self.tokens = TokenEndpoints(llm, self._tokenizer, self.bodies, self.prepare)
         self.is_draining = False  # running requests may finish, new ones are rejected
@@ -94,6 +97,8 @@ class ApiServer:
             from nanoserve.serve.http.pooling.endpoints import add_pooling
 
             add_pooling(self.app, self)
+        if settings.lora_root is not None:
+            add_adapters(self.app, self, self.adapters)
         if settings.enable_dev_endpoints:
             add_dev_endpoints(self.app, llm, settings)
         if settings.enable_server_load_tracking:
@@ -247,7 +252,7 @@ class ApiServer:
         requests = await self.prepare_each(
             lambda: make(body, engine, new_id), body.is_large, body.prompt_field
         )
-        self.note_arrival(requests, arrived, headers)
+        self.note_arrival(requests, arrived, headers, body.model)
         for one in requests:
             if not body.may_reach_end:
                 self._check_length(body, len(one.prompt_token_ids), one.params.max_tokens)
@@ -258,9 +263,17 @@ class ApiServer:
         return await whole_response(answer, reader, request.receive)
 
     def note_arrival(
-        self, requests: Iterable[Any], arrived: float, headers: dict[str, str] | None
+        self,
+        requests: Iterable[Any],
+        arrived: float,
+        headers: dict[str, str] | None,
+        model: str | None,
     ) -> None:
-        """Set what requests that are not queued yet have of HTTP: their arrival and headers."""
+        """Set what requests that are not queued yet have of HTTP.
+
+        This is their arrival, headers, and the adapter that `model` names, if it is one's name.
+        """
+        self.adapters.give_to(requests, model)
         for one in requests:
             one.sequences[0].metrics.arrival_time = arrived  # tokenizing counts as latency
             one.trace_headers = headers
@@ -320,13 +333,14 @@ class ApiServer:
         length = self.llm.engine.input_processor.max_model_len
         about = {"id": name, "object": "model", "created": self._started, "owned_by": "nanoserve"}
         about |= {"root": name, "parent": None, "max_model_len": length}
-        return about | describe_model(
+        about |= describe_model(
             self.llm.engine.config,
             self.llm.engine.model_config,
             has_template=self._tokenizer.has_chat_template,
             shows_tools=self.templates.shows_tools,
             reasons=self.templates.reasoning_parser is not None,
         )
+        return self.adapters.about(name, about)
 
     def abort(self, request_id: str) -> None:
         """End a request of the engine."""

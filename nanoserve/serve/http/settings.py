@@ -1,5 +1,6 @@
 """Settings of the HTTP server. `EngineConfig` has the settings of the engine."""
 
+import os
 import re
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -22,7 +23,7 @@ _SMALLEST = {"max_n": 1, "max_prompts": 1, "max_body_bytes": 1024, "max_connecti
 _SMALLEST |= {"max_stored_responses": 0, "max_stored_response_bytes": 0}
 
 _LISTS = (
-    *("served_model_name", "api_key", "middleware"),
+    *("served_model_name", "api_key", "middleware", "lora_modules"),
     *("allowed_origins", "allowed_methods", "allowed_headers"),
 )
 _ROOT_PATH = re.compile(r"(/[A-Za-z0-9._~-]+)*")
@@ -81,6 +82,8 @@ class ServerSettings:
     middleware: list[str] = field(default_factory=list)  # "module:name" of each
     enable_server_load_tracking: bool = False  # /load
     enable_offline_docs: bool = False  # /docs and /openapi.json
+    lora_modules: list[str] = field(default_factory=list)  # adapters: name=path, or vLLM's JSON
+    lora_root: str | None = None  # folder of adapters that clients may load; None: none
 
     def __post_init__(self) -> None:
         for name, smallest in _SMALLEST.items():
@@ -101,6 +104,9 @@ class ServerSettings:
         check_parsers(self.tool_call_parser, self.reasoning_parser)
         for name in _LISTS:
             check_list(name, getattr(self, name), lambda text: is_text(text) and text, "strings")
+        root = self.lora_root
+        is_folder = root is None or (is_text(root) and os.path.isdir(root))
+        require(is_folder, f"lora_root={shown(root)} must be a folder")
         self._check_paths()
         for origin in self.allowed_origins:
             rule = "must be '*', or like 'https://example.org:8443', without a path"

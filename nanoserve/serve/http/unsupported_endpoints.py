@@ -8,7 +8,7 @@ _NO_POOLING = (
     "/pooling, /classify, /score and /rerank"
 )
 _NO_MODERATION = "nanoserve has no such model; ask one in a chat completion, or classify with one"
-_NO_LORA = "merge the adapter into its base (peft: merge_and_unload) and serve that"
+_NO_LORA = "start the server with --enable-lora, and with --lora-root or --lora-modules"
 _TEXT_ONLY = "nanoserve runs text models only"
 _STATELESS = (
     "use /v1/responses with previous_response_id, or /v1/chat/completions with all messages"
@@ -31,7 +31,8 @@ _FORWARDED = {
     "complete": "use /v1/completions",
     "generate": "use /v1/completions",
     "edits": _CHAT,
-    **dict.fromkeys(("load_lora_adapter", "unload_lora_adapter", "fine_tuning"), _NO_LORA),
+    **dict.fromkeys(("load_lora_adapter", "unload_lora_adapter"), _NO_LORA),
+    "fine_tuning": "nanoserve trains no models; it serves LoRA adapters, see --lora-modules",
     **dict.fromkeys(("audio", "images", "videos", "realtime", "ocr"), _TEXT_ONLY),
     **dict.fromkeys(("files", "uploads", "batches"), _BATCH),
     **dict.fromkeys(("assistants", "threads", "conversations", "vector_stores"), _STATELESS),

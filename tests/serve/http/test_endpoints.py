@@ -24,7 +24,7 @@ MISSING = [
     ("/classify", 400, "/classify"),
     ("/pooling", 400, "--runner pooling"),
     ("/v1/moderations", 400, "chat completion"),
-    ("/v1/load_lora_adapter", 400, "merge_and_unload"),
+    ("/v1/load_lora_adapter", 400, "--enable-lora"),
     ("/v1/audio/transcriptions", 400, "text models"),
     ("/v1/images/generations", 400, "text models"),
     ("/v1/files", 400, "nanoserve batch"),

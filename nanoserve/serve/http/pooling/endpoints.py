@@ -57,7 +57,9 @@ class PoolingServer(Protocol):
 
     def trace_headers(self, request: HttpRequest, request_id: str | None) -> Any: ...
 
-    def note_arrival(self, requests: list[Request], arrived: float, headers: Any) -> None: ...
+    def note_arrival(
+        self, requests: list[Request], arrived: float, headers: Any, model: str | None
+    ) -> None: ...
 
     async def prepare_each(
         self, make: Callable[[], Any], is_large: bool, prompt_field: str
@@ -196,7 +198,7 @@ class PoolingEndpoints:
         request_id = body.request_id or request_id_of(request.scope)
         headers = api.trace_headers(request, request_id)
         requests = await api.prepare_each(make, body.is_large, body.fields[0])
-        api.note_arrival(requests, arrived, headers)
+        api.note_arrival(requests, arrived, headers, body.model)
         model = body.model or api.names[0]
         answer = PoolingAnswer(requests, entries, kind, request_id, model, has_list)
         return await whole_response(answer, llm.open(requests), request.receive)

@@ -1,0 +1,162 @@
+"""The adapters in the host's memory: read in threads, found by their files, evicted by age."""
+
+import tempfile
+from collections import OrderedDict, deque
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from nanoserve.engine.adapter_rows import AdapterLoad
+from nanoserve.features.lora.adapter import Adapter, Limits, Outline, outline_of, read_adapter
+from nanoserve.features.lora.adapter_files import AdapterFiles
+from nanoserve.lora_request import LoRARequest
+from nanoserve.worker.adapters import named_tensors
+
+_NUM_THREADS = 2
+
+
+@dataclass(eq=False)
+class Entry:
+    """An adapter that is wanted, is being read, or is in memory.
+
+    outline: None if it cannot be used. future: None until reading begins. num_users: unfinished
+    sequences that need it. path: a file with its matrices, for other ranks.
+    """
+
+    outline: Outline | None
+    future: "Future[Adapter] | None" = None
+    began: float = 0.0
+    num_users: int = 0
+    path: str | None = None
+
+    @classmethod
+    def failed(cls, error: ValueError) -> "Entry":
+        future: Future[Adapter] = Future()
+        future.set_exception(error)
+        return cls(None, future)
+
+    @property
+    def is_done(self) -> bool:
+        return self.future is not None and self.future.done()
+
+    @property
+    def adapter(self) -> Adapter:
+        """The adapter. Raises the error of reading it."""
+        return self.future.result(timeout=0)
+
+    def begin(self, future: "Future[Adapter]", now: float) -> None:
+        self.future, self.began = future, now
+
+    def add_users(self, change: int) -> None:
+        self.num_users += change
+
+    def note_file(self, path: str) -> None:
+        self.path = path
+
+    def load_to(self, place: int) -> AdapterLoad:
+        return AdapterLoad(place, self.adapter.weights, self.path)
+
+
+class AdapterStore:
+    """Up to `max_adapters` adapters. `shares_files`: other processes read them, too."""
+
+    def __init__(self, limits: Limits, max_adapters: int, shares_files: bool) -> None:
+        self._limits, self._max_adapters = limits, max_adapters
+        self._entries: OrderedDict[AdapterFiles, Entry] = OrderedDict()  # least recently used first
+        self._queue: deque[Entry] = deque()  # wanted, and there is no room yet; oldest first
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "nanoserve-lora")
+        self._folder = (
+            tempfile.TemporaryDirectory(prefix="nanoserve-lora-") if shares_files else None
+        )
+        self._numbers = count()
+        self._old_files: list[str] = []  # of adapters that were evicted
+
+    def find(self, path: str) -> Entry:
+        """Return the entry of the adapter in a folder, which is read later if it is new.
+
+        An adapter that cannot be used has an entry whose future has the error.
+        """
+        try:
+            files = AdapterFiles.find(path)
+            outline = None if files in self._entries else outline_of(files, self._limits)
+        except ValueError as error:
+            return Entry.failed(error)
+        entry = self._entries.get(files)
+        if entry is not None and not (entry.is_done and entry.future.exception() is not None):
+            self._entries.move_to_end(files)
+            return entry
+        self._drop(files)  # an earlier attempt that has failed
+        entry = Entry(outline or outline_of(files, self._limits))
+        self._entries[files] = entry
+        self._queue.append(entry)
+        return entry
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def begin_loads(self, now: float) -> None:
+        """Read wanted adapters, in order, while there is room."""
+        self._queue = deque(entry for entry in self._queue if self._is_wanted(entry))
+        while self._queue and self._make_room():
+            entry = self._queue.popleft()
+            entry.begin(self._threads.submit(self._read, entry), now)
+
+    def check(self, request: LoRARequest) -> None:
+        """Raise `ValueError` for an adapter that can be rejected without reading its tensors.
+
+        It may be called in any thread.
+        """
+        files = AdapterFiles.find(request.path)
+        if files not in self._entries:
+            outline_of(files, self._limits)
+
+    def remove(self, entry: Entry) -> None:
+        """Forget an adapter that could not be read, or not in time."""
+        if entry.outline is not None and self._entries.get(entry.outline.files) is entry:
+            self._drop(entry.outline.files)
+
+    def take_old_files(self) -> list[str]:
+        """Return the files of evicted adapters, which steps in flight may still read."""
+        files, self._old_files = self._old_files, []
+        return files
+
+    def close(self) -> None:
+        self._threads.shutdown(cancel_futures=True)
+        self._entries.clear()
+        self._queue.clear()
+        if self._folder is not None:
+            self._folder.cleanup()
+
+    def _is_wanted(self, entry: Entry) -> bool:
+        """Return True if a sequence still waits for an entry; otherwise forget it."""
+        if entry.num_users:
+            return True
+        self.remove(entry)
+        return False
+
+    def _make_room(self) -> bool:
+        """Evict adapters that no unfinished sequence needs until there is room for another."""
+        held = [entry for entry in self._entries.values() if entry.future is not None]
+        while len(held) >= self._max_adapters:
+            victim = next((each for each in held if each.is_done and not each.num_users), None)
+            if victim is None:
+                return False
+            held.remove(victim)
+            self._drop(victim.outline.files)
+        return True
+
+    def _drop(self, files: AdapterFiles) -> None:
+        entry = self._entries.pop(files, None)
+        if entry is not None and entry.path is not None:
+            self._old_files.append(entry.path)
+
+    def _read(self, entry: Entry) -> Adapter:
+        adapter = read_adapter(entry.outline, self._limits)
+        if self._folder is not None:
+            path = Path(self._folder.name, f"{next(self._numbers)}.safetensors")
+            save_file(named_tensors(adapter.weights), path)
+            entry.note_file(str(path))
+        return adapter

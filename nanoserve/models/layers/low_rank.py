@@ -1,0 +1,246 @@
+"""Low-rank adapters of linear layers (LoRA, Hu et al. 2021): y = W x + B A x, row by row.
+
+The rows of a batch may have different adapters, which lie in *places*. W is multiplied as ever, for
+all rows together, so a row without an adapter has the same bits as without this module. Then, for
+each adapter that the step has, two thin products are added to its rows:
+
+    y[rows] += (x[rows] A) B        A [inputs, rank], B [rank, outputs]
+
+Here both are stored transposed, and B includes the factor alpha / rank. Tensor parallelism splits
+them as it splits W: a column-parallel layer has all of A and a part of B's outputs; a row-parallel
+layer has a part of A's inputs, and its results are summed together with those of W.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from nanoserve.models.layers.context import LayerContext, LinearMethod
+from nanoserve.models.layers.linear import ColumnParallelLinear, RowParallelLinear
+
+_GROUP = 4  # rows of an adapter that the kernel computes at once
+_LANES = 16  # the kernel reads this many numbers at once
+
+Weights = Mapping[str, tuple[Tensor, Tensor]]
+# (x, y, a, b, ends, firsts, tokens, starts, places): see `add_low_rank` of
+# `nanoserve.kernels.cpu.low_rank`
+Kernel = Callable[..., None]
+
+
+class Target(NamedTuple):
+    """A matrix that an adapter may change, and the part of it that this rank has.
+
+    name: in checkpoints. shape: of the whole matrix, (outputs, inputs). outputs, inputs: this
+    rank's part. first: the column of the layer's result where its outputs begin.
+    """
+
+    name: str
+    shape: tuple[int, int]
+    outputs: slice
+    inputs: slice
+    first: int
+
+    @property
+    def columns(self) -> slice:
+        """The columns of the layer's result that are this matrix's outputs."""
+        return slice(self.first, self.first + self.outputs.stop - self.outputs.start)
+
+
+def targets_of(path: str, layer: nn.Module) -> list[Target]:
+    """Return the matrices of a linear layer, in the order of their outputs; [] for other modules.
+
+    path: the layer's name in the model.
+    """
+    if isinstance(layer, RowParallelLinear):
+        start = layer.tp.rank * layer.part
+        outputs, inputs = slice(0, layer.shape[0]), slice(start, start + layer.part)
+        return [Target(path, layer.shape, outputs, inputs, 0)]
+    if not isinstance(layer, ColumnParallelLinear):
+        return []
+    targets, first, parent = [], 0, path.rpartition(".")[0]
+    for name, total in layer.outputs.items():
+        start, size = layer.start_of(name), layer.sizes[name]
+        inputs = slice(0, layer.in_features)
+        shape, outputs = (total, layer.in_features), slice(start, start + size)
+        targets.append(Target(f"{parent}.{name}", shape, outputs, inputs, first))
+        first += size
+    return targets
+
+
+class StepRows(NamedTuple):
+    """The tokens of a step that have an adapter.
+
+    by_adapter: (place, tokens) of each adapter, for torch; a slice if it has all tokens of a step.
+    groups: the tokens, where groups of them begin, and the place of each group, int32, for the
+    kernel. One of the two is empty.
+    """
+
+    by_adapter: list[tuple[int, "Tensor | slice"]]
+    groups: tuple[Tensor, ...]
+
+    @classmethod
+    def of(cls, places: np.ndarray, has_kernel: bool, device: torch.device) -> "StepRows":
+        """Group tokens by adapter. places: by token, -1 for none."""
+        present = np.unique(places[places >= 0]).tolist()
+        tokens = [np.flatnonzero(places == place) for place in present]
+        if not has_kernel:
+            rows = [torch.from_numpy(one).to(device) for one in tokens]
+            every = [slice(0, len(places)) if len(one) == len(places) else one for one in rows]
+            return cls([*zip(present, every, strict=True)], ())
+        starts, of_groups = [0], []
+        for place, own in zip(present, tokens, strict=True):
+            for first in range(0, len(own), _GROUP):
+                starts.append(starts[-1] + min(_GROUP, len(own) - first))
+                of_groups.append(place)
+        arrays = np.concatenate(tokens), np.array(starts), np.array(of_groups)
+        return cls([], tuple(torch.from_numpy(one.astype(np.int32)) for one in arrays))
+
+
+class AdaptedLayer:
+    """The matrices of all adapters for one linear layer.
+
+    A's of several targets lie side by side, so one product yields x A of them all.
+    """
+
+    def __init__(
+        self,
+        targets: list[Target],
+        num_places: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.targets = targets
+        inputs, outputs = targets[0].inputs, targets[-1].columns.stop
+        num_inputs = inputs.stop - inputs.start
+        # On a CPU, the system provides this memory page by page, when it is written.
+        empty = partial(torch.empty, dtype=dtype, device=device)
+        num_ranks = -(-len(targets) * max_rank // _LANES) * _LANES
+        self.a: Tensor = empty(num_places, num_inputs, num_ranks)
+        self.b: Tensor = empty(num_places, max_rank, outputs)
+        # By place: where the ranks of each target end, after a 0.
+        self.ends = torch.zeros(num_places, len(targets) + 1, dtype=torch.int32)
+        # The columns where the outputs of each target begin, and their end.
+        firsts = [target.first for target in targets]
+        self.firsts = torch.tensor([*firsts, outputs], dtype=torch.int32)
+        self._ranks: dict[int, list[tuple[int, int]]] = {}  # by place, of targets with an adapter
+
+    def load(self, place: int, weights: Weights) -> None:
+        """Copy this rank's part of an adapter to a place."""
+        end, parts = 0, []
+        for index, target in enumerate(self.targets):
+            start = end
+            if target.name in weights:
+                a, b = weights[target.name]
+                end = start + len(a)
+                self.a[place, :, start:end] = a[:, target.inputs].T
+                self.b[place, : len(a), target.columns] = b[:, target.outputs]
+                parts.append((start, end))
+            else:
+                parts.append((start, start))
+            self.ends[place, index + 1] = end
+        self._ranks[place] = parts
+        if end == 0:
+            del self._ranks[place]
+
+    @property
+    def is_used(self) -> bool:
+        return bool(self._ranks)
+
+    def add(self, x: Tensor, y: Tensor, rows: StepRows, kernel: Kernel | None) -> None:
+        """Add B A x to y, in place: x [num_tokens, inputs], y [num_tokens, outputs]."""
+        if kernel is not None:
+            kernel(x, y, self.a, self.b, self.ends, self.firsts, *rows.groups)
+        for place, tokens in rows.by_adapter:
+            if place in self._ranks:
+                self._add_rows(x, y, place, tokens)
+
+    def _add_rows(self, x: Tensor, y: Tensor, place: int, tokens: "Tensor | slice") -> None:
+        parts, own = self._ranks[place], y[tokens]  # a view for a slice, else a copy
+        narrow = x[tokens] @ self.a[place, :, : parts[-1][1]]
+        for target, (start, end) in zip(self.targets, parts, strict=True):
+            if start < end:
+                b = self.b[place, : end - start, target.columns]
+                own[:, target.columns].addmm_(narrow[:, start:end], b)
+        if not isinstance(tokens, slice):
+            y[tokens] = own
+
+
+class LowRankMethod:
+    """A linear method that adds the adapters' products to those of another one."""
+
+    def __init__(self, inner: LinearMethod, layer: AdaptedLayer, adapters: "Adapters") -> None:
+        self.inner, self._layer, self._adapters = inner, layer, adapters
+
+    def create_weights(
+        self, layer: nn.Module, in_features: int, out_features: int, context: LayerContext
+    ) -> None:
+        raise RuntimeError("adapters are added to a model that has its weights")
+
+    def process_after_loading(self, layer: nn.Module) -> None:
+        self.inner.process_after_loading(layer)
+
+    def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
+        y = self.inner.apply(layer, x)
+        rows = self._adapters.rows
+        if rows is not None and self._layer.is_used:
+            self._layer.add(x, y, rows, self._adapters.kernel)
+        return y
+
+
+class Adapters:
+    """The adapters of one rank's model, and the rows of the current step.
+
+    num_places: most adapters in a batch. kernel: adds the products of all rows, whose bits then
+    depend on no other row; None leaves them to torch.
+    """
+
+    def __init__(
+        self,
+        num_places: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        kernel: Kernel | None = None,
+    ) -> None:
+        self._shape = (num_places, max_rank, dtype, device)
+        self._device, self.kernel = device, kernel
+        self._layers: dict[str, AdaptedLayer] = {}  # by the layer's path
+        self.rows: StepRows | None = None
+
+    def attach(self, model: nn.Module) -> None:
+        """Let the linear layers of a loaded model add the adapters, which stay in their places."""
+        for path, layer in model.named_modules():
+            targets = targets_of(path, layer)
+            if targets:
+                if path not in self._layers:
+                    self._layers[path] = AdaptedLayer(targets, *self._shape)
+                wrap = partial(LowRankMethod, layer=self._layers[path], adapters=self)
+                layer.wrap_method(wrap)
+
+    def load(self, place: int, weights: Weights) -> None:
+        """Copy an adapter to a place, in place of what it had."""
+        for layer in self._layers.values():
+            layer.load(place, weights)
+
+    def begin_step(self, places: np.ndarray | None, cu_seqlens: np.ndarray) -> None:
+        """Set the rows of the next step.
+
+        places: by row, the place of its adapter, -1 for none; None if no row has one. cu_seqlens:
+        where the tokens of each row begin, and the end.
+        """
+        self.rows = None
+        if places is not None:
+            lengths = np.diff(cu_seqlens[: len(places) + 1])
+            by_token = np.repeat(places, lengths)
+            self.rows = StepRows.of(by_token, self.kernel is not None, self._device)
+
+
+def all_targets(model: nn.Module) -> Iterator[Target]:
+    """Yield the matrices of a model that an adapter may change."""
+    for path, layer in model.named_modules():
+        yield from targets_of(path, layer)

@@ -1,0 +1,125 @@
+"""The products of adapters: the kernel and torch's products against float64."""
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from nanoserve.models.layers.low_rank import AdaptedLayer, StepRows, Target
+
+pytest.importorskip("numba")
+
+from nanoserve.kernels.cpu.low_rank import add_low_rank, compile_low_rank
+
+CPU = torch.device("cpu")
+Layer = tuple[AdaptedLayer, dict[int, dict[str, tuple[Tensor, Tensor]]]]
+
+
+def layer_of(
+    inputs: int, outputs: list[int], ranks: list[list[int]], dtype: torch.dtype, seed: int = 0
+) -> Layer:
+    """Return a layer with an adapter in each place, of these ranks by output; 0 is none."""
+    rng, targets, first = torch.Generator().manual_seed(seed), [], 0
+    for index, size in enumerate(outputs):
+        whole = (size, inputs)
+        targets.append(Target(str(index), whole, slice(0, size), slice(0, inputs), first))
+        first += size
+    largest = max(map(max, ranks))
+    layer = AdaptedLayer(targets, len(ranks), largest, dtype, CPU)
+    layer.a.fill_(torch.nan)  # what is not loaded must not be read
+    layer.b.fill_(torch.nan)
+    adapters = {}
+    for place, own in enumerate(ranks):
+        adapters[place] = {
+            str(index): (
+                torch.randn(rank, inputs, generator=rng).to(dtype),
+                torch.randn(rank, outputs[index], generator=rng).to(dtype),
+            )
+            for index, rank in enumerate(own)
+            if rank
+        }
+        layer.load(place, adapters[place])
+    return layer, adapters
+
+
+def expected(layer: Layer, x: Tensor, y: Tensor, places: np.ndarray) -> Tensor:
+    """Compute the result in float64."""
+    own, adapters = layer
+    out = y.double()
+    for row, place in enumerate(places.tolist()):
+        for target in own.targets:
+            if place >= 0 and target.name in adapters[place]:
+                a, b = (one.double() for one in adapters[place][target.name])
+                out[row, target.columns] += (a @ x[row].double()) @ b
+    return out
+
+
+CASES = [
+    (48, [64, 32, 32], [[4, 4, 4], [1, 0, 7], [0, 0, 0], [16, 16, 16]]),
+    (80, [48], [[5], [64], [3]]),
+    (7, [5, 13], [[2, 3], [0, 1]]),
+    (33, [17], [[1]]),
+]
+
+
+@pytest.mark.parametrize("kernel", [add_low_rank, None], ids=["kernel", "torch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rows_get_their_adapters_products(
+    case: tuple[int, list[int], list[list[int]]],
+    dtype: torch.dtype,
+    kernel: Callable[..., None] | None,
+) -> None:
+    inputs, outputs, ranks = case
+    layer = layer_of(inputs, outputs, ranks, dtype)
+    rng = np.random.default_rng(0)
+    for num_rows in (1, 2, 5, 23):
+        places = rng.integers(-1, len(ranks), num_rows)
+        places[0] = 0
+        x = torch.randn(num_rows, inputs).to(dtype)
+        whole = torch.randn(num_rows, sum(outputs) + 3).to(dtype)
+        y = whole[:, : sum(outputs)]  # its rows are apart
+        before, right = y.clone(), expected(layer, x, y, places)
+        rows = StepRows.of(places, kernel is not None, CPU)
+        layer[0].add(x, y, rows, kernel)
+        error = (y.double() - right).abs().max() / right.abs().max()
+        assert error < (1e-5 if dtype == torch.float32 else 0.02)
+        without = places < 0
+        assert torch.equal(y[without], before[without])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_bits_of_a_row_depend_on_no_other(dtype: torch.dtype) -> None:
+    layer, _ = layer_of(48, [64, 20], [[9, 3], [16, 5]], dtype)
+    x, y = torch.randn(9, 48).to(dtype), torch.randn(9, 84).to(dtype)
+    together = y.clone()
+    places = np.array([0, 1, 0, 0, 0, 1, 0, -1, 0])
+    layer.add(x, together, StepRows.of(places, True, CPU), add_low_rank)
+    for row in range(9):
+        alone = y[row : row + 1].clone()
+        if places[row] >= 0:
+            layer.add(x[row : row + 1], alone, StepRows.of(places[row : row + 1], True, CPU),
+                      add_low_rank)  # fmt: skip
+        assert torch.equal(alone[0], together[row]), row
+
+
+def test_an_adapter_replaces_the_one_before_it() -> None:
+    layer, adapters = layer_of(16, [16, 16], [[4, 4], [2, 2]], torch.float32)
+    only_second = {"1": adapters[1]["1"]}
+    layer.load(0, only_second)
+    x, y = torch.randn(1, 16), torch.zeros(1, 32)
+    layer.add(x, y, StepRows.of(np.array([0]), True, CPU), add_low_rank)
+    assert not y[:, :16].any() and y[:, 16:].any()
+    layer.load(0, {})
+    layer.load(1, {})
+    assert not layer.is_used
+
+
+def test_unsuitable_arguments_are_refused() -> None:
+    layer, _ = layer_of(16, [16], [[4]], torch.float32)
+    rows = StepRows.of(np.array([0, 0]), True, CPU)
+    with pytest.raises(ValueError, match="strides"):
+        layer.add(torch.randn(2, 16), torch.zeros(16, 2).T, rows, add_low_rank)
+    compile_low_rank(torch.float32)
