@@ -1,5 +1,6 @@
 """Shared by the tests of all stages: a model, and nanoserve's scheduler as the reference."""
 
+import random
 import re
 from collections.abc import Callable
 from functools import cache, wraps
@@ -116,6 +117,23 @@ def both_schedulers(
     order = your_features.shortest_first(aging)
     ours = ShortestFirst(config, options["num_blocks"], max_len)
     return your_features.PolicyScheduler(yours, order), ours
+
+
+def random_case(
+    rng: random.Random, num_requests: int, longest_prompt: int
+) -> tuple[dict[str, int], list[Arrival]]:
+    """Return options and arrivals for `check_plans`; no sequence has more than 40 tokens."""
+    max_num_seqs, block_size = rng.randint(2, 6), rng.randint(1, 4)
+    alone = -(-40 // block_size)  # blocks of the longest sequence
+    options = {"num_blocks": alone + rng.randint(0, alone), "block_size": block_size}
+    options |= {"max_num_seqs": max_num_seqs, "threshold": rng.choice([0, 0, 1, 5])}
+    options["budget"] = max_num_seqs + rng.choice([0, 1, 10, 40])
+    steps = sorted(rng.randint(0, 2 * num_requests) for _ in range(num_requests))
+    arrivals: list[Arrival] = []
+    for at in steps:
+        prompt = [rng.randrange(2) for _ in range(rng.randint(1, longest_prompt))]
+        arrivals.append((at, prompt, rng.randint(1, 40)))
+    return options, arrivals
 
 
 def check_plans(

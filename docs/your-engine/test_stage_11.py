@@ -6,7 +6,7 @@ from itertools import accumulate
 import pytest
 
 from .compare import CHECKPOINT, CONFIG, by_engine, by_yours, workload
-from .stages import check_plans, stage
+from .stages import check_plans, random_case, stage
 from .your_engine import Config, Engine, Plan, Row, Sequence
 from .your_features import PolicyScheduler, shortest_first
 
@@ -179,15 +179,8 @@ def test_the_mean_time_is_shorter() -> None:
 @stage(11)
 def test_it_plans_what_the_engine_plans_with_this_order(seed: int) -> None:
     """The first cases are the smallest."""
-    rng, num_requests = random.Random(seed), 2 + seed // 3
-    max_num_seqs, block_size = rng.randint(2, 6), rng.randint(1, 4)
-    alone = -(-40 // block_size)  # blocks of the longest sequence
-    options = {"num_blocks": alone + rng.randint(0, alone), "block_size": block_size}
-    options |= {"max_num_seqs": max_num_seqs, "threshold": rng.choice([0, 0, 1, 5])}
-    options["budget"] = max_num_seqs + rng.choice([0, 1, 10, 40])
-    steps = sorted(rng.randint(0, 2 * num_requests) for _ in range(num_requests))
-    prompts = [[rng.randrange(2) for _ in range(rng.randint(1, min(30, 10 + seed)))] for _ in steps]
-    arrivals = [(at, prompt, rng.randint(1, 40)) for at, prompt in zip(steps, prompts, strict=True)]
+    rng = random.Random(seed)
+    options, arrivals = random_case(rng, 2 + seed // 3, min(30, 10 + seed))
     check_plans(options, arrivals, 40, aging=rng.choice([0, 1, 3]))
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from . import your_engine
 from .compare import CHECKPOINT, CONFIG, by_engine, by_yours, workload
-from .stages import QUESTION, check_plans, stage
+from .stages import QUESTION, check_plans, random_case, stage
 from .your_engine import Config, Model, Plan, Sequence
 from .your_features import PENDING, AsyncEngine, AsyncScheduler
 
@@ -165,15 +165,7 @@ def test_a_chunk_has_no_pending_token() -> None:
 @stage(13)
 def test_it_plans_what_the_engine_plans_one_step_ahead(seed: int) -> None:
     """The first cases are the smallest."""
-    rng, num_requests = random.Random(seed), 1 + seed // 4
-    max_num_seqs, block_size = rng.randint(2, 6), rng.randint(1, 4)
-    alone = -(-40 // block_size)  # blocks of the longest sequence
-    options = {"num_blocks": alone + rng.randint(0, alone), "block_size": block_size}
-    options |= {"max_num_seqs": max_num_seqs, "threshold": rng.choice([0, 0, 1, 5])}
-    options["budget"] = max_num_seqs + rng.choice([0, 1, 10, 40])
-    steps = sorted(rng.randint(0, 2 * num_requests) for _ in range(num_requests))
-    prompts = [[rng.randrange(2) for _ in range(rng.randint(1, min(30, 10 + seed)))] for _ in steps]
-    arrivals = [(at, prompt, rng.randint(1, 40)) for at, prompt in zip(steps, prompts, strict=True)]
+    options, arrivals = random_case(random.Random(seed), 1 + seed // 4, min(30, 10 + seed))
     check_plans(options, arrivals, 40, is_async=True)
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import pytest
 
-from .stages import check_plans, stage
+from .stages import check_plans, random_case, stage
 from .your_engine import Config, Plan, Scheduler, Sequence
 
 
@@ -83,22 +83,7 @@ def test_it_is_admitted_again_with_cached_blocks() -> None:
 @stage(6)
 def test_it_plans_what_the_engine_plans(seed: int) -> None:
     """The first cases are the smallest."""
-    rng, num_requests = random.Random(seed), 2 + seed // 3
-    max_num_seqs, block_size = rng.randint(2, 6), rng.randint(1, 4)
-    alone = -(-40 // block_size)  # blocks of the longest sequence
-    options = {"num_blocks": alone + rng.randint(0, alone), "block_size": block_size}
-    options |= {"max_num_seqs": max_num_seqs, "threshold": rng.choice([0, 0, 1, 5])}
-    options["budget"] = max_num_seqs + rng.choice([0, 1, 10, 40])
-    steps = sorted(rng.randint(0, 2 * num_requests) for _ in range(num_requests))
-    longest = min(30, 10 + seed)
-    check_plans(
-        options,
-        [
-            (at, [rng.randrange(2) for _ in range(rng.randint(1, longest))], rng.randint(1, 40))
-            for at in steps
-        ],
-        max_len=40,
-    )
+    check_plans(*random_case(random.Random(seed), 2 + seed // 3, min(30, 10 + seed)), max_len=40)
 
 
 @stage(6)
