@@ -1,11 +1,14 @@
 """The adapters of a rank: where their matrices are, and how a step gets them."""
 
+from functools import partial
+
 import numpy as np
 import torch
 from safetensors.torch import load_file
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine.adapter_rows import AdapterLoad, AdapterRows
+from nanoserve.kernels.cpu.memory import map_zeros
 from nanoserve.models.layers.low_rank import Adapters, Kernel, Weights
 
 
@@ -22,7 +25,9 @@ def make_adapters(
 
         kernel = add_low_rank
         compile_low_rank(dtype)
-    return Adapters(config.max_loras, config.max_lora_rank, dtype, device, kernel)
+    zeros = map_zeros if device.type == "cpu" else partial(torch.zeros, device=device)
+    matrices = partial(zeros, dtype=dtype)
+    return Adapters(config.max_loras, config.max_lora_rank, matrices, device, kernel)
 
 
 def begin_step(adapters: Adapters, rows: AdapterRows | None, cu_seqlens: np.ndarray) -> None:

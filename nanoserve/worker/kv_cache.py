@@ -5,7 +5,6 @@ Reserving 4,096 tokens for each user takes 2 GiB, so 64 GiB serve 32 users. In b
 with 300 tokens takes 19 blocks = 152 MiB, and the same 64 GiB serve 431.
 """
 
-import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -138,7 +137,7 @@ def allocate_kv_caches(
     nothing. Large pages, where the system has them, make reading scattered blocks an eighth faster.
     """
     by_group = KVCacheLayout(spec, tuple(groups), layers_here).group_layers()
-    zeros = _map_zeros if device.type == "cpu" else partial(torch.zeros, device=device)
+    zeros = map_zeros if device.type == "cpu" else partial(torch.zeros, device=device)
     shared = spec.allocate(max(map(len, by_group)), num_kv_blocks + 1, zeros)
     caches = {
         layer: replace(cache, group=group)
@@ -146,10 +145,6 @@ def allocate_kv_caches(
         for layer, cache in zip(layers, shared, strict=False)
     }
     return [caches[layer] for layer in layers_here if layer in caches]
-
-
-def _map_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    return map_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)
 
 
 def physical_memory_bytes() -> int:

@@ -4,7 +4,6 @@ They are allocated for all slots at the start, next to the KV blocks. So they li
 running sequences, not their length.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -74,7 +73,7 @@ class RecurrentStates:
 
         On a CPU, the system provides the memory of a slot when it is first used.
         """
-        zeros = _map_zeros if device.type == "cpu" else partial(torch.zeros, device=device)
+        zeros = map_zeros if device.type == "cpu" else partial(torch.zeros, device=device)
         return {layer: spec.allocate(self.num_slots, zeros) for layer, spec in self.specs.items()}
 
     def describe(self) -> str:
@@ -83,7 +82,3 @@ class RecurrentStates:
             return ""
         gib = self.num_bytes / 2**30
         return f", recurrent states of {self.num_slots} sequences ({gib:.2f} GiB)"
-
-
-def _map_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    return map_zeros(math.prod(shape) * dtype.itemsize).view(dtype).view(shape)

@@ -12,7 +12,8 @@ from nanoserve.kernels.cpu.elements import ELEMENTS
 from nanoserve.kernels.cpu.integer_inputs import GROUP
 from nanoserve.kernels.cpu.integer_tiles import make_product
 from nanoserve.kernels.cpu.isa import KINDS, kinds_here
-from nanoserve.kernels.cpu.packing import PANEL, empty, empty_panels, pack_into, unpadded
+from nanoserve.kernels.cpu.memory import map_zeros
+from nanoserve.kernels.cpu.packing import PANEL, empty_panels, pack_into, unpadded
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 _PIECE = 2**22  # codes that are packed at a time
@@ -142,7 +143,7 @@ def scale_dtype(scale: Tensor) -> torch.dtype:
 def pack_scales(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Pack float32 [outputs, groups] into [panels, groups, PANEL] of `dtype`."""
     outputs, groups = scale.shape
-    packed = empty((-(-outputs // PANEL), groups, PANEL), dtype)
+    packed = map_zeros((-(-outputs // PANEL), groups, PANEL), dtype)
     for panel, rows in enumerate(scale.split(PANEL)):
         packed[panel, :, : len(rows)] = rows.t()
     return packed

@@ -33,6 +33,7 @@ from nanoserve.kernels.cpu.vectors import (
     load,
     multiply_add,
     offset,
+    prefetch,
     rounded,
     splat,
 )
@@ -97,19 +98,24 @@ def _load(b: Any, place: Any, dtype: str) -> Any:
 
 @intrinsic(prefer_literal=True)
 def _add_tile(
-    typing_context, rows, vectors, w_dtype, out_dtype, x, x_stride, w, w_stride, steps, outs
+    typing_context, rows, vectors, w_dtype, out_dtype, x, x_stride, w, w_stride, ahead, steps, outs
 ):
-    """Add x [rows, steps] . w [steps, vectors x 16] to the rows at the addresses `outs`."""
+    """Add x [rows, steps] . w [steps, vectors x 16] to the rows at the addresses `outs`.
+
+    ahead: bytes from what is read to what is prefetched.
+    """
     num_rows, num_vectors = rows.literal_value, vectors.literal_value
     w_name, out_name = w_dtype.literal_value, out_dtype.literal_value
     w_bytes, out_bytes = (LANES * (4 if name == "float32" else 2) for name in (w_name, out_name))
 
     def generate(context, b, signature, args):
-        x, x_stride, w, w_stride, steps, outs = args[4:]
+        x, x_stride, w, w_stride, ahead, steps, outs = args[4:]
         number = x.type
         sums = Accumulators(b, num_rows, num_vectors, constant(FLOAT, 0.0))
         with cgutils.for_range(b, steps, intp=number) as loop:
             here = offset(b, w, (loop.index, w_stride))
+            for line in range(0, num_vectors * w_bytes, 64):
+                prefetch(b, offset(b, here, (ahead, 1), (line, 1)))
             weights = [_load(b, offset(b, here, (i, w_bytes)), w_name) for i in range(num_vectors)]
             for r in range(num_rows):
                 place = offset(b, x, (r, x_stride), (loop.index, 4))
@@ -122,7 +128,7 @@ def _add_tile(
             store_vector(b, rounded(b, total, out_name), place)
         return context.get_dummy_value()
 
-    return types.void(rows, vectors, w_dtype, out_dtype, *[types.intp] * 5, outs), generate
+    return types.void(rows, vectors, w_dtype, out_dtype, *[types.intp] * 6, outs), generate
 
 
 @functools.cache
@@ -172,16 +178,16 @@ def _make_add(dtype: str, is_parallel: bool) -> Any:
                     is_pair = num_vectors - vector >= 2
                     if at_once == 4 and is_pair:
                         _add_tile(4, 2, dtype, "float32", source, inputs * 4, here, w_stride,
-                                  inputs, outs)  # fmt: skip
+                                  w_stride * 16, inputs, outs)  # fmt: skip
                     elif at_once == 4:
                         _add_tile(4, 1, dtype, "float32", source, inputs * 4, here, w_stride,
-                                  inputs, outs)  # fmt: skip
+                                  w_stride * 16, inputs, outs)  # fmt: skip
                     elif is_pair:
                         _add_tile(1, 2, dtype, "float32", source, inputs * 4, here, w_stride,
-                                  inputs, outs)  # fmt: skip
+                                  w_stride * 16, inputs, outs)  # fmt: skip
                     else:
                         _add_tile(1, 1, dtype, "float32", source, inputs * 4, here, w_stride,
-                                  inputs, outs)  # fmt: skip
+                                  w_stride * 16, inputs, outs)  # fmt: skip
                     vector += 2 if is_pair else 1
                 row += at_once
             # 3) B (A x), added to the rows of y.
@@ -210,18 +216,18 @@ def _make_add(dtype: str, is_parallel: bool) -> Any:
                         if num_vectors - vector >= 4:
                             if at_once == 4:
                                 _add_tile(4, 4, dtype, dtype, source, by_row, here,
-                                          outputs * size, end - start, outs)  # fmt: skip
+                                          outputs * size, 128 * size, end - start, outs)  # fmt: skip
                             else:
                                 _add_tile(1, 4, dtype, dtype, source, by_row, here,
-                                          outputs * size, end - start, outs)  # fmt: skip
+                                          outputs * size, 128 * size, end - start, outs)  # fmt: skip
                             vector += 4
                         else:
                             if at_once == 4:
                                 _add_tile(4, 1, dtype, dtype, source, by_row, here,
-                                          outputs * size, end - start, outs)  # fmt: skip
+                                          outputs * size, 32 * size, end - start, outs)  # fmt: skip
                             else:
                                 _add_tile(1, 1, dtype, dtype, source, by_row, here,
-                                          outputs * size, end - start, outs)  # fmt: skip
+                                          outputs * size, 32 * size, end - start, outs)  # fmt: skip
                             vector += 1
                     row += at_once
                 # Columns after the last vector.

@@ -41,7 +41,7 @@ def pack(weight: Tensor, depth: int) -> Tensor:
 
 def empty_panels(outputs: int, inputs: int, depth: int, dtype: torch.dtype) -> Tensor:
     """Return zeros [panels, steps, PANEL, depth] for so many outputs and inputs."""
-    return empty((-(-outputs // PANEL), -(-inputs // depth), PANEL, depth), dtype)
+    return map_zeros((-(-outputs // PANEL), -(-inputs // depth), PANEL, depth), dtype)
 
 
 def pack_into(packed: Tensor, weight: Tensor) -> None:
@@ -100,8 +100,3 @@ def unpadded(out: Tensor, outputs: int, x: Tensor) -> Tensor:
     if out.dtype != x.dtype:
         out = out.to(x.dtype)
     return out if x.dim() == 2 else out.view(*x.shape[:-1], outputs)
-
-
-def empty(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    num_bytes = torch.Size(shape).numel() * dtype.itemsize
-    return map_zeros(max(num_bytes, 1))[:num_bytes].view(dtype).view(shape)

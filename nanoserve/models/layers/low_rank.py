@@ -29,6 +29,7 @@ Weights = Mapping[str, tuple[Tensor, Tensor]]
 # (x, y, a, b, ends, firsts, tokens, starts, places): see `add_low_rank` of
 # `nanoserve.kernels.cpu.low_rank`
 Kernel = Callable[..., None]
+Zeros = Callable[[tuple[int, ...]], Tensor]
 
 
 class Target(NamedTuple):
@@ -111,17 +112,14 @@ class AdaptedLayer:
         targets: list[Target],
         num_places: int,
         max_rank: int,
-        dtype: torch.dtype,
-        device: torch.device,
+        zeros: Zeros,
     ) -> None:
         self.targets = targets
         inputs, outputs = targets[0].inputs, targets[-1].columns.stop
         num_inputs = inputs.stop - inputs.start
-        # On a CPU, the system provides this memory page by page, when it is written.
-        empty = partial(torch.empty, dtype=dtype, device=device)
         num_ranks = -(-len(targets) * max_rank // _LANES) * _LANES
-        self.a: Tensor = empty(num_places, num_inputs, num_ranks)
-        self.b: Tensor = empty(num_places, max_rank, outputs)
+        self.a = zeros((num_places, num_inputs, num_ranks))
+        self.b = zeros((num_places, max_rank, outputs))
         # By place: where the ranks of each target end, after a 0.
         self.ends = torch.zeros(num_places, len(targets) + 1, dtype=torch.int32)
         # The columns where the outputs of each target begin, and their end.
@@ -195,19 +193,20 @@ class LowRankMethod:
 class Adapters:
     """The adapters of one rank's model, and the rows of the current step.
 
-    num_places: most adapters in a batch. kernel: adds the products of all rows, whose bits then
-    depend on no other row; None leaves them to torch.
+    num_places: most adapters in a batch. zeros: allocates matrices of a shape on the device, in the
+    adapters' data type. kernel: adds the products of all rows, whose bits then depend on no other
+    row; None leaves them to torch.
     """
 
     def __init__(
         self,
         num_places: int,
         max_rank: int,
-        dtype: torch.dtype,
+        zeros: Zeros,
         device: torch.device,
         kernel: Kernel | None = None,
     ) -> None:
-        self._shape = (num_places, max_rank, dtype, device)
+        self._shape = (num_places, max_rank, zeros)
         self._device, self.kernel = device, kernel
         self._layers: dict[str, AdaptedLayer] = {}  # by the layer's path
         self.rows: StepRows | None = None
