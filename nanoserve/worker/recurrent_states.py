@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
-from torch import Tensor
 
 from nanoserve.attention.recurrent_state import RecurrentState, RecurrentStateSpec
 from nanoserve.checkpoint.model_config import ModelConfig

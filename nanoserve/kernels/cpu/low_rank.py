@@ -191,6 +191,7 @@ def _make_add(dtype: str, is_parallel: bool) -> Any:
                     vector += 2 if is_pair else 1
                 row += at_once
             # 3) B (A x), added to the rows of y.
+            b_stride = outputs * size
             for target in range(num_targets):
                 start, end = ends[place, target], ends[place, target + 1]
                 if start == end:
@@ -215,19 +216,19 @@ def _make_add(dtype: str, is_parallel: bool) -> Any:
                         here = w + skip
                         if num_vectors - vector >= 4:
                             if at_once == 4:
-                                _add_tile(4, 4, dtype, dtype, source, by_row, here,
-                                          outputs * size, 128 * size, end - start, outs)  # fmt: skip
+                                _add_tile(4, 4, dtype, dtype, source, by_row, here, b_stride,
+                                          128 * size, end - start, outs)  # fmt: skip
                             else:
-                                _add_tile(1, 4, dtype, dtype, source, by_row, here,
-                                          outputs * size, 128 * size, end - start, outs)  # fmt: skip
+                                _add_tile(1, 4, dtype, dtype, source, by_row, here, b_stride,
+                                          128 * size, end - start, outs)  # fmt: skip
                             vector += 4
                         else:
                             if at_once == 4:
-                                _add_tile(4, 1, dtype, dtype, source, by_row, here,
-                                          outputs * size, 32 * size, end - start, outs)  # fmt: skip
+                                _add_tile(4, 1, dtype, dtype, source, by_row, here, b_stride,
+                                          32 * size, end - start, outs)  # fmt: skip
                             else:
-                                _add_tile(1, 1, dtype, dtype, source, by_row, here,
-                                          outputs * size, 32 * size, end - start, outs)  # fmt: skip
+                                _add_tile(1, 1, dtype, dtype, source, by_row, here, b_stride,
+                                          32 * size, end - start, outs)  # fmt: skip
                             vector += 1
                     row += at_once
                 # Columns after the last vector.
