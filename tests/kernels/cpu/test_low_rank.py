@@ -1,6 +1,7 @@
 """The products of adapters: the kernel and torch's products against float64."""
 
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -27,7 +28,7 @@ def layer_of(
         targets.append(Target(str(index), whole, slice(0, size), slice(0, inputs), first))
         first += size
     largest = max(map(max, ranks))
-    layer = AdaptedLayer(targets, len(ranks), largest, dtype, CPU)
+    layer = AdaptedLayer(targets, len(ranks), largest, partial(torch.zeros, dtype=dtype))
     layer.a.fill_(torch.nan)  # what is not loaded must not be read
     layer.b.fill_(torch.nan)
     adapters = {}
