@@ -257,7 +257,13 @@ def test_a_priority_that_is_no_integer_is_refused(engine: GuardedEngine, priorit
 
 @pytest.mark.parametrize(
     ("priority", "told"),
-    [([0], "1 priority"), ([0, 0, 0], "3 priority"), ([0, 1.5], "1.5"), ("01", "'"), (0.5, "int")],
+    [
+        ([0], "1 priority"),
+        ([0, 0, 0], "3 priority"),
+        ([0, 1.5], "1.5"),
+        ("01", "int"),
+        (0.5, "int"),
+    ],
     ids=str,
 )
 def test_priorities_of_another_number_or_type_are_refused(

@@ -31,7 +31,7 @@ MISSING = [
     ("/v1/batches/batch_1", 400, "nanoserve batch"),
     ("/v1/assistants", 400, "/v1/chat/completions"),
     ("/v1/threads/t/runs", 400, "/v1/chat/completions"),
-    ("/v1/fine_tuning/jobs", 400, "merge"),
+    ("/v1/fine_tuning/jobs", 400, "--lora-modules"),
     ("/v1/vector_stores", 400, "/v1/chat/completions"),
     ("/generate", 400, "/v1/completions"),
     ("/api/chat", 404, "/v1/chat/completions"),

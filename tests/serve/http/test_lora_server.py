@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from nanoserve import LoRARequest, SamplingParams
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.serve.async_llm import AsyncLLM
+from nanoserve.serve.http.api_docs import BODIES, openapi
 from nanoserve.serve.http.app import ApiServer
 from nanoserve.serve.http.lora import parse_module
 from nanoserve.serve.http.settings import ServerSettings
@@ -79,6 +80,16 @@ def test_the_model_of_a_request_names_its_adapter(server: Served, root: Path) ->
     _, _, other = ask(server, "/v1/chat/completions", {**body, "model": "two", "temperature": 0})
     assert answer["choices"] != other["choices"]
     server.wait_until_idle()
+
+
+def test_the_schema_has_the_endpoints_and_their_fields(server: Served) -> None:
+    described = openapi(server.api.app)
+    for path in ("/v1/load_lora_adapter", "/v1/unload_lora_adapter"):
+        body, operation = BODIES[path], described["paths"][path]["post"]
+        schema = operation["requestBody"]["content"]["application/json"]["schema"]
+        assert schema == {"$ref": f"#/components/schemas/{body.__name__}"}
+        known = described["components"]["schemas"][body.__name__]["properties"]
+        assert known.keys() == body.model_fields.keys() and operation["summary"].endswith(".")
 
 
 def test_clients_load_replace_and_unload_adapters(server: Served, root: Path) -> None:

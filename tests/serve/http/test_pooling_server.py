@@ -237,7 +237,8 @@ def test_classes_have_the_names_of_the_checkpoint(tmp_path: Path) -> None:
 
 def test_the_schema_has_the_endpoints_and_their_fields(server: Served) -> None:
     described = openapi(server.api.app)
-    for path, body in BODIES.items():
+    adapters = {"/v1/load_lora_adapter", "/v1/unload_lora_adapter"}  # see test_lora_server
+    for path, body in ((path, body) for path, body in BODIES.items() if path not in adapters):
         operation = described["paths"][path]["post"]
         schema = operation["requestBody"]["content"]["application/json"]["schema"]
         assert schema == {"$ref": f"#/components/schemas/{body.__name__}"}
