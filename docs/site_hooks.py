@@ -123,6 +123,19 @@ def _to_source(target: str, uri: str) -> str:
     return f"source:{path}"
 
 
+# Long lines scroll inside the table, so that the page is as wide as a phone.
+_SOURCE_STYLE = """<meta name="viewport" content="width=device-width,initial-scale=1">
+<style>
+.highlighttable { display: block; overflow-x: auto; }
+@media (prefers-color-scheme: dark) {
+body { background: #272822; color: #f8f8f2; }
+td.linenos, td.linenos .normal, .linenos a { background: #272822; color: #8f908a; }
+DARK
+}
+</style>
+"""
+
+
 def _source_page(name: str) -> str:
     """Return a file of the repository as a page, with an anchor for each line."""
     from pygments import highlight
@@ -137,6 +150,8 @@ def _source_page(name: str) -> str:
         lexer = get_lexer_for_filename("plain.txt")
     look = {"linenos": "table", "lineanchors": "L", "anchorlinenos": True, "title": name}
     page = highlight(text, lexer, HtmlFormatter(full=True, style="default", **look))
+    dark = HtmlFormatter(style="monokai").get_style_defs(".highlight")
+    page = page.replace("</head>", _SOURCE_STYLE.replace("DARK", dark) + "</head>", 1)
     # Line 7 is #L7, as in the file views of repositories.
     return re.sub(r'((?:id|name|href)="#?L)-(\d+")', r"\1\2", page)
 
