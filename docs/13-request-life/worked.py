@@ -16,7 +16,7 @@ METHODS = {
     "on_step_start": "release held sequences, or finish sequences",
     "token_budget": "lower the token budget of this step",
     "may_admit": "see a waiting sequence before it is admitted, and leave it out of this step",
-    "on_admit": "fill blocks of a new sequence from elsewhere",
+    "on_admit": "note that a sequence begins to run, or fill its blocks from elsewhere",
     "limit_tokens": "give a sequence fewer tokens, or none",
     "extend_plan": "add draft tokens",
     "forward_inputs": "add inputs of the model",
@@ -38,6 +38,8 @@ FEATURES = {
     "KVEvents": "KV events",
     "HostCopies": "trace",
     "RequestSpans": "request spans",
+    "LoRAAdapters": "adapters",
+    "PromptEmbedsInput": "prompt embeddings",
 }
 
 
