@@ -95,6 +95,14 @@ def test_a_limit_of_adapters() -> None:
     assert worked.starving(50, skips=True) == 1 + 8 * 50 + 10
 
 
+def test_the_engine_equals_merged_weights() -> None:
+    found, num_rows = worked.served()
+    assert all(one.token_ids == one.merged for one in found)
+    assert len({one.text for one in found}) == len(worked.SERVED)  # adapters matter
+    assert num_rows == [len(worked.SERVED)] * 10  # all of them in each step
+    assert [row[3] for row in cells(worked.served_table())] == ["10 of 10"] * 4
+
+
 def test_pooling() -> None:
     assert [worked.pooled(how) for how in ("first", "last")] == [[1.0, 0.0], [0.8, 0.6]]
     assert worked.pooled("mean") == [0.707, 0.707]  # (7, 7) / 3

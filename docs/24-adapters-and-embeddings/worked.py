@@ -1,15 +1,27 @@
 """Chapter 24's numbers: size of an adapter, many of them in one batch, keys, pooling, images.
 
-The engine has no adapters and no pooling. The products are numpy, on a batch that is packed as the
-engine packs one; its own `Scheduler` and `BlockManager` decide which requests are admitted under a
-limit of adapters, and which share blocks.
+Most is computed without the engine, so that each table is a few lines: the products are numpy, on a
+batch that is packed as the engine packs one; its own `Scheduler` and `BlockManager` decide which
+requests are admitted under a limit of adapters, and which share blocks. Then `served` runs the
+engine with adapters.
 """
 
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import numpy as np
+import torch
+from safetensors.torch import load_file, save_file
 from tables import table
+from torch import Tensor
 
+from nanoserve import LLM, LoRARequest
+from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.config import EngineConfig
 from nanoserve.engine.block_manager import BlockManager
 from nanoserve.engine.extension import Extension
@@ -243,12 +255,94 @@ def limit_table(adapters: str, lengths: list[int], max_loras: int) -> str:
 
 
 def starving(num_later: int, skips: bool) -> int:
-    """The step in which a request of Z begins that arrives in step 2. There are two adapter slots,
-    and X and Y run. Later, every eight steps, another request of X and one of Y arrive; each takes
-    ten steps."""
+    """The step in which a request of Z begins that arrives in step 2. There are two places, and X
+    and Y run. Later, every eight steps, another request of X and one of Y arrive; each takes ten
+    steps."""
     later = [1 + 8 * (i // 2 + 1) for i in range(2 * num_later)]
     adapters, lengths = "XYZ" + "XY" * num_later, [10] * (3 + 2 * num_later)
     return first_steps(adapters, lengths, 2, skips, [1, 1, 2, *later])[2]
+
+
+# ---------------------------------------------------------------- the engine
+
+RANK, ALPHA = 4, 48  # so large that random numbers change the answers
+# Of a batch: question and adapter of each request.
+SERVED = (
+    ("What is a KV cache?", "first"),
+    ("What is a KV cache?", "none"),
+    ("What is a KV cache?", "second"),
+    ("What is a block table?", "first"),
+)
+
+
+class Served(NamedTuple):
+    """What a request got in the batch, and the tokens of a model with merged weights, alone."""
+
+    text: str
+    token_ids: list[int]
+    merged: list[int]
+
+
+def write_adapter(folder: Path, seed: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Write an adapter of random numbers for two matrices of each layer, as peft does.
+
+    Returns the weights with it merged in: W + scaling B A.
+    """
+    rng, tensors, merged = torch.Generator().manual_seed(seed), {}, dict(weights)
+    for name, weight in weights.items():
+        if name.endswith(("q_proj.weight", "down_proj.weight")):
+            outputs, inputs = weight.shape
+            a = torch.randn(RANK, inputs, generator=rng) / inputs**0.5
+            b = torch.randn(outputs, RANK, generator=rng) / outputs**0.5
+            module = f"base_model.model.{name.removesuffix('.weight')}"
+            tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+            merged[name] = weight + ALPHA / RANK * b @ a
+    folder.mkdir()
+    entries = {"peft_type": "LORA", "r": RANK, "lora_alpha": ALPHA}
+    (folder / "adapter_config.json").write_text(json.dumps(entries))
+    save_file(tensors, folder / "adapter_model.safetensors")
+    return merged
+
+
+@cache
+def served() -> tuple[list[Served], list[int]]:
+    """Serve `SERVED` in one batch, and each request alone by a model with merged weights.
+
+    Returns both, and the rows of each step of the batch.
+    """
+    params = SamplingParams(temperature=0, max_tokens=10)
+    files = load_file(bundled_checkpoint("tiny-qwen3") / "model.safetensors")
+    weights = {name: tensor.float() for name, tensor in files.items()}
+    chats = [[{"role": "user", "content": question}] for question, _ in SERVED]
+    models, adapters, num_rows = {"none": weights}, {}, []
+    with TemporaryDirectory() as folder:
+        for seed, name in enumerate(("first", "second"), start=2):
+            path = Path(folder, name)
+            models[name] = write_adapter(path, seed, weights)
+            adapters[name] = LoRARequest(name, seed, str(path))
+        with LLM("tiny-qwen3", dtype="float32", enable_lora=True, max_loras=2) as llm:
+            own = [*adapters.values()]
+            llm.generate(["a", "b"], params, use_tqdm=False, lora_request=own)  # reads them
+            llm.engine.observers.append(lambda plan, *_: num_rows.append(len(plan.rows)))
+            requests = [adapters.get(name) for _, name in SERVED]
+            outputs = llm.chat(chats, params, use_tqdm=False, lora_request=requests)
+    found = []
+    with LLM("tiny-qwen3", dtype="float32") as llm:
+        for output, chat, (_, name) in zip(outputs, chats, SERVED, strict=True):
+            llm.update_weights(models[name])
+            (alone,) = llm.chat(chat, params, use_tqdm=False)
+            (one,), (other,) = output.outputs, alone.outputs
+            found.append(Served(one.text, list(one.token_ids), list(other.token_ids)))
+    return found, num_rows
+
+
+def served_table() -> str:
+    """Table: requests of one batch, what they got, and how many tokens the merged models share."""
+    rows = []
+    for (question, name), one in zip(SERVED, served()[0], strict=True):
+        num_equal = sum(map(int.__eq__, one.token_ids, one.merged))
+        rows.append((question, name, one.text, f"{num_equal} of {len(one.merged)}"))
+    return table(("question", "adapter", "first tokens", "equal with merged weights"), rows)
 
 
 # ---------------------------------------------------------------- other outputs, other inputs

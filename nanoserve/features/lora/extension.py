@@ -28,7 +28,7 @@ from nanoserve.features.lora.store import AdapterStore, Entry
 if TYPE_CHECKING:
     from nanoserve.engine.guard import GuardedEngine
 
-LOADING = "its adapter is loaded"  # the reason for which a request is held
+LOADING = "its adapter is being loaded"  # the reason for which a request is held
 PATIENCE = 16  # steps that a request waits for a place before it claims one
 _TIME_LIMIT = 60.0  # seconds for reading an adapter
 _WAIT = 0.005  # seconds, if there is nothing else to do
