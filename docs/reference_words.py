@@ -554,6 +554,7 @@ REFUSED_OPTIONS = (
      "pipeline_parallel_size": 2},
     {"speculative_config": {"method": "ngram", "model": "tiny-qwen3-draft"}},
     {"speculative_config": {"method": "draft_model"}},
+    {"max_loras": 8},
 )  # fmt: skip
 # Combinations that are rejected when the model, or the device, is known.
 REFUSED_ON_CPU = (
@@ -563,6 +564,15 @@ REFUSED_ON_CPU = (
     {"attention_backend": "numba", "dtype": "float16"},
     {"quantization": "awq"},
     {"quantization": "fp8"},
+    {"enable_lora": True, "model_impl": "transformers"},
+    {"enable_lora": True, "distributed_executor_backend": "ray", "tensor_parallel_size": 2},
+    {"enable_prompt_embeds": True, "model_impl": "transformers"},
+    {"enable_prompt_embeds": True, "runner": "pooling"},
+    {"enable_prompt_embeds": True, "pipeline_parallel_size": 2},
+    {
+        "enable_prompt_embeds": True,
+        "speculative_config": {"method": "draft_model", "model": "tiny-qwen3-draft"},
+    },
 )
 REFUSED_PARAMETERS = (
     {"min_tokens": 8, "max_tokens": 4},

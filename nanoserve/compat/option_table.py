@@ -43,6 +43,7 @@ def _known(
 
 _one, _off, _on = _one_of(1), _one_of(False), _one_of(True)
 _TEXT = "nanoserve runs text models only; remove it"
+_IMAGES = f"{_TEXT}, and encode images in front of the engine (enable_prompt_embeds)"
 _REPLICAS = (
     "one engine is one replica of tensor_parallel_size x pipeline_parallel_size ranks; for "
     "several use `nanoserve serve --data-parallel-size N`, or `nanoserve batch --replicas N`"
@@ -117,7 +118,8 @@ FOREIGN: dict[str, Foreign] = {
     **_known("override_attention_dtype", "attention computes in the model's dtype"),
     **_known("model_loader_extra_config ignore_patterns", "only files that are read are downloaded",
              lambda value: _is_empty(value) or value in ("original/**/*", ["original/**/*"])),
-    **_known("skip_mm_profiling limit_mm_per_prompt mm_processor_cache_gb mm_processor_cache_type "
+    **_known("limit_mm_per_prompt", _IMAGES, _anything),
+    **_known("skip_mm_profiling mm_processor_cache_gb mm_processor_cache_type "
              "mm_shm_cache_max_object_size_mb disable_mm_preprocessor_cache mm_encoder_tp_mode "
              "interleave_mm_strings disable_chunked_mm_input media_io_kwargs mm_processor_kwargs "
              "allowed_local_media_path allowed_media_domains language_model_only mm_encoder_only "
@@ -126,7 +128,8 @@ FOREIGN: dict[str, Foreign] = {
              "video_pruning_method mm_processor_device mm_ipc_gpu_memory_gb "
              "mm_device_do_normalize enable_mm_processor_stats",
              _TEXT, _anything),
-    **_known("enable_mm_embeds mm_encoder_attn_backend video_pruning_rate default_mm_loras "
+    **_known("enable_mm_embeds", _IMAGES, lambda value: _is_empty(value) or value == 0),
+    **_known("mm_encoder_attn_backend video_pruning_rate default_mm_loras "
              "enable_multimodal_encoder_data_parallel", _TEXT,
              lambda value: _is_empty(value) or value == 0),
     **_known("enable_return_last_hidden_states return_sampling_mask",

@@ -52,6 +52,7 @@ _PROCESSOR = f"{_FILTERS}; a program may also write a logits processor"
 _NO_LOOPS = "use repetition_penalty or frequency_penalty against loops"
 _THINKING = 'use chat_template_kwargs={"enable_thinking": false} if the chat template has it'
 _TEXT_ONLY = "nanoserve runs text models only"
+_IMAGES = f"{_TEXT_ONLY}; send an image's embeddings to /v1/completions (prompt_embeds)"
 _NO_LORA = "the name of an adapter (--lora-modules) is the `model` of the request"
 _MESSAGES = "send the text in messages"
 _EXTRA_OUTPUT = "answers have text, logprobs and usage only"
@@ -226,7 +227,8 @@ FOREIGN: dict[str, Foreign] = {
     # Kinds of data that a text model does not read or write.
     "modalities": Foreign(_TEXT_ONLY, (["text"],)),
     "audio": Foreign(_TEXT_ONLY),
-    **_refused(_TEXT_ONLY, "images image image_data audio_data video_data image_url videos", ([],)),
+    **_refused(_IMAGES, "images image image_data image_url", ([],)),
+    **_refused(_TEXT_ONLY, "audio_data video_data videos", ([],)),
     **_refused(_TEXT_ONLY, "mm_processor_kwargs media_io_kwargs multi_modal_data", ({},)),
     # Tools and services outside the model.
     "web_search_options": Foreign("give the model a tool that searches"),
@@ -333,8 +335,9 @@ PLACES: dict[str, tuple[frozenset[str], dict[str, Foreign]]] = {
             "prompt_cache_breakpoint model usage finish_reason"
         ),
         {"function_call": Foreign('use tool_calls: [{"id": ..., "type": "function", ...}]', ({},)),
-         "images": Foreign(_TEXT_ONLY, ([],)),
-         **_refused(_TEXT_ONLY, "image_url audio"),
+         "images": Foreign(_IMAGES, ([],)),
+         "image_url": Foreign(_IMAGES),
+         "audio": Foreign(_TEXT_ONLY),
          **_refused("use continue_final_message=true", "prefix partial prefill", (False,))},
     ),
     "messages.content": (
