@@ -17,7 +17,7 @@ from types import ModuleType
 from regions import regions, without_regions
 
 WORDS_PER_MINUTE = 130  # dense prose, with figures to look at
-MINUTES_PER_QUOTE = 3
+LINES_PER_MINUTE = 8  # of quoted source; a quotation takes a minute or more
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 FENCE = re.compile(r"^ *(`{3,})([^\n]*)\n(.*?)^ *\1 *$", re.M | re.S)
@@ -81,13 +81,10 @@ class Chapter:
     def minutes(self) -> int:
         """Return the minutes of slow reading, rounded up to five, without the exercise."""
         words = len(without_fences(self.written).split())
-        quotes = [region.said for region in regions(self.text) if region.symbol]
-        pieces = sum(
-            "from:" in said for said in quotes
-        )  # parts of a function, explained in the text
-        whole = len(quotes) - pieces
-        minutes = words / WORDS_PER_MINUTE + MINUTES_PER_QUOTE * whole + pieces
-        return 5 * math.ceil(minutes / 5)
+        quotes = [region.value or "" for region in regions(self.text) if region.symbol]
+        lines = [sum(fence[3].count("\n") for fence in FENCE.finditer(text)) for text in quotes]
+        source = sum(max(1, count / LINES_PER_MINUTE) for count in lines)
+        return 5 * math.ceil((words / WORDS_PER_MINUTE + source) / 5)
 
 
 def without_fences(text: str) -> str:

@@ -154,9 +154,9 @@ def stops(*numbers: int) -> str:
 
 
 def hours(*numbers: int) -> str:
-    """Return the reading time of the chapters of a path, in hours."""
+    """Return the reading time of the chapters of a path, to the next half hour."""
     minutes = sum(chapter.minutes for chapter in facts.chapters() if chapter.number in numbers)
-    return f"{round(minutes / 60)} hours"
+    return f"{round(minutes / 30) / 2:g} hours"
 
 
 def how_many_terms() -> int:
