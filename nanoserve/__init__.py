@@ -1,4 +1,4 @@
-"""nanoserve: an LLM inference engine small enough to be read in an evening.
+"""nanoserve: an LLM inference engine whose main path you can read in an evening.
 
     from nanoserve import LLM, SamplingParams
     question = [{"role": "user", "content": "What is a block table?"}]
