@@ -73,7 +73,8 @@ def test_the_formula_is_met(load: float) -> None:
 
 def test_a_row_of_a_queue() -> None:
     row = cells(worked.queue_table([0.5]))[0]
-    assert row[2] == "none" and row[4] == "5.00 ms"
+    assert row[4] == "none" and row[1] == "5.00 ms"
+    assert row[3] == f"{worked.off_by_chance(0.5):+.1%}" == "-3.1%"  # 4.85 ms
 
 
 def test_errors_are_amplified() -> None:
