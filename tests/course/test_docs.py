@@ -26,7 +26,7 @@ PARTS = [
     "Questions",
     "Further reading",
 ]
-LACKING = (24, 25)  # chapters on what the engine has not: a simulation is shown there
+LACKING = (24, 25)  # chapters that show a table or a simulation, and no recorded run
 INLINE_CODE = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)", re.S)
 LINK = re.compile(r"\]\(([^)\s]+)(?: \"[^\"]*\")?\)")
 
