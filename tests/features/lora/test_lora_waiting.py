@@ -104,3 +104,20 @@ def test_adapters_that_wait_for_a_thread_are_not_late(
         )
         assert [output.error for output in outputs] == [None] * NUM_ADAPTERS
         assert outputs[0].outputs[0].token_ids == answers[0]
+
+
+def test_running_requests_that_are_reset_give_their_place_to_who_claims_it(served: Served) -> None:
+    base, adapters, answers = served
+    with LLM(str(base), **OPTIONS, max_cpu_loras=2) as llm:
+        engine = llm.engine
+        llm.generate([PROMPT] * 2, params(1), use_tqdm=False, lora_request=adapters[:2])
+        engine.add_request("first", PROMPT, params(60), lora_request=adapters[0])
+        engine.add_request("claimant", PROMPT, params(), lora_request=adapters[1])
+        engine.add_request("second", PROMPT, params(60), lora_request=adapters[0])
+        for _ in range(extension.PATIENCE + 4):
+            engine.step()
+        assert len(engine.scheduler.running) == 2
+        llm.reset_prefix_cache(reset_running_requests=True)
+        found = finish(llm)
+    assert found["claimant"] == answers[1]
+    assert found["first"] == found["second"] and found["first"][:NUM_TOKENS] == answers[0]
