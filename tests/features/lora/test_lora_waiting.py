@@ -4,6 +4,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from lora_models import greedy, request_for, write_adapter
 from tiny_checkpoints import make_qwen3
@@ -121,3 +122,22 @@ def test_running_requests_that_are_reset_give_their_place_to_who_claims_it(serve
         found = finish(llm)
     assert found["claimant"] == answers[1]
     assert found["first"] == found["second"] and found["first"][:NUM_TOKENS] == answers[0]
+
+
+def test_models_that_read_their_weights_themselves_have_adapters(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from nanoserve.checkpoint.loader import load_weights
+    from nanoserve.models.qwen3 import Qwen3ForCausalLM
+
+    class OwnLoader(Qwen3ForCausalLM):
+        def load_weights(self, source: Any, load_format: str) -> None:
+            load_weights(self, source, load_format)
+
+    monkeypatch.setattr("nanoserve.worker.load_model.model_class", lambda name: OwnLoader)
+    base, adapters, answers = served
+    with LLM(str(base), **OPTIONS) as llm:
+        assert isinstance(llm.engine.executor.model, OwnLoader)  # type: ignore[attr-defined]
+        outputs = llm.generate([PROMPT] * 2, params(), use_tqdm=False, lora_request=adapters[:2])
+    assert [list(output.outputs[0].token_ids) for output in outputs] == answers[:2]
+    assert not np.array_equal(*answers[:2])
