@@ -14,8 +14,9 @@ from tiny_checkpoints import edit_json, make_qwen3
 from torch import Tensor
 
 from nanoserve import LLM, LoRARequest, SamplingParams
+from nanoserve.features.lora.adapter import outline_of, read_adapter
 from nanoserve.features.lora.adapter_files import AdapterFiles
-from nanoserve.features.lora.prepare import check_adapter
+from nanoserve.features.lora.prepare import check_adapter, limits_of
 
 PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -249,3 +250,16 @@ def test_json_of_the_config_is_what_peft_writes(adapter: Path) -> None:
     entries = json.loads(file.read_text()) | {"megatron_config": None, "inference_mode": True}
     file.write_text(json.dumps(entries | {"lora_dropout": 0.1, "target_modules": "all-linear"}))
     assert AdapterFiles.find(str(adapter)).config == file
+
+
+def test_an_adapter_in_memory_does_not_change_with_its_file(llm: LLM, adapter: Path) -> None:
+    """Files are mapped into memory, where a change would be seen, and a shorter file a crash."""
+    limits = limits_of(llm.engine.config, llm.engine.model_config)._replace(dtype=torch.float32)
+    found = read_adapter(outline_of(AdapterFiles.find(str(adapter)), limits), limits)
+    before = {name: tuple(x.clone() for x in pair) for name, pair in found.weights.items()}
+    file = adapter / TENSORS
+    with file.open("r+b") as written:
+        written.seek(-(file.stat().st_size // 2), os.SEEK_END)
+        written.write(b"\1" * (file.stat().st_size // 2))
+    for name, pair in found.weights.items():
+        assert all(map(torch.equal, pair, before[name])), name
