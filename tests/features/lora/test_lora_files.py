@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from nanoserve import LLM, LoRARequest, SamplingParams
 from nanoserve.features.lora.adapter import outline_of, read_adapter
+from nanoserve.features.lora.adapter_config import AdapterConfig
 from nanoserve.features.lora.adapter_files import AdapterFiles
 from nanoserve.features.lora.prepare import check_adapter, limits_of
 
@@ -119,7 +121,9 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "too large products": (too_large, "no finite scaled product"),
     "patterns that are none": (config(rank_pattern=[1]), "rank_pattern=.* must be an object"),
     "a slow pattern": (config(alpha_pattern={"(a+)+$": 1}), "repetitions"),
-    "a wrong pattern": (config(rank_pattern={"(q_proj": 4}), "pattern .* is invalid"),
+    "a pattern of groups": (config(rank_pattern={"(|)" * 99 + "x": 4}), "groups are not supported"),
+    "no pattern": (config(rank_pattern={"": 4}), "must name modules"),
+    "a wrong pattern": (config(rank_pattern={"[q_proj": 4}), "pattern .* is invalid"),
     "a rank pattern": (config(rank_pattern={"q_proj": -1}), "must be a number, 1 or more"),
     "biases of LoRA": (config(lora_bias=True), "lora_bias=True is not supported"),
     "an unknown entry": (config(use_magic=True), "use_magic=True is not supported"),
@@ -263,3 +267,16 @@ def test_an_adapter_in_memory_does_not_change_with_its_file(llm: LLM, adapter: P
         written.write(b"\1" * (file.stat().st_size // 2))
     for name, pair in found.weights.items():
         assert all(map(torch.equal, pair, before[name])), name
+
+
+def test_many_patterns_take_no_time() -> None:
+    patterns = {f"layers.{index}.mlp.down_proj": 4 for index in range(2000)}
+    content = json.dumps({"rank_pattern": patterns, "alpha_pattern": patterns}).encode()
+    read = AdapterConfig.of(content, "here")
+    began = time.process_time()
+    modules = [f"model.layers.{index}.mlp.up_proj" for index in range(200)]
+    assert {(read.rank_of(module), read.scaling_of(module)) for module in modules} == {(8, 1)}
+    assert read.rank_of("model.layers.1999.mlp.down_proj") == 4
+    assert time.process_time() - began < 8  # a second, or a minute if each is compiled again
+    with pytest.raises(ValueError, match="rank_pattern"):
+        AdapterConfig.of(json.dumps({"rank_pattern": patterns | {"x": 4}}).encode(), "here")
