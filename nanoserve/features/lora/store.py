@@ -17,6 +17,7 @@ from nanoserve.lora_request import LoRARequest
 from nanoserve.worker.adapters import named_tensors
 
 _NUM_THREADS = 2
+_MOST_CHECKED = 1000
 _PATIENCE = 16  # steps that an adapter waits for room before another one has to leave
 
 
@@ -91,6 +92,7 @@ class AdapterStore:
         self._folder = (
             tempfile.TemporaryDirectory(prefix="nanoserve-lora-") if shares_files else None
         )
+        self._checked: set[AdapterFiles] = set()  # adapters that `check` has found good
         self._numbers = count()
         self._old_files: list[str] = []  # of adapters that were evicted
 
@@ -144,8 +146,12 @@ class AdapterStore:
         It may be called in any thread.
         """
         files = AdapterFiles.find(request.path)
-        if files not in self._entries:
-            outline_of(files, self._limits)
+        if files in self._entries or files in self._checked:
+            return
+        outline_of(files, self._limits)
+        if len(self._checked) >= _MOST_CHECKED:
+            self._checked.clear()
+        self._checked.add(files)
 
     def remove(self, entry: Entry) -> None:
         """Forget an adapter that could not be read, or not in time."""

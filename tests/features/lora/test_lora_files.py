@@ -15,6 +15,7 @@ from tiny_checkpoints import edit_json, make_qwen3
 from torch import Tensor
 
 from nanoserve import LLM, LoRARequest, SamplingParams
+from nanoserve.features.lora import store
 from nanoserve.features.lora.adapter import outline_of, read_adapter
 from nanoserve.features.lora.adapter_config import AdapterConfig
 from nanoserve.features.lora.adapter_files import AdapterFiles
@@ -280,3 +281,18 @@ def test_many_patterns_take_no_time() -> None:
     assert time.process_time() - began < 8  # a second, or a minute if each is compiled again
     with pytest.raises(ValueError, match="rank_pattern"):
         AdapterConfig.of(json.dumps({"rank_pattern": patterns | {"x": 4}}).encode(), "here")
+
+
+def test_an_adapter_is_checked_once_for_many_prompts(
+    llm: LLM, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked, check = [], store.outline_of
+
+    def counted(*args: Any) -> Any:
+        checked.append(args)
+        return check(*args)
+
+    monkeypatch.setattr(store, "outline_of", counted)
+    prompts = [[1, 2, 3]] * 20
+    llm.generate(prompts, PARAMS, use_tqdm=False, lora_request=request_for(adapter))
+    assert len(checked) == 2  # as the prompts are checked, and as it is added
