@@ -79,8 +79,14 @@ class ServedAdapters:
         return None if model is None else self._requests.get(model)
 
     def give_to(self, requests: "Iterable[EngineRequest]", model: str | None) -> None:
-        """Set the adapter of requests that are not queued yet."""
+        """Set the adapter of requests that are not queued yet.
+
+        Raises `ApiError` if it was unloaded while they were tokenized: without it, the model itself
+        would answer.
+        """
         adapter = self.get(model)
+        if model is not None and model not in self.names:
+            raise ApiError(404, f"the model {model!r:.200} is unloaded", "model", "model_not_found")
         for request in requests if adapter is not None else ():
             request.use_lora(adapter)
 
@@ -123,9 +129,10 @@ class ServedAdapters:
         check_adapter(*self._configs, path, root)
 
     def _add(self, request: LoRARequest) -> None:
+        # In this order: a name that is served without its adapter would be the model itself.
+        self._requests[request.lora_name] = request
         if request.lora_name not in self.names:
             self.names.append(request.lora_name)
-        self._requests[request.lora_name] = request
 
 
 def parse_module(module: str) -> tuple[str, str, str | None]:

@@ -20,7 +20,8 @@ from nanoserve import LoRARequest, SamplingParams
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.serve.async_llm import AsyncLLM
 from nanoserve.serve.http.app import ApiServer
-from nanoserve.serve.http.lora import parse_module
+from nanoserve.serve.http.errors import ApiError
+from nanoserve.serve.http.lora import UnloadAdapterBody, parse_module
 from nanoserve.serve.http.settings import ServerSettings
 
 OPTIONS: dict[str, Any] = {
@@ -166,6 +167,22 @@ def test_wrong_settings(options: dict[str, Any], settings: dict[str, Any], told:
     try:
         with pytest.raises(ValueError, match=told):
             ApiServer(llm, ServerSettings(**settings))
+    finally:
+        llm.shutdown()
+
+
+def test_an_adapter_that_is_unloaded_while_a_request_is_tokenized(root: Path) -> None:
+    """The model itself must not answer in its place."""
+    llm = AsyncLLM("tiny-qwen3", **OPTIONS)
+    try:
+        api = ApiServer(llm, ServerSettings(lora_modules=[f"one={root / 'root' / 'one'}"]))
+        request = llm.engine.input_processor.process("id", "Hi")
+        api.bodies.check_model("one")
+        api.adapters.unload(UnloadAdapterBody(lora_name="one"))
+        with pytest.raises(ApiError, match="'one' is unloaded") as raised:
+            api.note_arrival([request], 0.0, None, "one")
+        assert raised.value.status == 404
+        api.note_arrival([request], 0.0, None, "tiny-qwen3")
     finally:
         llm.shutdown()
 
