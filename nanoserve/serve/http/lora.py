@@ -162,7 +162,8 @@ class AdapterEndpoints:
     async def load(self, request: Request) -> Response:
         """Serve an adapter in `lora_root` under a name; `load_inplace` replaces one."""
         body = await self._api.bodies.read(request, LoadAdapterBody, _check_fields)
-        await self._api.prepare(partial(self._adapters.load, body))
+        # Not in the thread of short prompts: reading an adapter may take seconds.
+        await self._api.prepare(partial(self._adapters.load, body), is_large=True)
         return _success(body.lora_name, "added")
 
     async def unload(self, request: Request) -> Response:
