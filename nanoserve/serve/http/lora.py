@@ -101,12 +101,18 @@ class ServedAdapters:
     def load(self, body: LoadAdapterBody) -> None:
         """Check an adapter, and serve it under its name. It reads files, so call it in a thread.
 
-        Raises `ValueError` for one that cannot be used, and for a name that is in use.
+        Raises `ValueError` for one that cannot be used, and for a name that is in use, and
+        `ApiError` if there is none, as vLLM does.
         """
+        from nanoserve.features.lora.adapter_files import NoAdapterError
+
         if not body.load_inplace or body.lora_name not in self._requests:
             self._check_name(body.lora_name)
         request = LoRARequest(body.lora_name, next(self._numbers), body.lora_path)
-        self._read(body.lora_path, self._root)
+        try:
+            self._read(body.lora_path, self._root)
+        except NoAdapterError as error:
+            raise ApiError(404, str(error), "lora_path", "adapter_not_found") from None
         self._add(request)
 
     def unload(self, body: UnloadAdapterBody) -> None:
