@@ -17,8 +17,8 @@ class NoAdapterError(ValueError):
 class AdapterFiles(NamedTuple):
     """The files of an adapter, as they were when they were looked at.
 
-    stamps: of each file its device, inode, size and time of change. Files with other stamps are
-    another adapter.
+    stamps: of each file its device, inode, size, and times of change of its content and of all.
+    Files with other stamps are another adapter.
     """
 
     folder: str
@@ -71,7 +71,8 @@ def _stamp(file: str, folder: str) -> tuple[int, ...]:
         kind = NoAdapterError if isinstance(error, FileNotFoundError) else ValueError
         raise kind(f"{file} cannot be read: {reason}") from None
     require(stat.S_ISREG(found.st_mode), f"{file} is not a file")
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    # The last one cannot be set: files that are copied may keep the other one.
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _check_inside(path: str, root: str, given: str) -> None:

@@ -296,3 +296,15 @@ def test_an_adapter_is_checked_once_for_many_prompts(
     prompts = [[1, 2, 3]] * 20
     llm.generate(prompts, PARAMS, use_tqdm=False, lora_request=request_for(adapter))
     assert len(checked) == 2  # as the prompts are checked, and as it is added
+
+
+def test_files_that_keep_their_size_and_time_are_others_nevertheless(adapter: Path) -> None:
+    """As `cp --preserve` writes them."""
+    file, before = adapter / TENSORS, AdapterFiles.find(str(adapter))
+    found = file.stat()
+    with file.open("r+b") as written:
+        written.seek(-4, os.SEEK_END)
+        written.write(b"\1\2\3\4")
+    os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+    after = AdapterFiles.find(str(adapter))
+    assert file.stat().st_mtime_ns == found.st_mtime_ns and after != before
