@@ -301,7 +301,11 @@ class LLMEngine:
         """
         if reset_running_requests:
             self.finish_steps()
+            preempted = list(self.scheduler.running)
             self.scheduler.reset(self._sequences())
+            for seq in preempted:
+                for extension in self.extensions:
+                    extension.on_release(seq)
         self.scheduler.block_manager.prefix_cache.clear()
 
     def finish_steps(self) -> None:

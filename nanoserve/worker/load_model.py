@@ -52,13 +52,13 @@ def load_model(
     model = model_class(model_config.architecture)(model_config, context)
     if hasattr(model, "load_weights"):  # the model's class reads its weights itself
         model.load_weights(path, config.load_format)
-        return model  # it takes no adapters
-    is_deferred = any(hasattr(parameter, "bits") for parameter in model.parameters())
-    load = load_weights
-    if is_deferred or model_config.quantization_config:
-        load = load_deferred
-    shows_progress = shows_progress and context.tp.rank == 0
-    load(model, path, config.load_format, elsewhere, shows_progress=shows_progress)
+    else:
+        is_deferred = any(hasattr(parameter, "bits") for parameter in model.parameters())
+        load = load_weights
+        if is_deferred or model_config.quantization_config:
+            load = load_deferred
+        shows_progress = shows_progress and context.tp.rank == 0
+        load(model, path, config.load_format, elsewhere, shows_progress=shows_progress)
     if context.adapters is not None:
         context.adapters.attach(model)
     return model

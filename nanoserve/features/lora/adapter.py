@@ -82,7 +82,7 @@ def read_adapter(outline: Outline, limits: Limits) -> Adapter:
             a, b = pair
             b = b[rows] * outline.config.scaling_of(outline.names.module_of(a_name))
             weights[target] = (
-                a.to(limits.dtype).contiguous(),
+                a.to(limits.dtype, copy=True).contiguous(),  # `a` may be a view of the file
                 b.T.to(limits.dtype).contiguous(),
             )
             for x in weights[target]:

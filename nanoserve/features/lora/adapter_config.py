@@ -1,6 +1,7 @@
 """Reads adapter_config.json, and rejects by name what an adapter may not have here."""
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import sqrt
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 from nanoserve.utils.checks import is_int, is_number, json_object, require, shown
 
 MOST_BYTES = 2**20  # of adapter_config.json
-_MOST_PATTERNS = 10_000
+_MOST_PATTERNS = 2_000
 # Entries that change nothing about the products, or that the tensors themselves answer.
 _WITHOUT_EFFECT = {
     *("task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path"),
@@ -52,15 +53,15 @@ _KEEPS_BASE = (None, True, False, "gaussian", "orthogonal", "eva")
 class AdapterConfig:
     """The entries of adapter_config.json that determine the products.
 
-    rank, alpha: of modules that no pattern names. Patterns: by a regular expression for the end of
-    a module's name. base_model: the name of the model that was adapted, if known.
+    rank, alpha: of modules that no pattern names. Patterns: by a regular expression for a module's
+    whole name. base_model: the name of the model that was adapted, if known.
     """
 
     rank: int
     alpha: float
     use_rslora: bool
-    rank_pattern: dict[str, int]
-    alpha_pattern: dict[str, float]
+    rank_pattern: dict[re.Pattern[str], int]
+    alpha_pattern: dict[re.Pattern[str], float]
     base_model: str | None = None
 
     @classmethod
@@ -95,51 +96,60 @@ class AdapterConfig:
         require(is_number(alpha), f"{where}: lora_alpha={shown(alpha)} must be a finite number")
         rslora, base = entries.get("use_rslora") or False, entries.get("base_model_name_or_path")
         require(isinstance(rslora, bool), f"{where}: use_rslora={shown(rslora)} must be a boolean")
-        patterns = {}
-        for name, is_right in (("rank_pattern", is_int), ("alpha_pattern", is_number)):
-            pattern = entries.get(name) or {}
-            is_object = isinstance(pattern, dict) and len(pattern) <= _MOST_PATTERNS
-            require(is_object, f"{where}: {name}={shown(pattern)} must be an object")
-            for key, value in pattern.items():
-                _check_pattern(key, f"{where}: {name}")
-                require(
-                    is_right(value) and (name != "rank_pattern" or value >= 1),
-                    f"{where}: {name}[{shown(key)}]={shown(value)} must be a number, 1 or more",
-                )
-            patterns[name] = pattern
+        ranks = _patterns(entries, "rank_pattern", lambda one: is_int(one) and one >= 1, where)
+        alphas = _patterns(entries, "alpha_pattern", is_number, where)
         own = base if isinstance(base, str) else None
-        return cls(int(rank), float(alpha), rslora, **patterns, base_model=own)
+        return cls(int(rank), float(alpha), rslora, ranks, alphas, base_model=own)
 
     def rank_of(self, module: str) -> int:
-        return self.rank_pattern.get(_matching(self.rank_pattern, module), self.rank)
+        return int(_of_module(self.rank_pattern, module, self.rank))
 
     def scaling_of(self, module: str) -> float:
         """Return the factor of B A x: alpha / rank, or alpha / sqrt(rank) for rsLoRA.
 
         rsLoRA: Kalajdzievski 2023, arXiv 2312.03732.
         """
-        alpha = self.alpha_pattern.get(_matching(self.alpha_pattern, module), self.alpha)
+        alpha = _of_module(self.alpha_pattern, module, self.alpha)
         rank = self.rank_of(module)
         return alpha / (sqrt(rank) if self.use_rslora else rank)
 
 
-def _check_pattern(pattern: str, where: str) -> None:
-    """Reject expressions that could take for ever to match, and invalid ones."""
-    is_simple = len(pattern) <= 500 and not set(pattern) & set("*+?{}")
+def _patterns(
+    entries: dict[str, Any], name: str, is_right: Callable[[Any], bool], where: str
+) -> dict[re.Pattern[str], Any]:
+    """Return the values of rank_pattern or alpha_pattern."""
+    pattern = entries.get(name) or {}
+    is_object = isinstance(pattern, dict) and len(pattern) <= _MOST_PATTERNS
+    require(is_object, f"{where}: {name}={shown(pattern)} must be an object")
+    values = {}
+    for key, value in pattern.items():
+        compiled = _compiled(key, f"{where}: {name}")
+        require(
+            is_right(value),
+            f"{where}: {name}[{shown(key)}]={shown(value)} must be a number, 1 or more",
+        )
+        values[compiled] = value
+    return values
+
+
+def _compiled(pattern: str, where: str) -> re.Pattern[str]:
+    """Return the expression for names that a pattern matches, whole or after a dot.
+
+    Raises `ValueError` for expressions that could take for ever to match, and for invalid ones.
+    Without repetitions, groups of alternatives could: each one doubles the ways to match.
+    """
+    is_simple = 0 < len(pattern) <= 500 and not set(pattern) & set("*+?{}()")
     require(
         is_simple,
         f"{where}: the pattern {shown(pattern)} must name modules, such as "
-        f"'layers.0.self_attn.q_proj': repetitions (* + ? {{}}) are not supported",
+        f"'layers.0.self_attn.q_proj': repetitions (* + ? {{}}) and groups are not supported",
     )
     try:
-        re.compile(pattern)
+        return re.compile(rf"(.*\.)?({pattern})")
     except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"{where}: the pattern {shown(pattern)} is invalid: {error}") from None
 
 
-def _matching(patterns: dict[str, Any], module: str) -> str:
-    """Return the first pattern that the module's name, or a part after a dot, matches; else ""."""
-    for pattern in patterns:
-        if pattern and re.fullmatch(rf"(.*\.)?({pattern})", module):
-            return pattern
-    return ""
+def _of_module(patterns: dict[re.Pattern[str], Any], module: str, default: float) -> Any:
+    """Return the value of the first pattern that matches a module's name."""
+    return next((value for own, value in patterns.items() if own.fullmatch(module)), default)

@@ -10,11 +10,15 @@ from nanoserve.utils.checks import require, shown
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 
 
+class NoAdapterError(ValueError):
+    """There is no adapter in a folder, or no such folder."""
+
+
 class AdapterFiles(NamedTuple):
     """The files of an adapter, as they were when they were looked at.
 
-    stamps: of each file its device, inode, size and time of change. Files with other stamps are
-    another adapter.
+    stamps: of each file its device, inode, size, and times of change of its content and of all.
+    Files with other stamps are another adapter.
     """
 
     folder: str
@@ -33,16 +37,16 @@ class AdapterFiles(NamedTuple):
         """Look at the files in a folder.
 
         root: a folder that must contain it, and what symbolic links in it lead to. Raises
-        `ValueError` if there are no such files.
+        `NoAdapterError` if there are no such files, and `ValueError` if they cannot be used.
         """
         folder = os.path.realpath(path)
         if root is not None:
             _check_inside(folder, root, path)
-        require(
-            os.path.isdir(folder),
-            f"lora_path={shown(path)} is not a folder; download an adapter first, for example with "
-            f"huggingface_hub.snapshot_download",
-        )
+        if not os.path.isdir(folder):
+            raise NoAdapterError(
+                f"lora_path={shown(path)} is not a folder; download an adapter first, for example "
+                f"with huggingface_hub.snapshot_download"
+            )
         stamps = []
         for name in (CONFIG, TENSORS):
             file = os.path.join(folder, name)
@@ -64,9 +68,11 @@ def _stamp(file: str, folder: str) -> tuple[int, ...]:
             if is_pickled
             else f"{error}"
         )
-        raise ValueError(f"{file} cannot be read: {reason}") from None
+        kind = NoAdapterError if isinstance(error, FileNotFoundError) else ValueError
+        raise kind(f"{file} cannot be read: {reason}") from None
     require(stat.S_ISREG(found.st_mode), f"{file} is not a file")
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    # The last one cannot be set: files that are copied may keep the other one.
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
 def _check_inside(path: str, root: str, given: str) -> None:

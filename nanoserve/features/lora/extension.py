@@ -99,7 +99,7 @@ class LoRAAdapters(Extension):
             elif entry.is_done:
                 del self._loading[seq]
                 self._end_loading(seq, entry)
-            elif entry.future is not None and now > entry.began + _TIME_LIMIT:
+            elif self._store.is_late(entry, now, _TIME_LIMIT):
                 del self._loading[seq]
                 self._fail(seq, entry, ValueError(f"not read within {_TIME_LIMIT:g} seconds"))
 

@@ -46,7 +46,7 @@ def prepare_lora(config: "EngineConfig", model_config: "ModelConfig") -> Prepare
     shares_files = config.tensor_parallel_size * config.pipeline_parallel_size > 1
 
     def add_to(engine: "GuardedEngine") -> None:
-        store = AdapterStore(limits, most, shares_files)
+        store = AdapterStore(limits, most, shares_files, engine.clock)
         engine.add_extension(LoRAAdapters(engine, store))
         engine.input_processor.adapter_checks.append(store.check)
 

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
@@ -16,20 +17,25 @@ from nanoserve.lora_request import LoRARequest
 from nanoserve.worker.adapters import named_tensors
 
 _NUM_THREADS = 2
+_MOST_CHECKED = 1000
+_PATIENCE = 16  # steps that an adapter waits for room before another one has to leave
 
 
 @dataclass(eq=False)
 class Entry:
     """An adapter that is wanted, is being read, or is in memory.
 
-    outline: None if it cannot be used. future: None until reading begins. num_users: unfinished
-    sequences that need it. path: a file with its matrices, for other ranks.
+    outline: None if it cannot be used. future: None until reading begins. began: when it was given
+    to the threads, and then when one of them began to read it. num_users: unfinished sequences that
+    need it. num_waits: steps without room for it. path: a file with its matrices, for other ranks.
     """
 
     outline: Outline | None
     future: "Future[Adapter] | None" = None
     began: float = 0.0
+    is_begun: bool = False
     num_users: int = 0
+    num_waits: int = 0
     path: str | None = None
 
     @classmethod
@@ -47,11 +53,18 @@ class Entry:
         """The adapter. Raises the error of reading it."""
         return self.future.result(timeout=0)
 
-    def begin(self, future: "Future[Adapter]", now: float) -> None:
-        self.future, self.began = future, now
+    def queue(self, future: "Future[Adapter]", now: float) -> None:
+        self.future, self.began = future, max(now, self.began)
+
+    def begin(self, now: float) -> None:
+        self.began, self.is_begun = now, True
 
     def add_users(self, change: int) -> None:
         self.num_users += change
+
+    def note_wait(self) -> int:
+        self.num_waits += 1
+        return self.num_waits
 
     def note_file(self, path: str) -> None:
         self.path = path
@@ -61,16 +74,25 @@ class Entry:
 
 
 class AdapterStore:
-    """Up to `max_adapters` adapters. `shares_files`: other processes read them, too."""
+    """Up to `max_adapters` adapters. `shares_files`: other processes read them, too.
 
-    def __init__(self, limits: Limits, max_adapters: int, shares_files: bool) -> None:
-        self._limits, self._max_adapters = limits, max_adapters
+    clock: the engine's.
+    """
+
+    def __init__(
+        self, limits: Limits, max_adapters: int, shares_files: bool, clock: Callable[[], float]
+    ) -> None:
+        self._limits, self._max_adapters, self._clock = limits, max_adapters, clock
         self._entries: OrderedDict[AdapterFiles, Entry] = OrderedDict()  # least recently used first
         self._queue: deque[Entry] = deque()  # wanted, and there is no room yet; oldest first
+        # In memory for the sequences that have them, and found by no others.
+        self._leaving: list[Entry] = []
+        self._last_begun = 0.0  # when a thread last began to read
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "nanoserve-lora")
         self._folder = (
             tempfile.TemporaryDirectory(prefix="nanoserve-lora-") if shares_files else None
         )
+        self._checked: set[AdapterFiles] = set()  # adapters that `check` has found good
         self._numbers = count()
         self._old_files: list[str] = []  # of adapters that were evicted
 
@@ -88,21 +110,35 @@ class AdapterStore:
         if entry is not None and not (entry.is_done and entry.future.exception() is not None):
             self._entries.move_to_end(files)
             return entry
-        self._drop(files)  # an earlier attempt that has failed
+        if entry is not None:
+            self._drop(entry)  # an earlier attempt that has failed
         entry = Entry(outline or outline_of(files, self._limits))
         self._entries[files] = entry
         self._queue.append(entry)
         return entry
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._entries) + len(self._leaving)
 
     def begin_loads(self, now: float) -> None:
         """Read wanted adapters, in order, while there is room."""
         self._queue = deque(entry for entry in self._queue if self._is_wanted(entry))
-        while self._queue and self._make_room():
+        while self._queue:
+            if not self._make_room():
+                self._let_leave(self._queue[0])
+                return
             entry = self._queue.popleft()
-            entry.begin(self._threads.submit(self._read, entry), now)
+            entry.queue(self._threads.submit(self._read, entry), now)
+
+    def is_late(self, entry: Entry, now: float, limit: float) -> bool:
+        """Return True if reading an adapter takes longer than `limit` seconds.
+
+        One that waits for a thread is late if no thread has begun to read for so long.
+        """
+        if entry.future is None:
+            return False
+        since = entry.began if entry.is_begun else max(entry.began, self._last_begun)
+        return now > since + limit
 
     def check(self, request: LoRARequest) -> None:
         """Raise `ValueError` for an adapter that can be rejected without reading its tensors.
@@ -110,13 +146,17 @@ class AdapterStore:
         It may be called in any thread.
         """
         files = AdapterFiles.find(request.path)
-        if files not in self._entries:
-            outline_of(files, self._limits)
+        if files in self._entries or files in self._checked:
+            return
+        outline_of(files, self._limits)
+        if len(self._checked) >= _MOST_CHECKED:
+            self._checked.clear()
+        self._checked.add(files)
 
     def remove(self, entry: Entry) -> None:
         """Forget an adapter that could not be read, or not in time."""
         if entry.outline is not None and self._entries.get(entry.outline.files) is entry:
-            self._drop(entry.outline.files)
+            self._drop(entry)
 
     def take_old_files(self) -> list[str]:
         """Return the files of evicted adapters, which steps in flight may still read."""
@@ -127,6 +167,7 @@ class AdapterStore:
         self._threads.shutdown(cancel_futures=True)
         self._entries.clear()
         self._queue.clear()
+        self._leaving.clear()
         if self._folder is not None:
             self._folder.cleanup()
 
@@ -140,20 +181,40 @@ class AdapterStore:
     def _make_room(self) -> bool:
         """Evict adapters that no unfinished sequence needs until there is room for another."""
         held = [entry for entry in self._entries.values() if entry.future is not None]
+        held = [*self._leaving, *held]
         while len(held) >= self._max_adapters:
             victim = next((each for each in held if each.is_done and not each.num_users), None)
             if victim is None:
                 return False
             held.remove(victim)
-            self._drop(victim.outline.files)
+            self._drop(victim)
         return True
 
-    def _drop(self, files: AdapterFiles) -> None:
-        entry = self._entries.pop(files, None)
-        if entry is not None and entry.path is not None:
+    def _let_leave(self, entry: Entry) -> None:
+        """If an entry has waited long for room, let the adapter with the fewest users leave.
+
+        With requests for it one after the other, it would never be without users. So later ones
+        get an entry of their own, which is read again when those that wait now have been.
+        """
+        if entry.note_wait() < _PATIENCE or self._leaving:
+            return
+        held = [each for each in self._entries.values() if each.is_done]
+        if held:
+            victim = min(held, key=lambda each: each.num_users)
+            del self._entries[victim.outline.files]
+            self._leaving.append(victim)
+
+    def _drop(self, entry: Entry) -> None:
+        if entry in self._leaving:
+            self._leaving.remove(entry)
+        else:
+            del self._entries[entry.outline.files]
+        if entry.path is not None:
             self._old_files.append(entry.path)
 
     def _read(self, entry: Entry) -> Adapter:
+        self._last_begun = now = self._clock()
+        entry.begin(now)
         adapter = read_adapter(entry.outline, self._limits)
         if self._folder is not None:
             path = Path(self._folder.name, f"{next(self._numbers)}.safetensors")

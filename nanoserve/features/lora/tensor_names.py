@@ -32,6 +32,7 @@ _MODULES = {
 _FUSED = {
     "qkv_proj": ("q_proj", "k_proj", "v_proj"),
     "gate_up_proj": ("gate_proj", "up_proj"),
+    "in_proj_qkv": ("in_proj_q", "in_proj_k", "in_proj_v"),
 }
 
 

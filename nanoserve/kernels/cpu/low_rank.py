@@ -240,5 +240,6 @@ def _make_add(dtype: str, is_parallel: bool) -> Any:
                             added += narrow[row, r] * weight
                         at = tokens[first_row + row] * stride + column
                         store(y, at, to_float(y[at]) + added)
+            wide[0, 0] = 0  # keeps the array until here: numba does not see that addresses use it
 
     return add

@@ -79,8 +79,14 @@ class ServedAdapters:
         return None if model is None else self._requests.get(model)
 
     def give_to(self, requests: "Iterable[EngineRequest]", model: str | None) -> None:
-        """Set the adapter of requests that are not queued yet."""
+        """Set the adapter of requests that are not queued yet.
+
+        Raises `ApiError` if it was unloaded while they were tokenized: without it, the model itself
+        would answer.
+        """
         adapter = self.get(model)
+        if model is not None and model not in self.names:
+            raise ApiError(404, f"the model {model!r:.200} is unloaded", "model", "model_not_found")
         for request in requests if adapter is not None else ():
             request.use_lora(adapter)
 
@@ -95,12 +101,18 @@ class ServedAdapters:
     def load(self, body: LoadAdapterBody) -> None:
         """Check an adapter, and serve it under its name. It reads files, so call it in a thread.
 
-        Raises `ValueError` for one that cannot be used, and for a name that is in use.
+        Raises `ValueError` for one that cannot be used, and for a name that is in use, and
+        `ApiError` if there is none, as vLLM does.
         """
+        from nanoserve.features.lora.adapter_files import NoAdapterError
+
         if not body.load_inplace or body.lora_name not in self._requests:
             self._check_name(body.lora_name)
         request = LoRARequest(body.lora_name, next(self._numbers), body.lora_path)
-        self._read(body.lora_path, self._root)
+        try:
+            self._read(body.lora_path, self._root)
+        except NoAdapterError as error:
+            raise ApiError(404, str(error), "lora_path", "adapter_not_found") from None
         self._add(request)
 
     def unload(self, body: UnloadAdapterBody) -> None:
@@ -123,9 +135,10 @@ class ServedAdapters:
         check_adapter(*self._configs, path, root)
 
     def _add(self, request: LoRARequest) -> None:
+        # In this order: a name that is served without its adapter would be the model itself.
+        self._requests[request.lora_name] = request
         if request.lora_name not in self.names:
             self.names.append(request.lora_name)
-        self._requests[request.lora_name] = request
 
 
 def parse_module(module: str) -> tuple[str, str, str | None]:
@@ -155,7 +168,8 @@ class AdapterEndpoints:
     async def load(self, request: Request) -> Response:
         """Serve an adapter in `lora_root` under a name; `load_inplace` replaces one."""
         body = await self._api.bodies.read(request, LoadAdapterBody, _check_fields)
-        await self._api.prepare(partial(self._adapters.load, body))
+        # Not in the thread of short prompts: reading an adapter may take seconds.
+        await self._api.prepare(partial(self._adapters.load, body), is_large=True)
         return _success(body.lora_name, "added")
 
     async def unload(self, request: Request) -> Response:

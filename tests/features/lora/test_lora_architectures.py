@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import transformers
 from lora_models import ALL, ATTENTION, greedy, request_for, write_adapter
-from tiny_checkpoints import DEEPSEEK_V3, DELTA_MOE, GEMMA2, make_checkpoint
+from tiny_checkpoints import DEEPSEEK_V3, DELTA, DELTA_MOE, GEMMA2, make_checkpoint
 from torch import nn
 
 from nanoserve import LLM, SamplingParams
@@ -23,10 +23,16 @@ MODELS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "Qwen3MoeForCausalLM": (MOE, ATTENTION),
     "DeepseekV3ForCausalLM": (DEEPSEEK_V3, LATENT),
     "Qwen3NextForCausalLM": (DELTA_MOE, ("in_proj_qkvz", "in_proj_ba", "out_proj", *ATTENTION)),
+    "Qwen3_5ForCausalLM": (
+        DELTA,
+        ("in_proj_qkv", "in_proj_z", "in_proj_b", "out_proj", *ATTENTION),
+    ),
 }
 
 
-@pytest.mark.small(name=["Phi3ForCausalLM", "DeepseekV3ForCausalLM", "Qwen3NextForCausalLM"])
+@pytest.mark.small(
+    name=["Phi3ForCausalLM", "DeepseekV3ForCausalLM", "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"]
+)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_request_equals_the_merged_model(name: str, tmp_path: Path) -> None:
     settings, targets = MODELS[name]

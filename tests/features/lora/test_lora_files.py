@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,11 @@ from tiny_checkpoints import edit_json, make_qwen3
 from torch import Tensor
 
 from nanoserve import LLM, LoRARequest, SamplingParams
+from nanoserve.features.lora import store
+from nanoserve.features.lora.adapter import outline_of, read_adapter
+from nanoserve.features.lora.adapter_config import AdapterConfig
 from nanoserve.features.lora.adapter_files import AdapterFiles
-from nanoserve.features.lora.prepare import check_adapter
+from nanoserve.features.lora.prepare import check_adapter, limits_of
 
 PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -118,7 +122,9 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "too large products": (too_large, "no finite scaled product"),
     "patterns that are none": (config(rank_pattern=[1]), "rank_pattern=.* must be an object"),
     "a slow pattern": (config(alpha_pattern={"(a+)+$": 1}), "repetitions"),
-    "a wrong pattern": (config(rank_pattern={"(q_proj": 4}), "pattern .* is invalid"),
+    "a pattern of groups": (config(rank_pattern={"(|)" * 99 + "x": 4}), "groups are not supported"),
+    "no pattern": (config(rank_pattern={"": 4}), "must name modules"),
+    "a wrong pattern": (config(rank_pattern={"[q_proj": 4}), "pattern .* is invalid"),
     "a rank pattern": (config(rank_pattern={"q_proj": -1}), "must be a number, 1 or more"),
     "biases of LoRA": (config(lora_bias=True), "lora_bias=True is not supported"),
     "an unknown entry": (config(use_magic=True), "use_magic=True is not supported"),
@@ -249,3 +255,56 @@ def test_json_of_the_config_is_what_peft_writes(adapter: Path) -> None:
     entries = json.loads(file.read_text()) | {"megatron_config": None, "inference_mode": True}
     file.write_text(json.dumps(entries | {"lora_dropout": 0.1, "target_modules": "all-linear"}))
     assert AdapterFiles.find(str(adapter)).config == file
+
+
+def test_an_adapter_in_memory_does_not_change_with_its_file(llm: LLM, adapter: Path) -> None:
+    """Files are mapped into memory, where a change would be seen, and a shorter file a crash."""
+    limits = limits_of(llm.engine.config, llm.engine.model_config)._replace(dtype=torch.float32)
+    found = read_adapter(outline_of(AdapterFiles.find(str(adapter)), limits), limits)
+    before = {name: tuple(x.clone() for x in pair) for name, pair in found.weights.items()}
+    file = adapter / TENSORS
+    with file.open("r+b") as written:
+        written.seek(-(file.stat().st_size // 2), os.SEEK_END)
+        written.write(b"\1" * (file.stat().st_size // 2))
+    for name, pair in found.weights.items():
+        assert all(map(torch.equal, pair, before[name])), name
+
+
+def test_many_patterns_take_no_time() -> None:
+    patterns = {f"layers.{index}.mlp.down_proj": 4 for index in range(2000)}
+    content = json.dumps({"rank_pattern": patterns, "alpha_pattern": patterns}).encode()
+    read = AdapterConfig.of(content, "here")
+    began = time.process_time()
+    modules = [f"model.layers.{index}.mlp.up_proj" for index in range(200)]
+    assert {(read.rank_of(module), read.scaling_of(module)) for module in modules} == {(8, 1)}
+    assert read.rank_of("model.layers.1999.mlp.down_proj") == 4
+    assert time.process_time() - began < 8  # a second, or a minute if each is compiled again
+    with pytest.raises(ValueError, match="rank_pattern"):
+        AdapterConfig.of(json.dumps({"rank_pattern": patterns | {"x": 4}}).encode(), "here")
+
+
+def test_an_adapter_is_checked_once_for_many_prompts(
+    llm: LLM, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked, check = [], store.outline_of
+
+    def counted(*args: Any) -> Any:
+        checked.append(args)
+        return check(*args)
+
+    monkeypatch.setattr(store, "outline_of", counted)
+    prompts = [[1, 2, 3]] * 20
+    llm.generate(prompts, PARAMS, use_tqdm=False, lora_request=request_for(adapter))
+    assert len(checked) == 2  # as the prompts are checked, and as it is added
+
+
+def test_files_that_keep_their_size_and_time_are_others_nevertheless(adapter: Path) -> None:
+    """As `cp --preserve` writes them."""
+    file, before = adapter / TENSORS, AdapterFiles.find(str(adapter))
+    found = file.stat()
+    with file.open("r+b") as written:
+        written.seek(-4, os.SEEK_END)
+        written.write(b"\1\2\3\4")
+    os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+    after = AdapterFiles.find(str(adapter))
+    assert file.stat().st_mtime_ns == found.st_mtime_ns and after != before

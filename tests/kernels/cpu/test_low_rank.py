@@ -1,5 +1,8 @@
 """The products of adapters: the kernel and torch's products against float64."""
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 
@@ -124,3 +127,20 @@ def test_unsuitable_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="strides"):
         layer.add(torch.randn(2, 16), torch.zeros(16, 2).T, rows, add_low_rank)
     compile_low_rank(torch.float32)
+
+
+USES_MEMORY = """
+import torch
+from nanoserve.kernels.cpu.low_rank import add_low_rank
+ends, firsts = (torch.tensor(one, dtype=torch.int32) for one in ([[0, 16]], [0, 64]))
+x, a, b = torch.randn(1, 9000), torch.randn(1, 9000, 16), torch.randn(1, 16, 64)
+y, rows = torch.zeros(1, 64), [torch.tensor(one, dtype=torch.int32) for one in ([0], [0, 1], [0])]
+add_low_rank(x, y, a, b, ends, firsts, *rows)
+torch.testing.assert_close(y, x @ a[0] @ b[0], rtol=1e-3, atol=1e-2)
+"""
+
+
+def test_memory_is_used_before_it_is_freed() -> None:
+    """The C library writes on what is freed; else the numbers would be there for a while."""
+    environment = os.environ | {"MALLOC_PERTURB_": "165"}
+    subprocess.run([sys.executable, "-c", USES_MEMORY], env=environment, check=True)

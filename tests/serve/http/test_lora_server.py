@@ -21,7 +21,8 @@ from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.serve.async_llm import AsyncLLM
 from nanoserve.serve.http.api_docs import BODIES, openapi
 from nanoserve.serve.http.app import ApiServer
-from nanoserve.serve.http.lora import parse_module
+from nanoserve.serve.http.errors import ApiError
+from nanoserve.serve.http.lora import UnloadAdapterBody, parse_module
 from nanoserve.serve.http.settings import ServerSettings
 
 OPTIONS: dict[str, Any] = {
@@ -120,7 +121,9 @@ def test_what_clients_may_not_load(server: Served, root: Path) -> None:
     ):
         body = {"lora_name": "bad", "lora_path": str(path)}
         status, _, answer = ask(server, "/v1/load_lora_adapter", body)
-        assert status == 400 and told in answer["error"]["message"], answer
+        is_missing = path == inside / "nowhere"
+        assert status == (404 if is_missing else 400), answer
+        assert told in answer["error"]["message"], answer
     for body, told in (
         ({"lora_name": "x"}, "lora_path"),
         ({"lora_name": 5, "lora_path": "y"}, "lora_name"),
@@ -177,6 +180,22 @@ def test_wrong_settings(options: dict[str, Any], settings: dict[str, Any], told:
     try:
         with pytest.raises(ValueError, match=told):
             ApiServer(llm, ServerSettings(**settings))
+    finally:
+        llm.shutdown()
+
+
+def test_an_adapter_that_is_unloaded_while_a_request_is_tokenized(root: Path) -> None:
+    """The model itself must not answer in its place."""
+    llm = AsyncLLM("tiny-qwen3", **OPTIONS)
+    try:
+        api = ApiServer(llm, ServerSettings(lora_modules=[f"one={root / 'root' / 'one'}"]))
+        request = llm.engine.input_processor.process("id", "Hi")
+        api.bodies.check_model("one")
+        api.adapters.unload(UnloadAdapterBody(lora_name="one"))
+        with pytest.raises(ApiError, match="'one' is unloaded") as raised:
+            api.note_arrival([request], 0.0, None, "one")
+        assert raised.value.status == 404
+        api.note_arrival([request], 0.0, None, "tiny-qwen3")
     finally:
         llm.shutdown()
 
