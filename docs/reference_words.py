@@ -327,6 +327,8 @@ BOUNDS = {
         "nanoserve.text.chat_template._LARGEST_FILE": ("bytes", "the file of a chat template"),
         "nanoserve.serve.http.tensor_field._MOST_ENTRIES": (
             "entries", "the archive of a tensor in `prompt_embeds`"),
+        "nanoserve.serve.http.tensor_field._MOST_PICKLED": (
+            "bytes", "the pickle of a tensor in `prompt_embeds`"),
         "nanoserve.features.speculative.config._MOST_DRAFT_TOKENS": (
             "tokens", "`num_speculative_tokens` of `speculative_config`"),
     },

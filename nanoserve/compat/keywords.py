@@ -11,9 +11,11 @@ from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.input_processor import Prompt
 from nanoserve.sampling_params import SamplingParams
 from nanoserve.text.prompt_types import ChatOptions
+from nanoserve.text.truncation import encoded_within
 from nanoserve.utils.checks import check_bool, check_int, require, shown
 
 _TOKENIZATION = {"add_special_tokens", "truncate_prompt_tokens", "truncation", "max_length"}
+_KEPT = "the number of tokens in tokenization_kwargs"
 _ELSEWHERE = {
     "stream": "llm.stream() yields the answer as it is generated",
     "prompt_token_ids": "pass {'prompt_token_ids': [...]}, or the list, as the prompt",
@@ -66,8 +68,9 @@ def tokenized(
     """Return the prompts as token ids, as `tokenization_kwargs` specifies.
 
     add_special_tokens: add the tokenizer's special tokens to strings. truncate_prompt_tokens: keep
-    only this number of tokens at the end, as vLLM does; -1 leaves room for one output token.
+    only this number of tokens, the last ones, as vLLM does; -1 leaves room for one output token.
     truncation=True with max_length: keep this number, cut on the tokenizer's truncation_side.
+    Special tokens that the tokenizer adds to a string are among those that are kept.
     Raises `ValueError` for unknown or invalid keywords.
     """
     unknown = sorted(map(str, kwargs.keys() - _TOKENIZATION))
@@ -116,7 +119,10 @@ def _tokenized(
         )
         if most is None:  # a string that will be truncated may be too long
             engine.input_processor.text_limit.check(text)
-        token_ids = engine.tokenizer.encode(text, adds)
+        if most is None or not adds:
+            token_ids = engine.tokenizer.encode(text, adds)
+        else:
+            token_ids = encoded_within(engine.tokenizer, text, most, _KEPT, from_left)
     if token_ids is None:
         return prompt  # invalid, and rejected by the check of all prompts
     if most is not None:

@@ -104,6 +104,7 @@ class PromptEmbedsReader:
             isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided,
             f"{name}: it must be a dense torch.Tensor, not {type(tensor).__name__}",
         )
+        require(not tensor.is_meta, f"{name}: a tensor on the device 'meta' has no numbers")
         kind = str(tensor.dtype).removeprefix("torch.")
         require(kind in _DTYPES, f"{name}: its dtype {kind} must be one of {list(_DTYPES)}")
         shape, size = tuple(tensor.shape), self._hidden_size

@@ -10,7 +10,7 @@ import copy
 import json
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as AbstractSequence
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -94,15 +94,28 @@ class Tokenizer:
         except TypeError as error:  # for example, a lone surrogate is not valid text
             raise ValueError(f"the text {text[:50]!r} cannot be tokenized: {error}") from error
 
-    def encode_pair(self, first: str, second: str) -> list[int]:
+    def encode_pair(self, first: str, second: str, most: int | None = None) -> list[int]:
         """Return the token ids of two texts, joined as the tokenizer joins a pair.
 
-        Raises `ValueError` if a text cannot be encoded.
+        most: cut off the ends of the texts, of the longer one first, to keep this number of tokens.
+        Raises `ValueError` if a text cannot be encoded, or if no token of it would be left.
         """
         try:
-            return self._hf.encode(first, second)
+            whole = self._hf.encode(first, second)
+            if most is None or len(whole) <= most:
+                return whole
+            encode = partial(self.backend.encode, add_special_tokens=False)
+            parts = encode(first), encode(second)
         except TypeError as error:
             raise ValueError(f"the pair {first[:50]!r} cannot be tokenized: {error}") from error
+        room = most - self.backend.num_special_tokens_to_add(is_pair=True)
+        if room < 2:
+            raise ValueError(f"{most} tokens leave no room for the texts of the pair")
+        shorter = min(room // 2, *map(len, parts))
+        is_second_longer = len(parts[1]) >= len(parts[0])
+        for part, is_longer in zip(parts, (not is_second_longer, is_second_longer), strict=True):
+            part.truncate(room - shorter if is_longer else shorter)
+        return self.backend.post_process(*parts).ids
 
     def decode(self, token_ids: list[int], skip_special_tokens: bool = True) -> str:
         return self.backend.decode(token_ids, skip_special_tokens=skip_special_tokens)

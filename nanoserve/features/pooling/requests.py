@@ -13,6 +13,7 @@ from nanoserve.lora_request import LoRARequest
 from nanoserve.outputs import RequestMetrics, RequestOutputKind
 from nanoserve.pooling_params import PoolingParams
 from nanoserve.sampling_params import SamplingParams
+from nanoserve.text.truncation import encoded_within
 from nanoserve.utils.checks import require
 
 if TYPE_CHECKING:
@@ -93,23 +94,10 @@ def truncated(engine: Engine, prompt: Prompt, most: int) -> Prompt:
     if own is None:
         own = given.get("prompt") if given else prompt
     if isinstance(own, str) and engine.tokenizer is not None:
-        own = _first_tokens(engine.tokenizer, own, most)
+        own = encoded_within(engine.tokenizer, own, most, "truncate_prompt_tokens")
     elif not isinstance(own, str) and hasattr(own, "__len__"):
         own = own[:most]
     return prompt if own is None or isinstance(own, str) else {**given, "prompt_token_ids": own}
-
-
-def _first_tokens(tokenizer: Any, text: str, most: int) -> list[int]:
-    whole, plain = tokenizer.encode(text), tokenizer.encode(text, add_special_tokens=False)
-    num_added = len(whole) - len(plain)
-    before = next((i for i in range(num_added) if whole[i : i + len(plain)] == plain), num_added)
-    after = num_added - before
-    require(
-        most > num_added or len(whole) <= most,
-        f"truncate_prompt_tokens={most} leaves no token of the text: the tokenizer adds "
-        f"{num_added} of its own",
-    )
-    return whole if len(whole) <= most else whole[: most - after] + whole[len(whole) - after :]
 
 
 def with_task(params: PoolingParams | None, task: str | None) -> PoolingParams:

@@ -149,16 +149,33 @@ class Scorer:
         for text in (first, second):
             is_text = isinstance(text, str)
             require(is_text, f"{shown(text)} must be a string: a pair becomes one prompt")
-        if self._template is None:
-            require(
-                self._engine.tokenizer is not None,
-                "pairs of strings need a tokenizer, and this engine has none",
-            )
-            return self._engine.tokenizer.encode_pair(first, second)
+        most = self._params.truncate_prompt_tokens
+        if most is not None:
+            limit = self._engine.input_processor.max_prompt_len
+            most = limit if most == -1 else most
+        if self._template is not None:
+            return self._rendered(first, second, most)
+        require(
+            self._engine.tokenizer is not None,
+            "pairs of strings need a tokenizer, and this engine has none",
+        )
+        if most is None:
+            for text in (first, second):
+                self._engine.input_processor.text_limit.check(text)
+        return self._engine.tokenizer.encode_pair(first, second, most)
+
+    def _rendered(self, first: Prompt, second: Prompt, most: int | None) -> Prompt:
+        """Return the prompt of a pair by the template, whose end may not be cut off."""
         messages = [{"role": "query", "content": first}, {"role": "document", "content": second}]
         if self._instruction is not None:
             messages.insert(0, {"role": "system", "content": self._instruction})
         (prompt,) = prompts_of(self._engine, [messages], chat_template=self._template)
+        num_tokens = len(prompt["prompt_token_ids"])
+        require(
+            most is None or num_tokens <= most,
+            f"truncate_prompt_tokens={most} would cut off the end of the template, which the score "
+            f"is read from: the pair has {num_tokens} tokens; shorten its texts",
+        )
         return prompt
 
 

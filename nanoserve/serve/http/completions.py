@@ -34,6 +34,7 @@ def completion_requests(
         params.prompt_logprobs = body.logprobs
     for embeds in _embeds(body, engine):
         yield engine.input_processor.process(new_id(), embeds, params, body.priority or 0)
+    body.prompt_embeds = None  # megabytes of base64, and the answer keeps the body
     for prompt in body.prompts():
         if isinstance(prompt, str) and body.add_special_tokens is False:
             engine.input_processor.text_limit.check(prompt)

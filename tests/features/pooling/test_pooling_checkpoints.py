@@ -132,6 +132,15 @@ def test_the_tokenizer_appends_what_is_pooled(tmp_path: Path) -> None:
         assert of_ids.prompt_token_ids == ids[:6]
         (bare,) = llm.embed(text, tokenization_kwargs={"add_special_tokens": False})
         assert bare.prompt_token_ids == ids[:-1]
+        for kwargs, kept in (
+            ({"truncation": True, "max_length": 6}, [*ids[:5], eos_id]),
+            ({"truncate_prompt_tokens": 6}, ids[-6:]),
+            ({"truncate_prompt_tokens": 6, "add_special_tokens": False}, ids[-7:-1]),
+        ):
+            (output,) = llm.embed(text, tokenization_kwargs=kwargs, use_tqdm=False)
+            assert output.prompt_token_ids == kept
+        hf = llm.engine.tokenizer.hugging_face
+        assert hf.encode(text, truncation=True, max_length=6) == [*ids[:5], eos_id]
         with pytest.raises(ValueError, match="truncate_prompt_tokens=1 leaves no token"):
             llm.embed(text, PoolingParams(truncate_prompt_tokens=1))
         (pair,) = llm.encode([{"prompt": text, "prompt_token_ids": ids}], use_tqdm=False)
@@ -156,6 +165,19 @@ def test_a_cross_encoder_reads_a_pair_as_the_tokenizer_joins_it(tmp_path: Path) 
         assert text == f"{query}?querydocument"
         with pytest.raises(ValueError, match="must be a string"):
             llm.score([1, 2], documents)
+        hf, long = llm.engine.tokenizer.hugging_face, "A table of blocks, and of tokens. " * 5
+        for pair in ((query, long), (long, query), (long, long)):
+            for most in (5, 8, 9, 20):
+                kept = {"truncation": "longest_first", "max_length": most}
+                (cut,) = llm.score(*pair, use_tqdm=False, truncate_prompt_tokens=most)
+                assert cut.prompt_token_ids == hf.encode(*pair, **kept)
+                assert cut.prompt_token_ids[-1] == eos_id
+        with pytest.raises(ValueError, match="3 tokens leave no room for the texts"):
+            llm.score(query, long, truncate_prompt_tokens=3)
+        with pytest.raises(ValueError, match="=9 would cut off the end of the template"):
+            llm.score(query, long, chat_template=template, truncate_prompt_tokens=9)
+        with pytest.raises(ValueError, match="it has 100000 characters"):
+            llm.score(query, ["a" * 100_000])
     for output, logit in zip(outputs, logits, strict=True):
         ids = output.prompt_token_ids
         assert ids.count(eos_id) == 2 and ids[-1] == eos_id

@@ -343,6 +343,7 @@ def reject(rows: torch.Tensor) -> dict[str, tuple[Any, str]]:
         "no tensor": ({"prompt_embeds": [[1.0] * 48]}, "must be a dense torch.Tensor, not list"),
         "numpy": ({"prompt_embeds": rows.numpy()}, "not ndarray"),
         "sparse": ({"prompt_embeds": rows.to_sparse()}, "dense"),
+        "meta": ({"prompt_embeds": rows.to("meta")}, "on the device .meta. has no numbers"),
         "integers": ({"prompt_embeds": rows.int()}, "dtype int32 must be one of"),
         "float64": ({"prompt_embeds": rows.double()}, "float64"),
         "width": ({"prompt_embeds": rows[:, :47]}, r"\[5, 47\].*\[number of tokens, 48\]"),

@@ -162,6 +162,7 @@ REFUSED: list[tuple[str, dict[str, Any], str | None, str]] = [
     ("/rerank", {"query": "a", "documents": []}, "documents", "0 texts"),
     ("/rerank", {"query": "a", "documents": [{"image": "b"}]}, "documents", "documents[0]"),
     ("/rerank", {"query": "a", "documents": ["b"], "top_n": 0}, "top_n", "at least 1"),
+    ("/rerank", {"query": "a", "documents": ["b"], "raw_scores": True}, "raw_scores", "activation"),
     ("/rerank", {"query": "a", "documents": ["b"], "instruction": "c"}, None, "by itself"),
     ("/v1/completions", {"prompt": "a"}, None, "runner='pooling'"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}, None, "pools"),
@@ -176,6 +177,12 @@ def test_what_cannot_be_is_refused_by_name(
     assert status in (400, 404), answer
     assert told in answer["error"]["message"]
     assert param is None or answer["error"]["param"] == param
+
+
+def test_a_text_that_cannot_fit_is_not_tokenized(server: Served) -> None:
+    for extra in ({}, {"add_special_tokens": False}):
+        status, _, answer = ask(server, "/v1/embeddings", {"input": "a" * 100_000} | extra)
+        assert status == 400 and "it has 100000 characters" in answer["error"]["message"]
 
 
 def test_nothing_is_left_when_a_client_goes(expected: list[list[float]]) -> None:

@@ -149,6 +149,8 @@ class PoolingEndpoints:
         def make() -> Iterator[Request]:
             for content in inputs:
                 if isinstance(content, str) and body.add_special_tokens is False:
+                    if params.truncate_prompt_tokens is None:
+                        engine.input_processor.text_limit.check(content)
                     content = engine.tokenizer.encode(content, add_special_tokens=False)
                 prompt, priority = body.prompt_of(content), body.priority or 0
                 yield pooling_request(engine, new_id(), prompt, params, priority)

@@ -147,10 +147,11 @@ FOREIGN = {
     "late_chunking": Foreign("each text is embedded by itself", (False,)),
     "softmax": Foreign("use use_activation"),
     "activation": Foreign("use use_activation"),
+    "raw_scores": Foreign("use use_activation", (False,)),
     "mm_processor_kwargs": Foreign(_TEXTS_ONLY, ({},)),
 }
 # Fields that change no number of a result.
-_WITHOUT_EFFECT = HARMLESS | {"truncation", "raw_scores"}
+_WITHOUT_EFFECT = HARMLESS | {"truncation"}
 
 
 def check_pooling_fields(body: PoolingBody, unknown: UnknownNames, template: str = "") -> None:
