@@ -4,7 +4,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from lora_models import greedy, request_for, write_adapter
 from tiny_checkpoints import make_qwen3
@@ -140,4 +139,4 @@ def test_models_that_read_their_weights_themselves_have_adapters(
         assert isinstance(llm.engine.executor.model, OwnLoader)  # type: ignore[attr-defined]
         outputs = llm.generate([PROMPT] * 2, params(), use_tqdm=False, lora_request=adapters[:2])
     assert [list(output.outputs[0].token_ids) for output in outputs] == answers[:2]
-    assert not np.array_equal(*answers[:2])
+    assert answers[0] != answers[1]
