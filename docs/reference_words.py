@@ -530,6 +530,7 @@ NO_BOUNDS = """
     nanoserve.worker.mixed_program
     nanoserve.features.parallel.process_group
     nanoserve.features.parallel.tensor_parallel._LEFT_TIMEOUT
+    nanoserve.features.lora.store._MOST_CHECKED
 """
 
 # Combinations that `EngineConfig` rejects; the table has its messages.

@@ -191,7 +191,7 @@ class AdapterStore:
         return True
 
     def _let_leave(self, entry: Entry) -> None:
-        """If an entry has waited long for room, let the adapter with the fewest users leave.
+        """Let the adapter with the fewest users leave, if an entry has waited long for room.
 
         With requests for it one after the other, it would never be without users. So later ones
         get an entry of their own, which is read again when those that wait now have been.

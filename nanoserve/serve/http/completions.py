@@ -34,7 +34,6 @@ def completion_requests(
         params.prompt_logprobs = body.logprobs
     for embeds in _embeds(body, engine):
         yield engine.input_processor.process(new_id(), embeds, params, body.priority or 0)
-    body.prompt_embeds = None  # megabytes of base64, and the answer keeps the body
     for prompt in body.prompts():
         if isinstance(prompt, str) and body.add_special_tokens is False:
             engine.input_processor.text_limit.check(prompt)
@@ -47,7 +46,7 @@ def _embeds(body: CompletionBody, engine: GuardedEngine | EngineFront) -> Iterat
     """Yield the prompts that are embeddings."""
     salt = {} if body.cache_salt is None else {"cache_salt": body.cache_salt}
     most = engine.input_processor.max_prompt_len * engine.model_config.hidden_size
-    for encoded in body.embeds():
+    for encoded in body.take_embeds():
         yield {"prompt_embeds": tensor_of("prompt_embeds", encoded, most), **salt}
 
 

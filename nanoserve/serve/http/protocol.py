@@ -305,6 +305,11 @@ class CompletionBody(GenerationBody):
         given = self.prompt_embeds
         return [given] if isinstance(given, str) else given or []
 
+    def take_embeds(self) -> list[str]:
+        """Return them, and forget them: they may be megabytes of base64."""
+        embeds, self.prompt_embeds = self.embeds(), None
+        return embeds
+
 
 class ChatBody(GenerationBody):
     """Request body of `POST /v1/chat/completions`.

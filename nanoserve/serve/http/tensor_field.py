@@ -48,7 +48,7 @@ _REBUILD, _REBUILD_PARAMETER = "torch._utils _rebuild_tensor_v2", "torch._utils 
 
 
 class _Saved(NamedTuple):
-    """What a pickle says about a tensor.
+    """The description of a tensor in a pickle.
 
     key: of the archive's entry with its numbers, of which there are `num_stored`. The first one of
     the tensor is at `offset`.
