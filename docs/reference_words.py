@@ -325,6 +325,8 @@ BOUNDS = {
         "nanoserve.text.chat._DEEPEST": ("levels", "nested lists and dictionaries in a "
                                     "message"),
         "nanoserve.text.chat_template._LARGEST_FILE": ("bytes", "the file of a chat template"),
+        "nanoserve.serve.http.lora._MOST_NAMES": ("adapters", "the names that a server has loaded"),
+        "nanoserve.serve.http.lora._LONGEST_NAME": ("characters", "`lora_name`"),
         "nanoserve.serve.http.tensor_field._MOST_ENTRIES": (
             "entries", "the archive of a tensor in `prompt_embeds`"),
         "nanoserve.serve.http.tensor_field._MOST_PICKLED": (
@@ -531,6 +533,7 @@ NO_BOUNDS = """
     nanoserve.features.parallel.process_group
     nanoserve.features.parallel.tensor_parallel._LEFT_TIMEOUT
     nanoserve.features.lora.store._MOST_CHECKED
+    nanoserve.serve.http.body_reader._MOST_LISTED
 """
 
 # Combinations that `EngineConfig` rejects; the table has its messages.

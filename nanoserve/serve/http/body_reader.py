@@ -21,6 +21,7 @@ BodyType = TypeVar("BodyType", bound=Body)
 Check = Callable[[Any, UnknownNames, str], None]
 
 _OTHER_ITEMS = 2**16  # in addition to a prompt and a bias for each token; see `BodyCost`
+_MOST_LISTED = 20  # models in an error message
 
 
 class BodyReader:
@@ -81,5 +82,7 @@ class BodyReader:
     def check_model(self, name: str) -> None:
         """Raise `ApiError` for a model that is not served."""
         if name not in self._names:
-            message = f"the model {name!r:.200} does not exist; available: {', '.join(self._names)}"
+            served = ", ".join(self._names[:_MOST_LISTED])
+            more = ", ..." if len(self._names) > _MOST_LISTED else ""
+            message = f"the model {name!r:.200} does not exist; available: {served}{more}"
             raise ApiError(404, message, "model", "model_not_found")

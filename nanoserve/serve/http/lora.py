@@ -20,6 +20,9 @@ from nanoserve.utils.checks import require, shown
 if TYPE_CHECKING:
     from nanoserve.engine.request import Request as EngineRequest
 
+_MOST_NAMES = 10_000  # /v1/models lists all of them
+_LONGEST_NAME = 256  # characters
+
 
 class LoadAdapterBody(Body):
     """Request body of `POST /v1/load_lora_adapter`."""
@@ -128,6 +131,14 @@ class ServedAdapters:
 
     def _check_name(self, name: str) -> None:
         require(name not in self.names, f"lora_name={shown(name)} is in use; unload it first")
+        require(
+            len(name) <= _LONGEST_NAME,
+            f"lora_name has {len(name)} characters, more than {_LONGEST_NAME}",
+        )
+        require(
+            len(self._requests) < _MOST_NAMES,
+            f"{len(self._requests)} adapters have a name, which is the most; unload one first",
+        )
 
     def _read(self, path: str, root: str | None) -> None:
         from nanoserve.features.lora.prepare import check_adapter

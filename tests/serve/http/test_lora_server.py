@@ -128,6 +128,7 @@ def test_what_clients_may_not_load(server: Served, root: Path) -> None:
         ({"lora_name": "x"}, "lora_path"),
         ({"lora_name": 5, "lora_path": "y"}, "lora_name"),
         ({"lora_name": "", "lora_path": str(inside / "three")}, "lora_name"),
+        ({"lora_name": "x" * 257, "lora_path": str(inside / "three")}, "257 characters"),
         ({"lora_name": "tiny-qwen3", "lora_path": str(inside / "three")}, "is in use"),
         ({"lora_name": "x", "lora_path": "y", "rank": 4}, "'rank' is not a field"),
     ):
@@ -151,6 +152,17 @@ def test_an_adapter_that_breaks_later_fails_its_requests(server: Served, root: P
     assert text(server, "one")
     assert ask(server, "/v1/unload_lora_adapter", {"lora_name": "fragile"})[0] == 200
     server.wait_until_idle()
+
+
+def test_there_are_only_so_many_names(
+    server: Served, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("nanoserve.serve.http.lora._MOST_NAMES", 2)
+    body = {"lora_name": "three", "lora_path": str(root / "root" / "three")}
+    status, _, answer = ask(server, "/v1/load_lora_adapter", body)
+    assert status == 400 and "2 adapters have a name" in answer["error"]["message"]
+    body = {"lora_name": "two", "lora_path": str(root / "root" / "two"), "load_inplace": True}
+    assert ask(server, "/v1/load_lora_adapter", body)[0] == 200
 
 
 def test_without_a_root_nothing_can_be_loaded(root: Path) -> None:
