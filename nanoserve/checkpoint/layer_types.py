@@ -41,6 +41,13 @@ def layers_without_rope(file: ConfigFile) -> frozenset[int]:
 def _sliding_windows(file: ConfigFile) -> tuple[int | None, ...]:
     """Return each layer's window from `layer_types`, or from the rule of the architecture."""
     num_layers, window = file.size("num_hidden_layers"), file.get("sliding_window")
+    # The family of a user's own class is unknown: Mistral's windows need no flag, Qwen's do.
+    is_known = file.implied.get("use_sliding_window", False) is not None
+    require(
+        is_known or window is None or file.has("use_sliding_window") or file.has("layer_types"),
+        f"config.json: sliding_window={shown(window)} without use_sliding_window: set that to true "
+        f"or false, since a registered class such as {file.architecture} has no defaults",
+    )
     if "use_sliding_window" in file.implied and not file.flag("use_sliding_window"):
         window = None
     if window is not None or file.architecture in ("Gemma2ForCausalLM", "Gemma3ForCausalLM"):

@@ -86,7 +86,11 @@ class Extension:
         """
 
     def on_reset(self) -> None:
-        """Called when all steps in flight are discarded: after an error, or without requests."""
+        """Called when all steps in flight are discarded: after an error, or without requests.
+
+        After an error, running sequences have lost their slots and blocks and wait again, without
+        `on_release`: forget which ones run.
+        """
 
     def close(self) -> None:
         """Release threads, memory and files. The engine is not used again."""

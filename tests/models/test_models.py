@@ -363,6 +363,17 @@ def test_a_model_may_be_registered_by_where_it_is(loud: PreTrainedModel, tmp_pat
     check(loud, tmp_path, 3)
 
 
+def test_the_window_of_a_registered_model_needs_its_flag(tmp_path: Path) -> None:
+    """Mistral's files have a window without a flag, and Qwen's have one that is off."""
+    model = make_checkpoint(MistralForCausalLM, tmp_path, sliding_window=8)
+    edit_json(tmp_path / "config.json", architectures=["OwnMistral"])
+    register_model("OwnMistral", "nanoserve.models.llama:LlamaForCausalLM")
+    with pytest.raises(ValueError, match="sliding_window=8 without use_sliding_window"):
+        LLM(tmp_path, skip_tokenizer_init=True)
+    edit_json(tmp_path / "config.json", use_sliding_window=True)
+    check(model, tmp_path, 12)
+
+
 @pytest.mark.usefixtures("loud")
 def test_what_cannot_be_registered_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"LlamaForCausalLM.*already"):
