@@ -5,11 +5,15 @@ from functools import partial
 import numpy as np
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from nanoserve.config import EngineConfig
 from nanoserve.engine.adapter_rows import AdapterLoad, AdapterRows
+from nanoserve.engine.batch_layout import BatchHeader
 from nanoserve.kernels.cpu.memory import map_zeros
 from nanoserve.models.layers.low_rank import Adapters, Kernel, Weights
+from nanoserve.worker.batch_tensors import BatchTensors
+from nanoserve.worker.cpu_device import Forward
 
 
 def make_adapters(
@@ -30,17 +34,26 @@ def make_adapters(
     return Adapters(config.max_loras, config.max_lora_rank, matrices, device, kernel)
 
 
-def begin_step(adapters: Adapters, rows: AdapterRows | None, cu_seqlens: np.ndarray) -> None:
-    """Load the adapters that are new in a step, and set those of its rows."""
-    if rows is None:
-        adapters.begin_step(None, cu_seqlens)
-        return
+def forward_with_adapters(
+    rows: AdapterRows, cu_seqlens: np.ndarray, forward: Forward, adapters: Adapters
+) -> Forward:
+    """Return the forward pass of a step whose rows have these adapters; the new ones are loaded.
+
+    cu_seqlens: where the tokens of each row begin, and the end. It is another function than
+    `forward`, which a graph may have recorded, so no graph replays the step.
+    """
     for load in rows.loads:
         adapters.load(load.place, _weights(load))
-    adapters.begin_step(rows.places, cu_seqlens)
+    of_step = adapters.rows_of(rows.places, cu_seqlens)
+
+    def forward_adapted(tensors: BatchTensors, header: BatchHeader, tables: Tensor) -> Tensor:
+        with adapters.using(of_step):
+            return forward(tensors, header, tables)
+
+    return forward_adapted
 
 
-def named_tensors(weights: Weights) -> dict[str, torch.Tensor]:
+def named_tensors(weights: Weights) -> dict[str, Tensor]:
     """Return the tensors of a file that other processes load, by name."""
     pairs = [(name, zip("AB", pair, strict=True)) for name, pair in weights.items()]
     return {f"{name}.{kind}": x for name, pair in pairs for kind, x in pair}

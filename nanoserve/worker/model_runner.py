@@ -21,7 +21,7 @@ from nanoserve.engine.executor import ForwardInputs, SampleInputs, SlotUpdate, S
 from nanoserve.models.layers.context import LayerContext
 from nanoserve.sampling.diagnostics import errors_of_rows
 from nanoserve.sampling.sampler import Sampled, Sampler
-from nanoserve.worker.adapters import begin_step
+from nanoserve.worker.adapters import forward_with_adapters
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cpu_device import Computation, Device, Forward, StepOutput
 from nanoserve.worker.given_embeddings import forward_with
@@ -171,8 +171,6 @@ class ModelRunner:
         with self.device.guard():
             if inputs.kv_transfers is not None:
                 self.host_pool.copy(self.kv_caches, inputs.kv_transfers)
-            if self.context.adapters is not None:
-                begin_step(self.context.adapters, inputs.adapters, batch.cu_seqlens_q)
             # 1) Rank 0's device has the tokens that the host did not know when it packed the step.
             if header.num_pending:
                 self.context.tp.broadcast(self.last_token)
@@ -180,6 +178,9 @@ class ModelRunner:
             forward: Forward = self._computation.forward
             if inputs.embeds is not None:
                 forward = forward_with(inputs.embeds, self._computation, self.context)
+            if (rows := inputs.adapters) is not None:
+                adapters, starts = self.context.adapters, batch.cu_seqlens_q
+                forward = forward_with_adapters(rows, starts, forward, adapters)
             output = self.device.run(batch, header, self.last_token, forward)
             handle = Handle(batch, header, output.tensors, inputs.draft_tokens)
             # 3) Logits are computed only for the rows that need them: for a prompt of a thousand

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from nanoserve.config import KernelConfig
 from nanoserve.engine.extension import PreparedFeature
 from nanoserve.features.lora.adapter import Limits, outline_of, read_adapter
 from nanoserve.features.lora.adapter_files import AdapterFiles
@@ -32,8 +33,9 @@ def prepare_lora(config: "EngineConfig", model_config: "ModelConfig") -> Prepare
         f"take no adapters; merge the adapter into its base (peft: merge_and_unload)",
     )
     require(
-        config.device != "cuda" or config.enforce_eager,
-        f"{option} on a GPU needs enforce_eager=True: CUDA graphs do not compute adapters",
+        config.device != "cuda" or not KernelConfig.of(config.kernel_config).fused_quantization,
+        f"{option} does not support kernel_config with fused_quantization=True, which gives linear "
+        f"layers codes instead of the numbers that adapters multiply: remove one of them",
     )
     require(
         config.distributed_executor_backend != "ray",

@@ -12,6 +12,7 @@ layer has a part of A's inputs, and its results are summed together with those o
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from nanoserve.models.layers.context import LayerContext, LinearMethod
 from nanoserve.models.layers.linear import ColumnParallelLinear, RowParallelLinear
+from nanoserve.sampling.host_copies import to_device
 
 _GROUP = 4  # rows of an adapter that the kernel computes at once
 _LANES = 16  # the kernel reads this many numbers at once
@@ -89,7 +91,7 @@ class StepRows(NamedTuple):
         present = np.unique(places[places >= 0]).tolist()
         tokens = [np.flatnonzero(places == place) for place in present]
         if not has_kernel:
-            rows = [torch.from_numpy(one).to(device) for one in tokens]
+            rows = to_device(device, *tokens)  # without waiting for the steps before it
             every = [slice(0, len(places)) if len(one) == len(places) else one for one in rows]
             return cls([*zip(present, every, strict=True)], ())
         starts, of_groups = [0], []
@@ -191,7 +193,7 @@ class LowRankMethod:
 
 
 class Adapters:
-    """The adapters of one rank's model, and the rows of the current step.
+    """The adapters of one rank's model, and the rows of the step that is computed.
 
     num_places: most adapters in a batch. zeros: allocates matrices of a shape on the device, in the
     adapters' data type. kernel: adds the products of all rows, whose bits then depend on no other
@@ -226,17 +228,26 @@ class Adapters:
         for layer in self._layers.values():
             layer.load(place, weights)
 
-    def begin_step(self, places: np.ndarray | None, cu_seqlens: np.ndarray) -> None:
-        """Set the rows of the next step.
+    def rows_of(self, places: np.ndarray, cu_seqlens: np.ndarray) -> StepRows:
+        """Return the tokens of a step that have an adapter.
 
-        places: by row, the place of its adapter, -1 for none; None if no row has one. cu_seqlens:
-        where the tokens of each row begin, and the end.
+        places: by row, the place of its adapter, -1 for none. cu_seqlens: where the tokens of each
+        row begin, and the end.
         """
-        self.rows = None
-        if places is not None:
-            lengths = np.diff(cu_seqlens[: len(places) + 1])
-            by_token = np.repeat(places, lengths)
-            self.rows = StepRows.of(by_token, self.kernel is not None, self._device)
+        by_token = np.repeat(places, np.diff(cu_seqlens[: len(places) + 1]))
+        return StepRows.of(by_token, self.kernel is not None, self._device)
+
+    @contextmanager
+    def using(self, rows: StepRows) -> Iterator[None]:
+        """Add the adapters to these rows, in forward passes inside the context only.
+
+        So whatever runs outside of it, such as the capture of a graph, computes no adapter.
+        """
+        self.rows = rows
+        try:
+            yield
+        finally:
+            self.rows = None
 
 
 def all_targets(model: nn.Module) -> Iterator[Target]:

@@ -1,0 +1,241 @@
+"""Adapters on a GPU that is a CPU: no graph of steps without adapters computes a step with some."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import late_engine
+import numpy as np
+import pytest
+import torch
+from fake_cuda import FakeCuda
+from late_cuda import LateCuda
+from lora_models import ALL, ATTENTION, MLP, request_for, write_adapter
+from mixed_attention import MixedTorchAttention
+from tiny_checkpoints import make_qwen3
+
+from nanoserve import LLM, LoRARequest, SamplingParams
+from nanoserve.checkpoint.model_config import ModelConfig
+from nanoserve.config import EngineConfig
+from nanoserve.engine.executor import ForwardInputs
+from nanoserve.engine.guard import GuardedEngine
+from nanoserve.engine.sequence import Sequence
+from nanoserve.features.lora.prepare import prepare_lora
+from nanoserve.features.speculative.extension import Speculation
+from nanoserve.features.speculative.proposer import TextProposer
+from nanoserve.models.layers.context import LayerContext
+from nanoserve.worker import model_runner
+from nanoserve.worker.adapters import make_adapters
+from nanoserve.worker.cuda_device import CudaDevice
+from nanoserve.worker.model_runner import ModelRunner
+
+CPU = torch.device("cpu")
+LIMITS: dict[str, Any] = {
+    **{"dtype": "float32", "enable_lora": True, "max_loras": 2, "max_lora_rank": 8},
+    **{"max_cpu_loras": 4, "block_size": 4, "num_kv_blocks": 60, "max_num_seqs": 5},
+    **{"max_num_batched_tokens": 20, "max_model_len": 80},
+}
+COMMON: dict[str, Any] = {"max_tokens": 9, "ignore_eos": True}
+KINDS = [
+    SamplingParams(temperature=0, **COMMON),
+    SamplingParams(temperature=0.8, seed=7, **COMMON),
+    SamplingParams(temperature=0, repetition_penalty=1.3, logprobs=1, **COMMON),
+    SamplingParams(temperature=0.7, seed=1, n=2, **COMMON),
+]
+
+
+class Asked(NamedTuple):
+    """A base, and requests with one of three adapters or none."""
+
+    base: Path
+    requests: list[tuple[list[int], SamplingParams, LoRARequest | None]]
+
+
+@pytest.fixture(scope="module")
+def asked(tmp_path_factory: pytest.TempPathFactory, by_size: Callable[..., Any]) -> Asked:
+    base = tmp_path_factory.mktemp("base")
+    model, adapters = make_qwen3(base).eval(), [None]
+    for index, targets in enumerate((ALL, ATTENTION, (*MLP, "q_proj"))):
+        folder = base / f"adapter{index}"
+        write_adapter(model, folder, index, targets, (8, 4, 3)[index], size=0.15)
+        adapters.append(request_for(folder, folder.name, index + 1))
+    rng, requests = np.random.default_rng(0), []
+    for index in range(by_size(10, 20)):
+        # The first requests have no adapter; later, adapters join and leave.
+        adapter = None if index < 3 else adapters[index % 4]
+        prompt = rng.integers(0, 300, 1 + 13 * index % 37).tolist()
+        requests.append((prompt, KINDS[index % len(KINDS)], adapter))
+    return Asked(base, requests)
+
+
+def answers(engine: GuardedEngine, asked: Asked) -> list[list[int]]:
+    """Return the tokens of each request, of which two more are added in every third step."""
+    waiting = list(enumerate(asked.requests))
+    done: dict[str, Any] = {}
+    step = 0
+    while waiting or engine.has_unfinished_requests():
+        if step % 3 == 0:
+            for index, (prompt, params, adapter) in waiting[:2]:
+                engine.add_request(str(index), prompt, params, lora_request=adapter)
+            del waiting[:2]
+        done |= {output.request_id: output for output in engine.step() if output.finished}
+        step += 1
+    assert [output.error for output in done.values()] == [None] * len(asked.requests)
+    indices = map(str, range(len(asked.requests)))
+    return [list(one.token_ids) for index in indices for one in done[index].outputs]
+
+
+@pytest.fixture(scope="module")
+def expected(asked: Asked) -> list[list[int]]:
+    options = LIMITS | {"device": "cpu", "attention_backend": "torch"}
+    with LLM(str(asked.base), skip_tokenizer_init=True, **options) as llm:
+        return answers(llm.engine, asked)
+
+
+def make_engine(path: Path, cuda: FakeCuda, **options: Any) -> GuardedEngine:
+    options = LIMITS | {"capture_mixed_steps": True} | options
+    config = EngineConfig(str(path), **options).for_device("cuda")
+    model_config = ModelConfig.from_checkpoint(path)
+    adapters = make_adapters(config, torch.float32, CPU, has_numba=False)
+    context = LayerContext(attention=MixedTorchAttention(), adapters=adapters)
+    device = CudaDevice(config, cuda, is_capturable=True, captures_mixed_steps=True)
+    runner = ModelRunner.load(config, model_config, path, context, device)
+    engine = GuardedEngine(config, model_config, runner, tokenizer=None)
+    prepare_lora(config, model_config).add_to(engine)
+    return engine
+
+
+@pytest.fixture(autouse=True)
+def no_worst_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(CudaDevice, "_run_worst_case", lambda device, runner: None)
+
+
+class Known(TextProposer):
+    """Drafts what each sequence gets, but for every third draft, whose last token is wrong."""
+
+    def __init__(self, asked: Asked, expected: list[list[int]], vocab_size: int) -> None:
+        names = ((i, j) for i, one in enumerate(asked.requests) for j in range(one[1].n))
+        self._answers = dict(zip(names, expected, strict=True))
+        self._vocab_size, self._num_drafts = vocab_size, 0
+
+    def draft(self, seq: Sequence, most: int) -> list[int]:
+        answer = self._answers[int(seq.request_id), seq.index]
+        tokens = answer[seq.num_output_tokens :][:most]
+        self._num_drafts += 1
+        if tokens and self._num_drafts % 3 == 0:
+            tokens[-1] = (tokens[-1] + 1) % self._vocab_size
+        return tokens
+
+
+class Steps:
+    """By step of a runner: whether it has adapters, and whether a graph was replayed."""
+
+    def __init__(self, runner: ModelRunner, cuda: FakeCuda, patch: pytest.MonkeyPatch) -> None:
+        self.seen: list[tuple[bool, bool, int]] = []  # and its longest row
+        forward = runner.forward
+
+        def watched(batch: Any, inputs: ForwardInputs) -> Any:
+            cuda.events.clear()
+            handle = forward(batch, inputs)
+            replays = any(event.startswith("replay ") for event in cuda.events)
+            longest = batch.header.max_query_len
+            self.seen.append((inputs.adapters is not None, replays, longest))
+            return handle
+
+        patch.setattr(runner, "forward", watched)
+
+
+DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "ahead": {"async_scheduling": True},
+    "in turn": {"async_scheduling": False},
+    "sampling too": {"capture_sampling": True},
+    "drafts": {"speculative_config": DRAFTS | {"enforce_eager": False}},
+    "drafts in turn": {
+        "speculative_config": DRAFTS | {"enforce_eager": False},
+        "async_scheduling": False,
+    },
+    "a tiny pool": {"num_kv_blocks": 20},
+}
+
+
+@pytest.mark.small(name=["ahead", "drafts"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_tokens_are_those_of_a_cpu_and_steps_with_adapters_are_launched(
+    name: str, asked: Asked, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps without adapters are replayed as ever, whatever ran before them."""
+    cuda = FakeCuda()
+    engine = make_engine(asked.base, cuda, **OPTIONS[name])
+    has_drafts = "speculative_config" in OPTIONS[name]
+    if has_drafts:
+        proposer = Known(asked, expected, engine.model_config.vocab_size)
+        engine.add_extension(Speculation(engine, lambda executor, scheduler: proposer))
+    steps = Steps(engine.executor, cuda, monkeypatch)
+    assert answers(engine, asked) == expected
+    for has_adapters in (False, True):
+        longest = {row for adapters, _, row in steps.seen if adapters is has_adapters}
+        assert len(longest) > 2 and (4 if has_drafts else 1) in longest
+    assert all(replayed is not adapters for adapters, replayed, _ in steps.seen)
+    if has_drafts:
+        assert engine.stats.num_draft_tokens > engine.stats.num_accepted_tokens > 20
+    assert (engine.stats.num_preemptions > 0) is (name == "a tiny pool")
+    engine.close()
+
+
+def test_a_graph_that_was_captured_without_adapters_would_give_other_tokens(
+    asked: Asked, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A planted fault: the device takes the step for one that its graphs have recorded."""
+    own = model_runner.forward_with_adapters
+
+    def as_recorded(rows: Any, starts: Any, forward: Any, adapters: Any) -> Any:
+        own(rows, starts, forward, adapters)
+        return forward
+
+    monkeypatch.setattr(model_runner, "forward_with_adapters", as_recorded)
+    assert answers(make_engine(asked.base, FakeCuda()), asked) != expected
+
+
+def test_graphs_that_are_captured_again_have_no_adapters(
+    asked: Asked, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After sleep, when adapters are in their places."""
+    cuda = FakeCuda()
+    engine = make_engine(asked.base, cuda)
+    assert answers(engine, asked) == expected
+    runner = engine.executor
+    runner.release_kv_caches()
+    runner.restore_kv_caches()
+    engine.reset_prefix_cache()
+    cuda.events.clear()
+    runner.resume()
+    assert "capture 4" in cuda.events and runner.context.adapters.rows is None
+    steps = Steps(runner, cuda, monkeypatch)
+    assert answers(engine, asked) == expected
+    assert all(replayed is not adapters for adapters, replayed, _ in steps.seen)
+
+
+@pytest.mark.small(ahead=[True])
+@pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "one step ahead"])
+def test_however_late_a_gpu_is_its_tokens_are_those_of_a_cpu(
+    ahead: bool, asked: Asked, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens of an adapter are sent, and adapters are copied to their places, in turn."""
+    cuda, options = LateCuda(), LIMITS | {"async_scheduling": ahead, "capture_mixed_steps": True}
+    adapters = make_adapters(EngineConfig(str(asked.base), **LIMITS), torch.float32, CPU, False)
+    monkeypatch.setattr(late_engine, "LayerContext", partial(LayerContext, adapters=adapters))
+    engine = late_engine.make_engine(asked.base, cuda, monkeypatch, **options)
+    prepare_lora(engine.config, engine.model_config).add_to(engine)
+    assert answers(engine, asked) == expected
+    assert cuda.longest > 100
+    engine.close()
+    assert not cuda.queue
+
+
+def test_codes_of_activations_are_refused(asked: Asked) -> None:
+    options = LIMITS | {"quantization": "fp8", "kernel_config": {"fused_quantization": True}}
+    config = EngineConfig(str(asked.base), **options).for_device("cuda")
+    with pytest.raises(ValueError, match="enable_lora=True does not support kernel_config with"):
+        prepare_lora(config, ModelConfig.from_checkpoint(asked.base))
