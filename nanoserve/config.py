@@ -79,6 +79,8 @@ class KernelConfig:
     fused_quantization: if True, norms and activations quantize their results for the linears that
         multiply 8-bit activations (`quantization="fp8"`, or `quantization_activations="int8"`),
         instead of a kernel of its own before each linear.
+    adapter_kernels: if True, two kernels for each linear layer add the products of all adapters of
+        a step (`enable_lora`), instead of products of torch for each adapter.
 
     Raises `ValueError` for unknown names and values.
     """
@@ -87,6 +89,7 @@ class KernelConfig:
     merge_in_attention: bool = False
     split_products: bool = False
     fused_quantization: bool = False
+    adapter_kernels: bool = False
 
     @classmethod
     def of(cls, options: Any) -> "KernelConfig":

@@ -7,31 +7,41 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from nanoserve.config import EngineConfig
+from nanoserve.config import EngineConfig, KernelConfig
 from nanoserve.engine.adapter_rows import AdapterLoad, AdapterRows
 from nanoserve.engine.batch_layout import BatchHeader
 from nanoserve.kernels.cpu.memory import map_zeros
+from nanoserve.models.layers.adapter_tiles import PlaceTiles
 from nanoserve.models.layers.low_rank import Adapters, Kernel, Weights
+from nanoserve.worker.backend_checks import TRITON_OPERATIONS
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cpu_device import Forward
 
 
 def make_adapters(
-    config: EngineConfig, dtype: torch.dtype, device: torch.device, has_numba: bool
+    config: EngineConfig, dtype: torch.dtype, device: torch.device, backend: str
 ) -> Adapters:
     """Return the places of `max_loras` adapters.
 
-    has_numba: numba compiles the kernel. On a GPU, and without numba, torch computes the products.
+    backend: of attention. With "numba" a kernel adds the products, and with those that launch
+    Triton kernels, too, if `kernel_config` has `adapter_kernels`; otherwise torch computes them.
     """
     kernel: Kernel | None = None
-    if has_numba:
+    tiles: PlaceTiles | None = None
+    kernels = KernelConfig.of(config.kernel_config)
+    if backend == "numba":
         from nanoserve.kernels.cpu.low_rank import add_low_rank, compile_low_rank
 
         kernel = add_low_rank
         compile_low_rank(dtype)
+    elif backend in TRITON_OPERATIONS and kernels.adapter_kernels:
+        from nanoserve.kernels.triton import low_rank
+
+        kernel = partial(low_rank.add_low_rank, is_dependent=kernels.dependent_launch)
+        tiles = PlaceTiles(config.max_num_batched_tokens, config.max_loras, device)
     zeros = map_zeros if device.type == "cpu" else partial(torch.zeros, device=device)
     matrices = partial(zeros, dtype=dtype)
-    return Adapters(config.max_loras, config.max_lora_rank, matrices, device, kernel)
+    return Adapters(config.max_loras, config.max_lora_rank, matrices, device, kernel, tiles)
 
 
 def forward_with_adapters(

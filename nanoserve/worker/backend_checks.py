@@ -83,7 +83,7 @@ def check_kernels(
         f"kernel_config with merge_in_attention=True is a variant of attention_backend='triton', "
         f"not of {name!r}: remove one of them",
     )
-    for option in ("dependent_launch", "split_products", "fused_quantization"):
+    for option in ("dependent_launch", "split_products", "fused_quantization", "adapter_kernels"):
         require(
             name in TRITON_OPERATIONS or not getattr(kernels, option),
             f"kernel_config with {option}=True is a variant of Triton kernels, which "
@@ -129,6 +129,8 @@ def check_batch_invariant(
         "capture_mixed_steps=True": config.capture_mixed_steps,
         "kernel_config with split_products=True": kernels.split_products,
         "kernel_config with merge_in_attention=True": kernels.merge_in_attention,
+        "enable_lora=True without adapter_kernels=True of kernel_config": config.enable_lora
+        and not kernels.adapter_kernels,
     }
     found = [reason for reason, is_so in reasons.items() if is_so]
     require(

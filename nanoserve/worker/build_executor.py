@@ -130,7 +130,7 @@ def make_context(
         routes = RoutedExperts(model_config, config.max_num_batched_tokens, device)
     context = LayerContext(dtype, device, parallel, attention, ops, method, routed_experts=routes)
     if config.enable_lora:
-        adapters = make_adapters(config, dtype, device, has_numba=name == "numba")
+        adapters = make_adapters(config, dtype, device, name)
         context = replace(context, adapters=adapters)
     if name == "numba":
         from nanoserve.sampling.numba_sampler import NumbaSampler

@@ -8,6 +8,7 @@ a machine, and later starts only run a few small steps. The variants depend on
     tokens of a row     attention over chunks; with graphs of draft tokens, over few tokens too
     sampling of a row   from logits in the model's dtype, or in float32 once stages have changed
                         them; with or without a filter; with or without a grammar's mask
+    adapters            `adapter_kernels`, for each shape of a linear layer
 
 Other values that change from step to step are not constants of a kernel. The worst-case step, which
 is run before, has the largest tiles.
@@ -22,6 +23,7 @@ import numpy as np
 import torch
 
 from nanoserve.config import EngineConfig, KernelConfig
+from nanoserve.engine.adapter_rows import AdapterRows
 from nanoserve.engine.executor import Executor, ForwardInputs, SlotUpdate, TokenMask
 from nanoserve.sampling.fused_sampler import FusedSampler
 from nanoserve.sampling_params import SamplingParams
@@ -60,6 +62,10 @@ def compile_kernels(executor: Executor, buffers: CudaBuffers, config: EngineConf
             max_context_len=executor.max_model_len,
         )
         handle = executor.forward(batch, ForwardInputs())
+    if config.enable_lora and KernelConfig.of(config.kernel_config).adapter_kernels:
+        places = np.zeros(len(lengths), dtype=np.int32)  # where no adapter is yet
+        buffers.wait_until_read(batch)
+        handle = executor.forward(batch, ForwardInputs(adapters=AdapterRows([], places)))
     if handle.logits is not None:  # None if another rank samples
         _run_sampler(handle.logits, handle.tensors, config)
     logger.info(

@@ -35,6 +35,7 @@ from nanoserve.kernels.triton.choose_tokens import choose_tokens, pack_settings
 from nanoserve.kernels.triton.experts import fused_experts
 from nanoserve.kernels.triton.filter_logits import filter_borders
 from nanoserve.kernels.triton.latent_attention import latent_attention
+from nanoserve.kernels.triton.low_rank import add_low_rank
 from nanoserve.kernels.triton.paged_attention import paged_attention
 from nanoserve.kernels.triton.quantized_rows import CodeFormat
 from nanoserve.kernels.triton.split_linear import split_linear, tiled_linear
@@ -302,6 +303,35 @@ def _split_linear_cases() -> list[tuple[str, Callable[[], None]]]:
     return cases
 
 
+def _low_rank(
+    inputs: int, outputs: list[int], rank: int, dtype: torch.dtype, is_dependent: bool = False
+) -> None:
+    size, num_targets, total = 3, len(outputs), sum(outputs)
+    add_low_rank(
+        torch.zeros(size, inputs, dtype=dtype),
+        torch.zeros(size, total, dtype=dtype),
+        torch.zeros(2, inputs, -(-num_targets * rank // 16) * 16, dtype=dtype),
+        torch.zeros(2, rank, total, dtype=dtype),
+        torch.zeros(2, num_targets + 1, dtype=torch.int32),
+        torch.zeros(num_targets + 1, dtype=torch.int32),
+        torch.zeros(4, 16, dtype=torch.int32),
+        torch.zeros(4, dtype=torch.int32),
+        is_dependent=is_dependent,
+    )
+
+
+def _low_rank_cases() -> list[tuple[str, Callable[[], None]]]:
+    """Of Qwen3-0.6B's q, k and v, of wide layers, and of sizes that no tile divides."""
+    cases = []
+    shapes = [(1024, [2048, 1024, 1024], 16), (3072, [1024], 16), (4096, [4096], 256)]
+    shapes += [(100, [72, 40], 8)]
+    for (inputs, outputs, rank), dtype in product(shapes, (torch.bfloat16, torch.float32)):
+        label = f"low_rank {dtype} inputs={inputs} rank={rank}".replace("torch.", "")
+        cases.append((label, partial(_low_rank, inputs, outputs, rank, dtype)))
+    case = partial(_low_rank, 1024, [2048, 1024, 1024], 16, torch.bfloat16, True)
+    return [*cases, ("dependent low_rank", case)]
+
+
 def _experts(
     num_tokens: int,
     hidden: int,
@@ -349,6 +379,7 @@ CASES: list[tuple[str, Callable[[], None]]] = [
     *_experts_cases(),
     *_small_cases(),
     *_split_linear_cases(),
+    *_low_rank_cases(),
     *quantized_cases(),
 ]
 

@@ -142,6 +142,7 @@ def test_graphs_give_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         ({"quantization": "int8"}, "quantized weights, whose kernels choose tiles"),
         ({"tensor_parallel_size": 4}, "tensor_parallel_size=4: more than two ranks"),
         ({"kernel_config": {"split_products": True}}, "split_products=True"),
+        ({"enable_lora": True}, "enable_lora=True without adapter_kernels=True"),
         ({"kernel_config": {"merge_in_attention": True}}, "merge_in_attention=True"),
     ],
     ids=str,

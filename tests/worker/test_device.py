@@ -193,6 +193,7 @@ def test_each_device_has_its_default(
         ("dependent_launch", {"triton", "flash_attn", "flash_attn3"}),
         ("split_products", {"triton", "flash_attn", "flash_attn3"}),
         ("fused_quantization", {"triton", "flash_attn", "flash_attn3"}),
+        ("adapter_kernels", {"triton", "flash_attn", "flash_attn3"}),
     ],
 )
 def test_variants_of_kernels_that_a_backend_does_not_launch_are_refused(

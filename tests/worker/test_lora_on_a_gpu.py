@@ -11,11 +11,13 @@ import pytest
 import torch
 from fake_cuda import FakeCuda
 from late_cuda import LateCuda
+from launched_kernels import LaunchedKernels, of_kernel
 from lora_models import ALL, ATTENTION, MLP, request_for, write_adapter
 from mixed_attention import MixedTorchAttention
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, LoRARequest, SamplingParams
+from nanoserve.attention.triton import TritonAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.executor import ForwardInputs
@@ -25,6 +27,7 @@ from nanoserve.features.lora.prepare import prepare_lora
 from nanoserve.features.speculative.extension import Speculation
 from nanoserve.features.speculative.proposer import TextProposer
 from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.layers.triton_ops import TritonOps
 from nanoserve.worker import model_runner
 from nanoserve.worker.adapters import make_adapters
 from nanoserve.worker.cuda_device import CudaDevice
@@ -97,8 +100,11 @@ def make_engine(path: Path, cuda: FakeCuda, **options: Any) -> GuardedEngine:
     options = LIMITS | {"capture_mixed_steps": True} | options
     config = EngineConfig(str(path), **options).for_device("cuda")
     model_config = ModelConfig.from_checkpoint(path)
-    adapters = make_adapters(config, torch.float32, CPU, has_numba=False)
+    adapters = make_adapters(config, torch.float32, CPU, config.attention_backend)
     context = LayerContext(attention=MixedTorchAttention(), adapters=adapters)
+    if config.attention_backend == "triton":
+        attention, ops = TritonAttention(), TritonOps()
+        context = LayerContext(attention=attention, ops=ops, adapters=adapters)
     device = CudaDevice(config, cuda, is_capturable=True, captures_mixed_steps=True)
     runner = ModelRunner.load(config, model_config, path, context, device)
     engine = GuardedEngine(config, model_config, runner, tokenizer=None)
@@ -224,7 +230,7 @@ def test_however_late_a_gpu_is_its_tokens_are_those_of_a_cpu(
 ) -> None:
     """Tokens of an adapter are sent, and adapters are copied to their places, in turn."""
     cuda, options = LateCuda(), LIMITS | {"async_scheduling": ahead, "capture_mixed_steps": True}
-    adapters = make_adapters(EngineConfig(str(asked.base), **LIMITS), torch.float32, CPU, False)
+    adapters = make_adapters(EngineConfig(str(asked.base), **LIMITS), torch.float32, CPU, "torch")
     monkeypatch.setattr(late_engine, "LayerContext", partial(LayerContext, adapters=adapters))
     engine = late_engine.make_engine(asked.base, cuda, monkeypatch, **options)
     prepare_lora(engine.config, engine.model_config).add_to(engine)
@@ -232,6 +238,44 @@ def test_however_late_a_gpu_is_its_tokens_are_those_of_a_cpu(
     assert cuda.longest > 100
     engine.close()
     assert not cuda.queue
+
+
+INTERPRETED: dict[str, Any] = {
+    **{"attention_backend": "triton", "kernel_config": {"adapter_kernels": True}},
+    **{"max_num_batched_tokens": 12, "max_model_len": 32, "num_kv_blocks": 8, "block_size": 8},
+}
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory: pytest.TempPathFactory) -> Asked:
+    """A tiny base, and requests of a few tokens."""
+    base = tmp_path_factory.mktemp("few")
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
+    model, requests = make_qwen3(base, **sizes).eval(), []
+    for index, (targets, rank) in enumerate(((ALL, 8), (("q_proj", "down_proj"), 3))):
+        write_adapter(model, base / f"adapter{index}", index, targets, rank, size=0.2)
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+    for index, length in enumerate((5, 14, 1, 3)):
+        adapter = request_for(base / f"adapter{index % 3}") if index % 3 < 2 else None
+        requests.append((list(range(7 * index, 7 * index + length)), params, adapter))
+    return Asked(base, requests)
+
+
+def test_with_its_own_kernels_it_gives_what_a_cpu_gives(
+    few: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are interpreted; while it serves, there is no variant that was not compiled before."""
+    with LLM(str(few.base), skip_tokenizer_init=True, device="cpu", **LIMITS) as llm:
+        expected = answers(llm.engine, few)
+    launched = LaunchedKernels(monkeypatch)
+    with launched.noted() as compiled:
+        engine = make_engine(few.base, FakeCuda(), **INTERPRETED)
+    with launched.noted() as life:
+        assert answers(engine, few) == expected
+    for name in ("_shrink", "_expand"):
+        variants = of_kernel(life, name)
+        assert variants == of_kernel(compiled, name) and len(variants) > 2  # of shapes of layers
+    engine.close()
 
 
 def test_codes_of_activations_are_refused(asked: Asked) -> None:

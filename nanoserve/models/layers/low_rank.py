@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from nanoserve.models.layers.adapter_tiles import PlaceTiles
 from nanoserve.models.layers.context import LayerContext, LinearMethod
 from nanoserve.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoserve.sampling.host_copies import to_device
@@ -28,8 +29,8 @@ _GROUP = 4  # rows of an adapter that the kernel computes at once
 _LANES = 16  # the kernel reads this many numbers at once
 
 Weights = Mapping[str, tuple[Tensor, Tensor]]
-# (x, y, a, b, ends, firsts, tokens, starts, places): see `add_low_rank` of
-# `nanoserve.kernels.cpu.low_rank`
+# (x, y, a, b, ends, firsts, *groups): see `add_low_rank` of `nanoserve.kernels.cpu.low_rank` and of
+# `nanoserve.kernels.triton.low_rank`
 Kernel = Callable[..., None]
 Zeros = Callable[[tuple[int, ...]], Tensor]
 
@@ -78,8 +79,8 @@ class StepRows(NamedTuple):
     """The tokens of a step that have an adapter.
 
     by_adapter: (place, tokens) of each adapter, for torch; a slice if it has all tokens of a step.
-    groups: the tokens, where groups of them begin, and the place of each group, int32, for the
-    kernel. One of the two is empty.
+    groups: for a kernel, int32. On a CPU, the tokens, where groups of them begin, and the place of
+    each group; on a GPU, the `views` of `PlaceTiles`. One of the two is empty.
     """
 
     by_adapter: list[tuple[int, "Tensor | slice"]]
@@ -122,11 +123,12 @@ class AdaptedLayer:
         num_ranks = -(-len(targets) * max_rank // _LANES) * _LANES
         self.a = zeros((num_places, num_inputs, num_ranks))
         self.b = zeros((num_places, max_rank, outputs))
-        # By place: where the ranks of each target end, after a 0.
-        self.ends = torch.zeros(num_places, len(targets) + 1, dtype=torch.int32)
+        # By place: where the ranks of each target end, after a 0. On the device: a kernel reads it.
+        device = self.a.device
+        self.ends = torch.zeros(num_places, len(targets) + 1, dtype=torch.int32, device=device)
         # The columns where the outputs of each target begin, and their end.
         firsts = [target.first for target in targets]
-        self.firsts = torch.tensor([*firsts, outputs], dtype=torch.int32)
+        self.firsts = torch.tensor([*firsts, outputs], dtype=torch.int32, device=device)
         self._ranks: dict[int, list[tuple[int, int]]] = {}  # by place, of targets with an adapter
 
     def load(self, place: int, weights: Weights) -> None:
@@ -187,7 +189,7 @@ class LowRankMethod:
     def apply(self, layer: nn.Module, x: Tensor) -> Tensor:
         y = self.inner.apply(layer, x)
         rows = self._adapters.rows
-        if rows is not None and self._layer.is_used:
+        if rows is not None and (self._layer.is_used or self._adapters.skips_no_layer):
             self._layer.add(x, y, rows, self._adapters.kernel)
         return y
 
@@ -197,7 +199,7 @@ class Adapters:
 
     num_places: most adapters in a batch. zeros: allocates matrices of a shape on the device, in the
     adapters' data type. kernel: adds the products of all rows, whose bits then depend on no other
-    row; None leaves them to torch.
+    row; None leaves them to torch. tiles: where a GPU's kernel finds the rows.
     """
 
     def __init__(
@@ -207,9 +209,10 @@ class Adapters:
         zeros: Zeros,
         device: torch.device,
         kernel: Kernel | None = None,
+        tiles: PlaceTiles | None = None,
     ) -> None:
         self._shape = (num_places, max_rank, zeros)
-        self._device, self.kernel = device, kernel
+        self._device, self.kernel, self.tiles = device, kernel, tiles
         self._layers: dict[str, AdaptedLayer] = {}  # by the layer's path
         self.rows: StepRows | None = None
 
@@ -223,6 +226,14 @@ class Adapters:
                 wrap = partial(LowRankMethod, layer=self._layers[path], adapters=self)
                 layer.wrap_method(wrap)
 
+    @property
+    def skips_no_layer(self) -> bool:
+        """Return True if the kernel runs for all layers, also for those that no adapter changes.
+
+        So what is compiled ahead, and what a graph records, is the same for all adapters.
+        """
+        return self.tiles is not None
+
     def load(self, place: int, weights: Weights) -> None:
         """Copy an adapter to a place, in place of what it had."""
         for layer in self._layers.values():
@@ -235,6 +246,8 @@ class Adapters:
         row begin, and the end.
         """
         by_token = np.repeat(places, np.diff(cu_seqlens[: len(places) + 1]))
+        if self.tiles is not None:
+            return StepRows([], self.tiles.fill(by_token))
         return StepRows.of(by_token, self.kernel is not None, self._device)
 
     @contextmanager

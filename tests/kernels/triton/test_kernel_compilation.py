@@ -30,6 +30,7 @@ USUAL = "|".join(
         r"store_kv bfloat16.* head_dim=128",
         r"bfloat16 (vocab=151936|size=3072)",
         r"scaled_product int8 .*=4096",
+        r"^low_rank bfloat16",
         r"grouped_product (int|e4m3).* (offset=False rows=64|float16 .*rows=1) ",
         r"grouped_product int4 (bfloat16|float32) group=32 offset=True",
     ]
@@ -58,6 +59,7 @@ EACH = "|".join(
         r"bfloat16 vocab=151936 filtered",
         r"dependent",
         r"^fused \w+ \w+ bfloat16",
+        r"^low_rank bfloat16 inputs=1024",
         r"split_linear bfloat16 rows=(1|64|256) inputs=(1024|2048)|tiled_linear bfloat16",
         r"scaled_product (int8|e4m3) rows=1024 inputs=4096",
         r"scaled_product int8 group=32 rows=(1|1024) inputs=4096",
@@ -68,7 +70,7 @@ EACH = "|".join(
 )
 LARGEST = r"attention bfloat16 head_dim=256 heads=4:2 prefill|scaled_product int8.* rows=1024"
 # Kernels that `kernel_config` or `batch_invariant` chooses; what is counted is of the default ones.
-VARIANTS = r"^dependent |^fused |^tiled_linear | merging$| in order$"
+VARIANTS = r"^dependent |^fused |^low_rank |^tiled_linear | merging$| in order$"
 # At the small size, what every step of decoding runs, for one GPU.
 FEW = "|".join(
     [
@@ -186,6 +188,8 @@ BEFORE_WAIT = {
     "_best_of_parts": set(),
     "_best_part": set(),
     "_split_linear": set(),
+    "_shrink": set(),
+    "_expand": set(),
     "_scaled_product": set(),
     "_quantize_rows": set(),
     "_quantize_groups": set(),
