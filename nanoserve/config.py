@@ -80,7 +80,8 @@ class KernelConfig:
         multiply 8-bit activations (`quantization="fp8"`, or `quantization_activations="int8"`),
         instead of a kernel of its own before each linear.
     adapter_kernels: if True, two kernels for each linear layer add the products of all adapters of
-        a step (`enable_lora`), instead of products of torch for each adapter.
+        a step (`enable_lora`), instead of products of torch for each adapter, and steps with
+        adapters have CUDA graphs of their own, instead of being launched kernel by kernel.
 
     Raises `ValueError` for unknown names and values.
     """

@@ -228,7 +228,7 @@ FOREIGN: dict[str, Foreign] = {
     **_known("lora_target_modules", "the tensors of an adapter determine its modules"),
     **_known("enable_tower_connector_lora enable_mixed_moe_lora_format enable_moe_shared_loras",
              _LORA, _off),
-    **_known("specialize_active_lora", "CUDA graphs do not compute adapters", _off),
+    **_known("specialize_active_lora", "a CUDA graph computes any number of adapters", _off),
     # Structured output and reasoning.
     **_known("reasoning_parser enable_reasoning", _REASONING),
     **_known("reasoning_parser_plugin reasoning_config", "`nanoserve serve --help` has the names "

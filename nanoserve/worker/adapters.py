@@ -1,5 +1,6 @@
 """The adapters of a rank: where their matrices are, and how a step gets them."""
 
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -44,23 +45,31 @@ def make_adapters(
     return Adapters(config.max_loras, config.max_lora_rank, matrices, device, kernel, tiles)
 
 
+@dataclass(frozen=True, eq=False)
+class AdaptedForward:
+    """The forward pass of a step with adapters, around `inner`, that of all other steps.
+
+    A graph that has recorded `inner` does not replay it. places: by row, -1 for none. cu_seqlens:
+    where the tokens of each row begin, and the end.
+    """
+
+    inner: Forward
+    adapters: Adapters
+    places: np.ndarray
+    cu_seqlens: np.ndarray
+
+    def __call__(self, tensors: BatchTensors, header: BatchHeader, tables: Tensor) -> Tensor:
+        with self.adapters.using(self.adapters.rows_of(self.places, self.cu_seqlens)):
+            return self.inner(tensors, header, tables)
+
+
 def forward_with_adapters(
     rows: AdapterRows, cu_seqlens: np.ndarray, forward: Forward, adapters: Adapters
-) -> Forward:
-    """Return the forward pass of a step whose rows have these adapters; the new ones are loaded.
-
-    cu_seqlens: where the tokens of each row begin, and the end. It is another function than
-    `forward`, which a graph may have recorded, so no graph replays the step.
-    """
+) -> AdaptedForward:
+    """Return the forward pass of a step whose rows have these adapters; the new ones are loaded."""
     for load in rows.loads:
         adapters.load(load.place, _weights(load))
-    of_step = adapters.rows_of(rows.places, cu_seqlens)
-
-    def forward_adapted(tensors: BatchTensors, header: BatchHeader, tables: Tensor) -> Tensor:
-        with adapters.using(of_step):
-            return forward(tensors, header, tables)
-
-    return forward_adapted
+    return AdaptedForward(forward, adapters, rows.places, cu_seqlens)
 
 
 def named_tensors(weights: Weights) -> dict[str, Tensor]:

@@ -45,6 +45,7 @@ class Computation:
     last_token: Tensor
     block_size: int
     max_model_len: int
+    adapters: Any = None  # see `LayerContext`
 
     def forward(
         self,

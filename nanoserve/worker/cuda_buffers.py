@@ -1,6 +1,8 @@
 """The batch's device buffers, at the fixed addresses that graphs use."""
 
 from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,7 @@ class CudaBuffers:
         self._tables = torch.zeros(shape, dtype=torch.int32, device=cuda.device)
         self._copied: dict[int, Any] = {}  # by batch address: the event after its last copy
         self._own: deque[Batch] = deque()
+        self._send: Callable[[Batch], None] | None = None
 
     def copy_in(self, batch: Batch, header: BatchHeader) -> torch.Tensor:
         """Copy a step to the device; return its block tables, with the stride that graphs use."""
@@ -39,7 +42,18 @@ class CudaBuffers:
         self._copied[address].record()
         packed = self.tensors.packed_tables(header)
         self._tables[:, : header.num_rows, : header.table_width].copy_(packed)
+        if self._send is not None:
+            self._send(batch)
         return self.tables(header.num_rows)
+
+    @contextmanager
+    def sending(self, send: Callable[[Batch], None]) -> Iterator[None]:
+        """Call `send` with each step that is copied inside the context, as it was padded."""
+        self._send = send
+        try:
+            yield
+        finally:
+            self._send = None
 
     def tables(self, num_rows: int) -> torch.Tensor:
         """Return the tables of `num_rows` rows, [num_groups, num_rows, max_blocks_per_row]."""

@@ -25,6 +25,7 @@ from nanoserve.engine.executor import Executor, SecondModelMemory
 from nanoserve.models.layers.context import ParallelContext
 from nanoserve.sampling.fused_sampler import FusedSampler
 from nanoserve.sampling.sampler import Sampler
+from nanoserve.worker.adapted_graphs import AdaptedGraphs
 from nanoserve.worker.backend_checks import check_graphs
 from nanoserve.worker.compile_kernels import compile_kernels
 from nanoserve.worker.cpu_device import Computation, Forward, StepOutput
@@ -90,6 +91,7 @@ class CudaDevice:
         self.programs: list[GraphProgram] = []  # a step is replayed by the first one that covers it
         self.buffers: CudaBuffers | None = None
         self._computation: Computation | None = None
+        self._adapted: AdaptedGraphs | None = None
         self._allocated_before = cuda.allocated()
 
     def guard(self) -> AbstractContextManager[Any]:
@@ -100,6 +102,10 @@ class CudaDevice:
     def run(
         self, batch: Batch, header: BatchHeader, last_token: torch.Tensor, forward: Forward
     ) -> StepOutput:
+        if self._adapted is not None:
+            output = self._adapted.replay(batch, header, forward)
+            if output is not None:
+                return output
         # Graphs have recorded this computation, and replay no other.
         is_recorded = self._computation is not None and forward == self._computation.forward
         for program in self.programs if is_recorded else ():
@@ -137,9 +143,10 @@ class CudaDevice:
         if self.buffers is None or self.buffers.layout != layout:
             self.buffers = CudaBuffers(self.cuda, layout)
         self._computation = computation
+        self._adapted = AdaptedGraphs.of(self.buffers, computation)
 
     def drop_programs(self) -> None:
-        self.programs, self._computation = [], None
+        self.programs, self._computation, self._adapted = [], None, None
 
     def finish(self) -> None:
         self.cuda.synchronize()
@@ -197,15 +204,10 @@ class CudaDevice:
         group = parallel.tp.group
         nccl_bytes = 0 if group is None else group.device_bytes
         step = measure_step(self.cuda, self._allocated_before, nccl_bytes, run_step)
-        graphs = mixed_graphs = 0
-        if self.graph_sizes:
-            with torch.inference_mode():
-                graphs = measure_graphs(self.cuda, self.graph_sizes, self._capture)
-        if self.mixed_sizes:
-            with torch.inference_mode():
-                mixed_graphs = measure_mixed_graphs(
-                    self.cuda, self.mixed_sizes, self._capture_mixed
-                )
+        with torch.inference_mode():
+            graphs, other_graphs = self._measure_graphs(self._computation)
+            if self._adapted is not None:
+                other_graphs += sum(self._measure_graphs(self._adapted.computation))
         # Only the weights of the executor are kept.
         self.drop_programs()
         del executor, run_step
@@ -221,7 +223,7 @@ class CudaDevice:
             step.weights - layout.states.num_bytes,  # the executor had them, too
             step.activations,
             graphs,
-            mixed_graphs,
+            other_graphs,
             step.libraries,
             second,
             layout.states.num_bytes,
@@ -233,8 +235,9 @@ class CudaDevice:
             self._run_worst_case(executor)  # memory shortage raises here, not while serving
         self._compile(executor)
         with torch.inference_mode():
-            self.programs = self._capture(self.graph_sizes, shows_progress=True)
-            self.programs += self._capture_mixed(self.mixed_sizes, shows_progress=True)
+            self.programs = self._capture_all(self._computation)
+            if self._adapted is not None:
+                self._adapted.capture(self._capture_all)
 
     @property
     def _has_explicit_pool(self) -> bool:
@@ -247,20 +250,53 @@ class CudaDevice:
     def _compile(self, executor: Executor) -> None:
         compile_kernels(executor, self.buffers, self.config)
 
-    def _capture(self, sizes: list[int], shows_progress: bool = False) -> list[GraphProgram]:
-        """Capture and return the programs of steps with up to `sizes` rows; [] without sizes."""
+    def _measure_graphs(self, computation: Computation) -> tuple[int, int]:
+        """Return the bytes that graphs of a computation take: of few tokens a row, and of mixed."""
+        graphs = mixed_graphs = 0
+        if self.graph_sizes:
+            capture = partial(self._capture, computation=computation)
+            graphs = measure_graphs(self.cuda, self.graph_sizes, capture)
+        if self.mixed_sizes:
+            capture = partial(self._capture_mixed, computation=computation)
+            mixed_graphs = measure_mixed_graphs(self.cuda, self.mixed_sizes, capture)
+        return graphs, mixed_graphs
+
+    def _capture_all(self, computation: Computation) -> list[GraphProgram]:
+        """Capture and return the programs that record a computation, in order of preference."""
+        rows, mixed = self.graph_sizes, self.mixed_sizes
+        programs = self._capture(rows, shows_progress=True, computation=computation)
+        programs += self._capture_mixed(mixed, shows_progress=True, computation=computation)
+        return programs
+
+    def _capture(
+        self,
+        sizes: list[int],
+        shows_progress: bool = False,
+        computation: Computation | None = None,
+    ) -> list[GraphProgram]:
+        """Capture and return the programs of steps with up to `sizes` rows; [] without sizes.
+
+        computation: what they record; by default, that of steps without adapters.
+        """
         if not sizes:
             return []
-        programs = make_programs(self.config, self.cuda, self.buffers, self._computation, sizes)
+        computation = computation or self._computation
+        programs = make_programs(self.config, self.cuda, self.buffers, computation, sizes)
         for program in reversed(programs):  # some use outputs of the graphs after them
             program.capture(shows_progress=shows_progress)
         return programs
 
-    def _capture_mixed(self, sizes: list[int], shows_progress: bool = False) -> list[GraphProgram]:
+    def _capture_mixed(
+        self,
+        sizes: list[int],
+        shows_progress: bool = False,
+        computation: Computation | None = None,
+    ) -> list[GraphProgram]:
         """Capture and return the program of mixed steps of `sizes` tokens; [] without sizes."""
         if not sizes:
             return []
-        program = MixedProgram(self.cuda, self.buffers, self._computation, sizes)
+        computation = computation or self._computation
+        program = MixedProgram(self.cuda, self.buffers, computation, sizes)
         program.capture(shows_progress=shows_progress)
         return [program]
 

@@ -34,7 +34,7 @@ class GPUMemory:
     weights: int
     activations: int  # additional peak memory of a worst-case step
     graphs: int  # of steps of few tokens for each row
-    mixed_graphs: int = 0  # of mixed steps
+    mixed_graphs: int = 0  # of mixed steps, and of all steps with adapters
     libraries: int = 0  # CUDA libraries, outside torch's memory; `free` does not include them
     second_model: SecondModelMemory = field(default_factory=SecondModelMemory)
     states: int = 0  # recurrent states of all slots

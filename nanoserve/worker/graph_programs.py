@@ -9,6 +9,8 @@ others.
     draft rows              speculative_config (`draft_program`), also with sampling
     mixed steps             some row has several tokens: `capture_mixed_steps` (`mixed_program`)
 
+Steps with adapters have a list of their own (`adapted_graphs`), of the same programs.
+
 The covered step is the batch as it was packed. A program may pad rows to a common length, or add
 padding rows and tokens that belong to no sequence.
 """

@@ -330,5 +330,6 @@ class ModelRunner:
             self.last_token,
             self.config.block_size,
             self.max_model_len,
+            self.context.adapters,
         )
         self.device.prepare(self.layout, self._computation)

@@ -1,6 +1,11 @@
-"""Adapters on a GPU that is a CPU: no graph of steps without adapters computes a step with some."""
+"""Adapters on a GPU that is a CPU: no graph of steps without adapters computes a step with some.
+
+With `adapter_kernels`, steps with adapters have graphs of their own, which see what their memory
+holds when they are replayed (`fake_cuda`).
+"""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,28 +14,36 @@ import late_engine
 import numpy as np
 import pytest
 import torch
-from fake_cuda import FakeCuda
+from fake_cuda import GIB, FakeCuda
 from late_cuda import LateCuda
 from launched_kernels import LaunchedKernels, of_kernel
 from lora_models import ALL, ATTENTION, MLP, request_for, write_adapter
 from mixed_attention import MixedTorchAttention
+from stale_memory import poison_what_is_stale
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, LoRARequest, SamplingParams
 from nanoserve.attention.triton import TritonAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
+from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import ForwardInputs
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.sequence import Sequence
 from nanoserve.features.lora.prepare import prepare_lora
 from nanoserve.features.speculative.extension import Speculation
 from nanoserve.features.speculative.proposer import TextProposer
+from nanoserve.models.layers.adapter_tiles import PlaceTiles
 from nanoserve.models.layers.context import LayerContext
+from nanoserve.models.layers.low_rank import Adapters
 from nanoserve.models.layers.triton_ops import TritonOps
 from nanoserve.worker import model_runner
+from nanoserve.worker.adapted_graphs import AdaptedComputation, AdaptedGraphs
 from nanoserve.worker.adapters import make_adapters
+from nanoserve.worker.cpu_device import Computation
+from nanoserve.worker.cuda_buffers import CudaBuffers
 from nanoserve.worker.cuda_device import CudaDevice
+from nanoserve.worker.kv_cache import kv_block_bytes
 from nanoserve.worker.model_runner import ModelRunner
 
 CPU = torch.device("cpu")
@@ -96,11 +109,56 @@ def expected(asked: Asked) -> list[list[int]]:
         return answers(llm.engine, asked)
 
 
-def make_engine(path: Path, cuda: FakeCuda, **options: Any) -> GuardedEngine:
+class TileKernel:
+    """What the GPU's kernels compute, by torch; they would be interpreted.
+
+    cuda: launches it, if that is late.
+    """
+
+    def __init__(self, cuda: FakeCuda | None = None) -> None:
+        self._cuda, self.num_calls = cuda, 0
+
+    def __call__(self, *args: torch.Tensor) -> None:
+        self.num_calls += 1
+        if isinstance(self._cuda, LateCuda) and self._cuda.is_late:
+            self._cuda.launch(lambda: self._add(*args))
+        else:
+            self._add(*args)
+
+    def _add(self, x: Any, y: Any, a: Any, b: Any, ends: Any, firsts: Any, *tiles: Any) -> None:
+        for tokens, place in zip(tiles[0].long(), tiles[1].tolist(), strict=True):
+            rows, own = tokens[tokens >= 0], ends[place].tolist()
+            for target, start in enumerate(own[:-1] if place >= 0 else ()):
+                end, columns = own[target + 1], slice(*firsts[target : target + 2].tolist())
+                narrow = x[rows] @ a[place, :, start:end]
+                y[rows, columns] += narrow @ b[place, : end - start, columns]
+
+
+def tiled_adapters(config: EngineConfig, kernel: TileKernel) -> Adapters:
+    """Adapters with a kernel that reads tiles, whose memory has other tiles before each step."""
+    tiles = PlaceTiles(config.max_num_batched_tokens, config.max_loras, CPU)
+    fill = tiles.fill
+
+    def fill_poisoned(places: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        tiles._memory.fill_(0)  # all tiles have token 0, with the adapter of place 0
+        return fill(places)
+
+    tiles.fill = fill_poisoned
+    zeros = partial(torch.zeros, dtype=torch.float32)
+    return Adapters(config.max_loras, config.max_lora_rank, zeros, CPU, kernel, tiles)
+
+
+def make_engine(
+    path: Path, cuda: FakeCuda, kernel: TileKernel | None = None, **options: Any
+) -> GuardedEngine:
+    if kernel is not None:
+        options["kernel_config"] = {"adapter_kernels": True}
     options = LIMITS | {"capture_mixed_steps": True} | options
     config = EngineConfig(str(path), **options).for_device("cuda")
     model_config = ModelConfig.from_checkpoint(path)
     adapters = make_adapters(config, torch.float32, CPU, config.attention_backend)
+    if kernel is not None:
+        adapters = tiled_adapters(config, kernel)
     context = LayerContext(attention=MixedTorchAttention(), adapters=adapters)
     if config.attention_backend == "triton":
         attention, ops = TritonAttention(), TritonOps()
@@ -152,6 +210,15 @@ class Steps:
         patch.setattr(runner, "forward", watched)
 
 
+def add_drafts(engine: GuardedEngine, asked: Asked, expected: list[list[int]]) -> bool:
+    """Let a proposer draft tokens, most of which are right, if the engine has options for it."""
+    if engine.config.speculative_config is None:
+        return False
+    proposer = Known(asked, expected, engine.model_config.vocab_size)
+    engine.add_extension(Speculation(engine, lambda executor, scheduler: proposer))
+    return True
+
+
 DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "adaptive": False}
 OPTIONS: dict[str, dict[str, Any]] = {
     "ahead": {"async_scheduling": True},
@@ -174,10 +241,7 @@ def test_tokens_are_those_of_a_cpu_and_steps_with_adapters_are_launched(
     """Steps without adapters are replayed as ever, whatever ran before them."""
     cuda = FakeCuda()
     engine = make_engine(asked.base, cuda, **OPTIONS[name])
-    has_drafts = "speculative_config" in OPTIONS[name]
-    if has_drafts:
-        proposer = Known(asked, expected, engine.model_config.vocab_size)
-        engine.add_extension(Speculation(engine, lambda executor, scheduler: proposer))
+    has_drafts = add_drafts(engine, asked, expected)
     steps = Steps(engine.executor, cuda, monkeypatch)
     assert answers(engine, asked) == expected
     for has_adapters in (False, True):
@@ -204,12 +268,16 @@ def test_a_graph_that_was_captured_without_adapters_would_give_other_tokens(
     assert answers(make_engine(asked.base, FakeCuda()), asked) != expected
 
 
-def test_graphs_that_are_captured_again_have_no_adapters(
-    asked: Asked, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("kernel", [None, TileKernel()], ids=["launched", "in graphs"])
+def test_graphs_are_captured_again(
+    kernel: TileKernel | None,
+    asked: Asked,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """After sleep, when adapters are in their places."""
+    """After sleep, when adapters are in their places, and the last step's tiles are written."""
     cuda = FakeCuda()
-    engine = make_engine(asked.base, cuda)
+    engine = make_engine(asked.base, cuda, kernel)
     assert answers(engine, asked) == expected
     runner = engine.executor
     runner.release_kv_caches()
@@ -220,17 +288,127 @@ def test_graphs_that_are_captured_again_have_no_adapters(
     assert "capture 4" in cuda.events and runner.context.adapters.rows is None
     steps = Steps(runner, cuda, monkeypatch)
     assert answers(engine, asked) == expected
-    assert all(replayed is not adapters for adapters, replayed, _ in steps.seen)
+    in_graphs = kernel is not None
+    assert all(replayed is (in_graphs or not adapters) for adapters, replayed, _ in steps.seen)
+
+
+@pytest.mark.small(name=["ahead", "drafts"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_steps_with_adapters_have_graphs_of_their_own(
+    name: str, asked: Asked, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Decode rows, chunks, drafts: each step is replayed, and only these compute adapters."""
+    cuda, kernel = FakeCuda(), TileKernel()
+    engine = make_engine(asked.base, cuda, kernel, **OPTIONS[name])
+    poison_what_is_stale(engine.executor)
+    has_drafts = add_drafts(engine, asked, expected)
+    steps, calls = Steps(engine.executor, cuda, monkeypatch), []
+    engine.observers.append(lambda plan, batch, result, times: calls.append(kernel.num_calls))
+    num_captured = kernel.num_calls
+    assert answers(engine, asked) == expected
+    assert num_captured > 0 and not any(event.startswith("capture ") for event in cuda.events)
+    for has_adapters in (False, True):
+        longest = {row for adapters, _, row in steps.seen if adapters is has_adapters}
+        assert len(longest) > 2 and (4 if has_drafts else 1) in longest
+    assert all(replayed for _, replayed, _ in steps.seen)
+    num_layers = 4 * engine.model_config.num_hidden_layers
+    num_adapted = sum(adapters for adapters, _, _ in steps.seen)
+    assert kernel.num_calls - num_captured == num_layers * num_adapted > 0
+    engine.close()
+
+
+def writes_no_tiles(runner: ModelRunner, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CudaBuffers, "sending", lambda buffers, send: nullcontext())
+
+
+def has_recorded_no_adapters(runner: ModelRunner, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(AdaptedComputation, "forward", Computation.forward)
+
+
+def has_one_tile(runner: ModelRunner, patch: pytest.MonkeyPatch) -> None:
+    tiles = runner.context.adapters.tiles
+    patch.setattr(tiles, "views_of_graph", lambda num_tokens: tiles.views(1))
+
+
+def writes_the_tiles_of_rows_that_are_not_padded(
+    runner: ModelRunner, patch: pytest.MonkeyPatch
+) -> None:
+    replay = AdaptedGraphs.replay
+
+    def replay_unpadded(graphs: Any, batch: Batch, *rest: Any) -> Any:
+        unpadded = batch.cu_seqlens_q.copy()
+        rows_of = runner.context.adapters.rows_of
+        with pytest.MonkeyPatch.context() as inner:
+            inner.setattr(
+                runner.context.adapters, "rows_of", lambda places, padded: rows_of(places, unpadded)
+            )
+            return replay(graphs, batch, *rest)
+
+    patch.setattr(AdaptedGraphs, "replay", replay_unpadded)
+
+
+def replays_graphs_without_adapters(runner: ModelRunner, patch: pytest.MonkeyPatch) -> None:
+    run = runner.device.run
+
+    def run_inner(batch: Batch, header: Any, last_token: Any, forward: Any) -> Any:
+        return run(batch, header, last_token, getattr(forward, "inner", forward))
+
+    patch.setattr(runner.device, "run", run_inner)
+
+
+FAULTS = {
+    "stale tiles": (writes_no_tiles, "ahead"),
+    "no adapters recorded": (has_recorded_no_adapters, "ahead"),
+    "one tile": (has_one_tile, "ahead"),
+    "graphs without adapters": (replays_graphs_without_adapters, "ahead"),
+    "tiles of rows before padding": (writes_the_tiles_of_rows_that_are_not_padded, "drafts"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_comes_out_as_other_tokens(
+    name: str, asked: Asked, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plant, options = FAULTS[name]
+    if plant is has_recorded_no_adapters:  # before the graphs are captured
+        plant(None, monkeypatch)
+    engine = make_engine(asked.base, FakeCuda(), TileKernel(), **OPTIONS[options])
+    add_drafts(engine, asked, expected)
+    if plant is not has_recorded_no_adapters:
+        plant(engine.executor, monkeypatch)
+    assert answers(engine, asked) != expected
+
+
+def test_the_pool_leaves_room_for_both_sets(asked: Asked) -> None:
+    """As graphs are the same, it leaves twice the room that it leaves without adapters."""
+    took: dict[str, Any] = {"pool_bytes": 40 * 2**20, "graph_bytes": 2**20}
+    taken, blocks = [], []
+    for kernel in (None, TileKernel()):
+        cuda = FakeCuda(total=GIB, free=GIB, **took)
+        engine = make_engine(asked.base, cuda, kernel, num_kv_blocks=None)
+        taken.append(GIB - cuda.free)
+        blocks.append(engine.executor.num_kv_blocks)
+    assert taken[1] == 2 * taken[0] > 80 * 2**20
+    block_bytes = kv_block_bytes(engine.config, engine.model_config)
+    assert abs((blocks[0] - blocks[1]) * block_bytes - taken[0]) <= block_bytes
 
 
 @pytest.mark.small(ahead=[True])
+@pytest.mark.parametrize("has_graphs", [False, True], ids=["launched", "in graphs"])
 @pytest.mark.parametrize("ahead", [False, True], ids=["in turn", "one step ahead"])
 def test_however_late_a_gpu_is_its_tokens_are_those_of_a_cpu(
-    ahead: bool, asked: Asked, expected: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    ahead: bool,
+    has_graphs: bool,
+    asked: Asked,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Tokens of an adapter are sent, and adapters are copied to their places, in turn."""
     cuda, options = LateCuda(), LIMITS | {"async_scheduling": ahead, "capture_mixed_steps": True}
-    adapters = make_adapters(EngineConfig(str(asked.base), **LIMITS), torch.float32, CPU, "torch")
+    config = EngineConfig(str(asked.base), **LIMITS)
+    adapters = make_adapters(config, torch.float32, CPU, "torch")
+    if has_graphs:
+        adapters = tiled_adapters(config, TileKernel(cuda))
     monkeypatch.setattr(late_engine, "LayerContext", partial(LayerContext, adapters=adapters))
     engine = late_engine.make_engine(asked.base, cuda, monkeypatch, **options)
     prepare_lora(engine.config, engine.model_config).add_to(engine)
@@ -269,9 +447,11 @@ def test_with_its_own_kernels_it_gives_what_a_cpu_gives(
         expected = answers(llm.engine, few)
     launched = LaunchedKernels(monkeypatch)
     with launched.noted() as compiled:
-        engine = make_engine(few.base, FakeCuda(), **INTERPRETED)
+        engine = make_engine(few.base, cuda := FakeCuda(), **INTERPRETED)
+    steps = Steps(engine.executor, cuda, monkeypatch)
     with launched.noted() as life:
         assert answers(engine, few) == expected
+    assert all(adapters and replayed for adapters, replayed, _ in steps.seen)
     for name in ("_shrink", "_expand"):
         variants = of_kernel(life, name)
         assert variants == of_kernel(compiled, name) and len(variants) > 2  # of shapes of layers

@@ -63,6 +63,10 @@ class PlaceTiles:
         copy_into(self._memory[: len(entries)], entries)
         return self.views(num_tiles)
 
+    def views_of_graph(self, num_tokens: int) -> tuple[Tensor, Tensor]:
+        """Return the views of as many tiles as any step of so many tokens can take."""
+        return self.views(most_tiles(num_tokens, self._num_places))
+
     def views(self, num_tiles: int) -> tuple[Tensor, Tensor]:
         """Return the tokens [num_tiles, 16] and the places [num_tiles] of the first tiles."""
         places, tokens = self._memory[:num_tiles], self._memory[self._first :].view(-1, TILE)

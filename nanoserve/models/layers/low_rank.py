@@ -250,6 +250,10 @@ class Adapters:
             return StepRows([], self.tiles.fill(by_token))
         return StepRows.of(by_token, self.kernel is not None, self._device)
 
+    def rows_of_graph(self, num_tokens: int) -> StepRows:
+        """Return rows for the capture of a graph, whose kernels find those of a step in `tiles`."""
+        return StepRows([], self.tiles.views_of_graph(num_tokens))
+
     @contextmanager
     def using(self, rows: StepRows) -> Iterator[None]:
         """Add the adapters to these rows, in forward passes inside the context only.
