@@ -420,9 +420,7 @@ def test_many_requests_over_many_adapters_in_eight_places(
                 name = str(added)
                 engine.add_request(name, [7, 8, 9, 7], params, lora_request=adapters[index])
                 chosen[name], began[name], added = index, step, added + 1
-                if (
-                    rng.random() < 0.05
-                ):  # of requests, not of steps: a slow machine has more of them
+                if rng.random() < 0.05:  # of requests: a slow machine has more steps
                     aborted = rng.choice([*began])
                     engine.abort_request(aborted)
                     ended += began.pop(aborted, None) is not None
