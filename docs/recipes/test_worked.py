@@ -1,5 +1,7 @@
 """Tests of the recipes' policy, observer and extension."""
 
+from shadow_kv import ShadowRun
+
 from nanoserve.engine.scheduler import Scheduler
 
 from . import worked
@@ -17,6 +19,11 @@ def test_ageing_bounds_how_many_requests_may_overtake() -> None:
         aging = 1000
 
     assert worked.first_tokens(Patient) == worked.first_tokens(Scheduler)
+
+
+def test_a_policy_reads_no_wrong_kv() -> None:
+    for seed in range(100):
+        ShadowRun(seed, worked.ShortestPromptFirst).run()
 
 
 def test_the_table_has_a_line_for_each_policy() -> None:

@@ -50,6 +50,23 @@ def test_waiting_sequences_are_in_the_order_of_the_policy() -> None:
 
 
 @stage(11)
+def test_a_removed_row_gives_its_tokens_back() -> None:
+    scheduler = scheduler_of(num_blocks=3)
+    a, b = Sequence([1] * 4, max_len=8), Sequence([2] * 8, max_len=80)
+    scheduler.add(a)
+    scheduler.add(b)
+    scheduler.update(scheduler.schedule(), [9, 9])
+    plan = Plan(50, [Row(b, 8, 7, False)])
+    scheduler.make_room(a, 1, plan)
+    case = "make_room(a, 1, plan): a row of 7 tokens is planned for b, which has more to do than a"
+    found = named([*scheduler.waiting], a=a, b=b)
+    assert found == ["b"], f"waiting: {found}, right ['b']; {case}"
+    rows = [(named([row.seq], a=a, b=b)[0], row.n) for row in plan.rows]
+    left = rows, plan.budget
+    assert left == ([], 57), f"rows and budget: {left}, right ([], 57); {case}, and is preempted"
+
+
+@stage(11)
 def test_the_longest_running_sequence_is_preempted() -> None:
     """It has come first, and its row is planned already when the other needs a block."""
     scheduler = scheduler_of(num_blocks=3, budget=6)
@@ -104,22 +121,6 @@ def test_the_victim_may_be_the_sequence_that_needs_the_block() -> None:
     assert not found, f"{case}; it returned {found}"
     found = named(plan.preempted, a=a, b=b)
     assert found == ["b"], f"preempted: {found}; {case}"
-
-
-@stage(11)
-def test_a_removed_row_gives_its_tokens_back() -> None:
-    scheduler = scheduler_of(num_blocks=3)
-    a, b = Sequence([1] * 4, max_len=8), Sequence([2] * 8, max_len=80)
-    scheduler.add(a)
-    scheduler.add(b)
-    scheduler.update(scheduler.schedule(), [9, 9])
-    plan = Plan(50, [Row(b, 8, 7, False)])
-    scheduler.make_room(a, 1, plan)
-    found, case = (
-        (plan.rows, plan.budget),
-        "a row of 7 tokens was planned for b, and b is preempted",
-    )
-    assert found == ([], 57), f"rows and budget: {found}, right ([], 57); {case}"
 
 
 def steps_until_it_runs(aging: int, remaining: int, num_steps: int) -> int | None:

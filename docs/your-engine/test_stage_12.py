@@ -1,13 +1,15 @@
 """Stage 12: evicted blocks in a host pool, against a memory of all that was ever computed."""
 
 import random
+from inspect import signature
 from typing import Any
 
 import pytest
+import torch
 
 from .compare import CHECKPOINT, CONFIG, by_engine, by_yours, workload
-from .stages import stage
-from .your_engine import Config, Sequence, chain_hash
+from .stages import stage, where_raised
+from .your_engine import Config, Pool, Sequence, chain_hash
 from .your_features import HOST, HostPool, OffloadEngine, OffloadManager
 
 
@@ -164,8 +166,12 @@ def test_what_came_back_is_evicted_as_if_new() -> None:
 @stage(12)
 def test_a_hit_may_be_displaced_by_what_it_evicts() -> None:
     memory = Memory(num_blocks=3, block_size=2, host_blocks=2)
-    found = memory.run(A, B, A)
     case = f"{A}, {B}, {A} in three blocks of 2, two in the host pool: B's push out A's"
+    try:
+        found = memory.run(A, B, A)
+    except KeyError as error:
+        message = f"a hit is no longer in the host pool: {case}; {where_raised(error)}"
+        raise AssertionError(message) from error
     assert found[2] == [HOST, HOST], f"hits {found}: {case}"
 
 
@@ -221,6 +227,45 @@ def test_nothing_is_computed_twice_if_the_host_pool_is_large(seed: int) -> None:
         if host_blocks == 10_000:
             assert len(hits) == right, f"hits {hits}, right are {right} of them; {case}"
         computed |= {tuple(seq.token_ids[:end]) for end in ends}
+
+
+@stage(12)
+def test_the_engine_reads_a_copy_and_writes_all_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: dict[type, dict[str, Any]] = {}
+
+    def note(kind: type) -> None:
+        """Note with which arguments an object of this class is created."""
+        create: Any = kind.__init__
+
+        def noted(*args: Any, **options: Any) -> None:
+            made[kind] = signature(create).bind(*args, **options).arguments
+            create(*args, **options)
+
+        monkeypatch.setattr(kind, "__init__", noted)
+
+    note(Pool)
+    note(OffloadManager)
+    OffloadEngine(CHECKPOINT, Config(num_blocks=8, block_size=4), host_blocks=8)
+    created = sorted(kind.__name__ for kind in made)
+    assert created == ["OffloadManager", "Pool"], f"OffloadEngine has created {created}"
+    pool, config = made[Pool]["self"], made[Pool]["model"].config
+    layers = range(config["num_hidden_layers"])
+
+    def fill(block: int, kv: torch.Tensor) -> None:
+        for layer in layers:
+            pool.store(layer, pool.slots([block], torch.arange(4)), *kv[layer])
+
+    old = torch.rand(len(layers), 2, 4, config["num_key_value_heads"], config["head_dim"])
+    new = old + 1
+    fill(3, old)
+    content = made[OffloadManager]["read"](3)
+    fill(3, new)
+    made[OffloadManager]["write"](5, content)
+    found = torch.stack([torch.stack(pool.gather(layer, [5], 4)) for layer in layers])
+    case = "read(3), then other K and V in block 3, then write(5, ...) of what read returned"
+    assert not found.equal(new), f"read returned a view of the pool, clone it: {case}"
+    wrong = [(i, "KV"[j]) for i in layers for j in (0, 1) if not found[i, j].equal(old[i, j])]
+    assert not wrong, f"block 5 has other content than block 3 had, in {wrong}: {case}"
 
 
 @pytest.mark.parametrize("host_blocks", [0, 20, 500])

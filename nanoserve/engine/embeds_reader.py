@@ -9,11 +9,11 @@ import numpy as np
 from nanoserve.engine.prompt_embeds import PromptEmbeds
 from nanoserve.engine.text_limit import prompt_too_long
 from nanoserve.sampling_params import SamplingParams
+from nanoserve.text.embedding_rows import bytes_of, matrix_of
 from nanoserve.utils.checks import is_int, require, shown
 
 WHOLE, PIECES = "prompt_embeds", "prompt_embeds_pieces"  # keys of a prompt dictionary
 _PLACEHOLDER = 0  # the id at the positions of `prompt_embeds`, as in vLLM's outputs
-_DTYPES = ("float32", "bfloat16", "float16")
 
 
 class PromptEmbedsReader:
@@ -98,31 +98,7 @@ class PromptEmbedsReader:
 
     def _rows(self, name: str, tensor: Any, max_tokens: int | None) -> np.ndarray:
         """Return a tensor as rows of bytes, in the model's dtype. They may share its memory."""
-        import torch
-
-        require(
-            isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided,
-            f"{name}: it must be a dense torch.Tensor, not {type(tensor).__name__}",
-        )
-        require(not tensor.is_meta, f"{name}: a tensor on the device 'meta' has no numbers")
-        kind = str(tensor.dtype).removeprefix("torch.")
-        require(kind in _DTYPES, f"{name}: its dtype {kind} must be one of {list(_DTYPES)}")
-        shape, size = tuple(tensor.shape), self._hidden_size
-        if len(shape) == 3 and shape[0] == 1:
-            tensor = tensor[0]
-        require(
-            tensor.ndim == 2 and tensor.shape[1] == size and tensor.shape[0] > 0,
-            f"{name}: its shape {list(shape)} must be [number of tokens, {size}], because the "
-            f"model has hidden_size={size}",
-        )
-        if len(tensor) >= self._max_model_len:  # before anything is copied
-            raise prompt_too_long(self._max_model_len, len(tensor), max_tokens)
-        own = tensor.detach().to("cpu", getattr(torch, self._dtype)).contiguous()
-        wrong = torch.nonzero(~torch.isfinite(own))
-        if len(wrong):
-            row, column = wrong[0].tolist()
-            raise ValueError(
-                f"{name}: row {row} has {tensor[row, column].item()} at {column}, which is not "
-                f"finite in {self._dtype}, the model's dtype; {len(wrong)} of {own.numel()} are not"
-            )
-        return own.view(torch.uint8).numpy()
+        rows = matrix_of(name, tensor, self._hidden_size)
+        if len(rows) >= self._max_model_len:  # before anything is copied
+            raise prompt_too_long(self._max_model_len, len(rows), max_tokens)
+        return bytes_of(name, rows, self._dtype)

@@ -420,10 +420,10 @@ def test_many_requests_over_many_adapters_in_eight_places(
                 name = str(added)
                 engine.add_request(name, [7, 8, 9, 7], params, lora_request=adapters[index])
                 chosen[name], began[name], added = index, step, added + 1
-            if rng.random() < 0.05:
-                name = rng.choice([*began])
-                engine.abort_request(name)
-                ended += began.pop(name, None) is not None
+                if rng.random() < 0.05:  # of requests: a slow machine has more steps
+                    aborted = rng.choice([*began])
+                    engine.abort_request(aborted)
+                    ended += began.pop(aborted, None) is not None
             step += 1
             for output in engine.step():
                 if output.finished and output.request_id in began:
@@ -436,5 +436,6 @@ def test_many_requests_over_many_adapters_in_eight_places(
         check_idle(llm)
         (own,) = [each for each in engine.extensions if isinstance(each, LoRAAdapters)]
         assert own.num_adapters <= 16
-    assert len(answers) == len(adapters) and max(waits) < 400, (len(answers), max(waits))
+    # An adapter with few requests may have had all of them aborted.
+    assert len(answers) > 0.9 * len(adapters) and max(waits) < 400, (len(answers), max(waits))
     assert len({tuple(tokens) for tokens in answers.values()}) > len(answers) / 2

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM
 from nanoserve import LoRARequest, SamplingParams
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.serve.async_llm import AsyncLLM
+from nanoserve.serve.http import lora
 from nanoserve.serve.http.api_docs import BODIES, openapi
 from nanoserve.serve.http.app import ApiServer
 from nanoserve.serve.http.errors import ApiError
@@ -157,7 +158,7 @@ def test_an_adapter_that_breaks_later_fails_its_requests(server: Served, root: P
 def test_there_are_only_so_many_names(
     server: Served, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("nanoserve.serve.http.lora._MOST_NAMES", 2)
+    monkeypatch.setattr(lora, "_MOST_NAMES", 2)
     body = {"lora_name": "three", "lora_path": str(root / "root" / "three")}
     status, _, answer = ask(server, "/v1/load_lora_adapter", body)
     assert status == 400 and "2 adapters have a name" in answer["error"]["message"]
