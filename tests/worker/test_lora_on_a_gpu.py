@@ -18,12 +18,11 @@ from fake_cuda import GIB, FakeCuda
 from late_cuda import LateCuda
 from launched_kernels import LaunchedKernels, of_kernel
 from lora_models import ALL, ATTENTION, MLP, request_for, write_adapter
-from mixed_attention import MixedTorchAttention
+from simulated_gpu_ranks import TileKernel, make_gpu_runner, start_ranks_here, tiled_adapters
 from stale_memory import poison_what_is_stale
 from tiny_checkpoints import make_qwen3
 
 from nanoserve import LLM, LoRARequest, SamplingParams
-from nanoserve.attention.triton import TritonAttention
 from nanoserve.checkpoint.model_config import ModelConfig
 from nanoserve.config import EngineConfig
 from nanoserve.engine.batch import Batch
@@ -31,15 +30,14 @@ from nanoserve.engine.executor import ForwardInputs
 from nanoserve.engine.guard import GuardedEngine
 from nanoserve.engine.sequence import Sequence
 from nanoserve.features.lora.prepare import prepare_lora
+from nanoserve.features.parallel.pipeline_schedule import prepare_pipeline
 from nanoserve.features.speculative.extension import Speculation
 from nanoserve.features.speculative.proposer import TextProposer
-from nanoserve.models.layers.adapter_tiles import PlaceTiles
-from nanoserve.models.layers.context import LayerContext
-from nanoserve.models.layers.low_rank import Adapters
-from nanoserve.models.layers.triton_ops import TritonOps
+from nanoserve.models.layers.context import LayerContext, ParallelContext
 from nanoserve.worker import model_runner
 from nanoserve.worker.adapted_graphs import AdaptedComputation, AdaptedGraphs
 from nanoserve.worker.adapters import make_adapters
+from nanoserve.worker.build_executor import EXECUTORS
 from nanoserve.worker.cpu_device import Computation
 from nanoserve.worker.cuda_buffers import CudaBuffers
 from nanoserve.worker.cuda_device import CudaDevice
@@ -109,45 +107,6 @@ def expected(asked: Asked) -> list[list[int]]:
         return answers(llm.engine, asked)
 
 
-class TileKernel:
-    """What the GPU's kernels compute, by torch; they would be interpreted.
-
-    cuda: launches it, if that is late.
-    """
-
-    def __init__(self, cuda: FakeCuda | None = None) -> None:
-        self._cuda, self.num_calls = cuda, 0
-
-    def __call__(self, *args: torch.Tensor) -> None:
-        self.num_calls += 1
-        if isinstance(self._cuda, LateCuda) and self._cuda.is_late:
-            self._cuda.launch(lambda: self._add(*args))
-        else:
-            self._add(*args)
-
-    def _add(self, x: Any, y: Any, a: Any, b: Any, ends: Any, firsts: Any, *tiles: Any) -> None:
-        for tokens, place in zip(tiles[0].long(), tiles[1].tolist(), strict=True):
-            rows, own = tokens[tokens >= 0], ends[place].tolist()
-            for target, start in enumerate(own[:-1] if place >= 0 else ()):
-                end, columns = own[target + 1], slice(*firsts[target : target + 2].tolist())
-                narrow = x[rows] @ a[place, :, start:end]
-                y[rows, columns] += narrow @ b[place, : end - start, columns]
-
-
-def tiled_adapters(config: EngineConfig, kernel: TileKernel) -> Adapters:
-    """Adapters with a kernel that reads tiles, whose memory has other tiles before each step."""
-    tiles = PlaceTiles(config.max_num_batched_tokens, config.max_loras, CPU)
-    fill = tiles.fill
-
-    def fill_poisoned(places: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        tiles._memory.fill_(0)  # all tiles have token 0, with the adapter of place 0
-        return fill(places)
-
-    tiles.fill = fill_poisoned
-    zeros = partial(torch.zeros, dtype=torch.float32)
-    return Adapters(config.max_loras, config.max_lora_rank, zeros, CPU, kernel, tiles)
-
-
 def make_engine(
     path: Path, cuda: FakeCuda, kernel: TileKernel | None = None, **options: Any
 ) -> GuardedEngine:
@@ -156,16 +115,16 @@ def make_engine(
     options = LIMITS | {"capture_mixed_steps": True} | options
     config = EngineConfig(str(path), **options).for_device("cuda")
     model_config = ModelConfig.from_checkpoint(path)
-    adapters = make_adapters(config, torch.float32, CPU, config.attention_backend)
-    if kernel is not None:
-        adapters = tiled_adapters(config, kernel)
-    context = LayerContext(attention=MixedTorchAttention(), adapters=adapters)
-    if config.attention_backend == "triton":
-        attention, ops = TritonAttention(), TritonOps()
-        context = LayerContext(attention=attention, ops=ops, adapters=adapters)
-    device = CudaDevice(config, cuda, is_capturable=True, captures_mixed_steps=True)
-    runner = ModelRunner.load(config, model_config, path, context, device)
-    engine = GuardedEngine(config, model_config, runner, tokenizer=None)
+    num_ranks = config.tensor_parallel_size * config.pipeline_parallel_size
+    make = partial(make_gpu_runner, config, model_config, path, cuda=cuda, kernel=kernel)
+    if num_ranks == 1:
+        executor = make(ParallelContext())
+    else:
+        kind = "pipeline" if config.pipeline_parallel_size > 1 else "tensor_parallel"
+        executor = EXECUTORS.get(kind)(config, model_config, path, CPU, make)
+    engine = GuardedEngine(config, model_config, executor, tokenizer=None)
+    if config.pipeline_parallel_size > 1:
+        prepare_pipeline(config, model_config).add_to(engine)
     prepare_lora(config, model_config).add_to(engine)
     return engine
 
@@ -314,6 +273,35 @@ def test_steps_with_adapters_have_graphs_of_their_own(
     num_layers = 4 * engine.model_config.num_hidden_layers
     num_adapted = sum(adapters for adapters, _, _ in steps.seen)
     assert kernel.num_calls - num_captured == num_layers * num_adapted > 0
+    engine.close()
+
+
+RANKS: list[dict[str, Any]] = [
+    {"tensor_parallel_size": 2},
+    {"pipeline_parallel_size": 2, "capture_mixed_steps": False},
+]
+
+
+@pytest.mark.small(ranks=RANKS[:1], has_kernels=[True])
+@pytest.mark.parametrize("has_kernels", [False, True], ids=["products of torch", "kernels"])
+@pytest.mark.parametrize("ranks", RANKS, ids=str)
+def test_ranks(
+    ranks: dict[str, Any],
+    has_kernels: bool,
+    asked: Asked,
+    expected: list[list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each rank has tiles and graphs of its own; stages launch all steps kernel by kernel."""
+    start_ranks_here(monkeypatch)
+    cuda, kernel = FakeCuda(), TileKernel() if has_kernels else None
+    engine = make_engine(asked.base, cuda, kernel, **ranks)
+    steps = Steps(engine.executor.runner, cuda, monkeypatch)
+    assert answers(engine, asked) == expected
+    has_graphs = "pipeline_parallel_size" not in ranks
+    for has_adapters, replayed, _ in steps.seen:
+        assert replayed is (has_graphs and (has_kernels or not has_adapters))
+    assert {adapted for adapted, _, _ in steps.seen} == {False, True}
     engine.close()
 
 
