@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load
 from torch import Tensor
 
 from nanoserve.features.lora.adapter_config import MOST_BYTES, AdapterConfig
@@ -70,29 +71,40 @@ def outline_of(files: AdapterFiles, limits: Limits) -> Outline:
 def read_adapter(outline: Outline, limits: Limits) -> Adapter:
     """Read the tensors. Raises `ValueError` for NaN and infinity, and if the files have changed."""
     digest, weights, files = hashlib.sha256(), {}, outline.files
-    changed = ValueError(f"{files.folder} has changed while it was read: load it again")
-    with _opened(files) as stored:
-        for target, (a_name, b_name, rows) in sorted(outline.names.pairs()):
-            pair = []
-            for name in (a_name, b_name):
-                tensor = stored.get_tensor(name).float()
-                is_finite = bool(tensor.isfinite().all())
-                require(is_finite, f"{files.folder}: {TENSORS}: {name} contains NaN or infinity")
-                pair.append(tensor)
-            a, b = pair
-            b = b[rows] * outline.config.scaling_of(outline.names.module_of(a_name))
-            weights[target] = (
-                a.to(limits.dtype, copy=True).contiguous(),  # `a` may be a view of the file
-                b.T.to(limits.dtype).contiguous(),
-            )
-            for x in weights[target]:
-                is_finite = bool(x.isfinite().all())
-                require(is_finite, f"{files.folder}: {a_name} has no finite scaled product")
-                digest.update(repr((target, tuple(x.shape))).encode())
-                digest.update(x.view(torch.uint8).numpy())
-    if AdapterFiles.find(files.folder).stamps != files.stamps:
-        raise changed
+    stored = _read_tensors(files)
+    for target, (a_name, b_name, rows) in sorted(outline.names.pairs()):
+        pair = []
+        for name in (a_name, b_name):
+            tensor = stored[name].float()
+            is_finite = bool(tensor.isfinite().all())
+            require(is_finite, f"{files.folder}: {TENSORS}: {name} contains NaN or infinity")
+            pair.append(tensor)
+        a, b = pair
+        b = b[rows] * outline.config.scaling_of(outline.names.module_of(a_name))
+        weights[target] = a.to(limits.dtype).contiguous(), b.T.to(limits.dtype).contiguous()
+        for x in weights[target]:
+            is_finite = bool(x.isfinite().all())
+            require(is_finite, f"{files.folder}: {a_name} has no finite scaled product")
+            digest.update(repr((target, tuple(x.shape))).encode())
+            digest.update(x.view(torch.uint8).numpy().data)
     return Adapter(digest.hexdigest(), weights)
+
+
+def _read_tensors(files: AdapterFiles) -> dict[str, Tensor]:
+    """Return the tensors of files that are as they were when they were checked.
+
+    The file is copied, not mapped: reading a mapped file that another program shortens meanwhile,
+    as `cp` does with a file that it overwrites, ends the process with SIGBUS.
+    """
+    size = files.stamps[1][2]
+    try:
+        with files.tensors.open("rb") as file:
+            content = file.read(size + 1)
+    except OSError as error:
+        raise ValueError(f"{files.tensors} cannot be read: {error}") from None
+    if AdapterFiles.find(files.folder).stamps != files.stamps:
+        raise ValueError(f"{files.folder} has changed while it was read: load it again")
+    return load(content)
 
 
 def _read(files: AdapterFiles) -> bytes:

@@ -258,7 +258,7 @@ def test_json_of_the_config_is_what_peft_writes(adapter: Path) -> None:
 
 
 def test_an_adapter_in_memory_does_not_change_with_its_file(llm: LLM, adapter: Path) -> None:
-    """Files are mapped into memory, where a change would be seen, and a shorter file a crash."""
+    """In a file that is mapped into memory it would be seen, and a shorter file a crash."""
     limits = limits_of(llm.engine.config, llm.engine.model_config)._replace(dtype=torch.float32)
     found = read_adapter(outline_of(AdapterFiles.find(str(adapter)), limits), limits)
     before = {name: tuple(x.clone() for x in pair) for name, pair in found.weights.items()}
@@ -268,6 +268,29 @@ def test_an_adapter_in_memory_does_not_change_with_its_file(llm: LLM, adapter: P
         written.write(b"\1" * (file.stat().st_size // 2))
     for name, pair in found.weights.items():
         assert all(map(torch.equal, pair, before[name])), name
+
+
+@pytest.mark.parametrize("size", ["shorter", "longer"])
+@pytest.mark.parametrize("moment", ["before it is read", "while it is read"])
+def test_a_file_that_another_program_overwrites_is_an_error(
+    moment: str, size: str, llm: LLM, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As `cp` does, which first shortens it. A request with its old size gets no other tensors."""
+    limits = limits_of(llm.engine.config, llm.engine.model_config)._replace(dtype=torch.float32)
+    outline, file = outline_of(AdapterFiles.find(str(adapter)), limits), adapter / TENSORS
+    num_bytes = 100 if size == "shorter" else 10 * file.stat().st_size
+    if moment == "before it is read":
+        os.truncate(file, num_bytes)
+    else:
+        find = AdapterFiles.find
+
+        def find_later(path: str) -> AdapterFiles:
+            os.truncate(file, num_bytes)
+            return find(path)
+
+        monkeypatch.setattr(AdapterFiles, "find", find_later)
+    with pytest.raises(ValueError, match="has changed while it was read: load it again"):
+        read_adapter(outline, limits)
 
 
 def test_many_patterns_take_no_time() -> None:
