@@ -228,7 +228,8 @@ FOREIGN: dict[str, Foreign] = {
     **_known("lora_target_modules", "the tensors of an adapter determine its modules"),
     **_known("enable_tower_connector_lora enable_mixed_moe_lora_format enable_moe_shared_loras",
              _LORA, _off),
-    **_known("specialize_active_lora", "a CUDA graph computes any number of adapters", _off),
+    **_known("specialize_active_lora", "CUDA graphs of steps with adapters (`adapter_kernels` of "
+             "`kernel_config`) compute any number of them", _off),
     # Structured output and reasoning.
     **_known("reasoning_parser enable_reasoning", _REASONING),
     **_known("reasoning_parser_plugin reasoning_config", "`nanoserve serve --help` has the names "

@@ -37,8 +37,8 @@ class GatedAttention(Qwen3Attention):
         q, gate = q.unflatten(1, (num_heads, 2)).unbind(dim=2)
         cos, sin = self.rotary.cos[metadata.positions], self.rotary.sin[metadata.positions]
         q, k = (
-            rotate_first(norm(x.reshape(-1, x.shape[2])).view(x.shape), cos, sin)
-            for norm, x in zip(self.norms, (q, k), strict=True)  # kernels of norms take rows
+            rotate_first(norm(x.reshape(-1, x.shape[2]).contiguous()).view(x.shape), cos, sin)
+            for norm, x in zip(self.norms, (q, k), strict=True)
         )
         kv_cache.store(k, v, metadata.slot_mapping)
         attended = self.backend.attend(self.layer, q, kv_cache, metadata)

@@ -54,7 +54,6 @@ class AdaptedGraphs:
         values = {field.name: getattr(plain, field.name) for field in fields(plain)}
         self.computation = AdaptedComputation(**values)
         self.programs: list[GraphProgram] = []
-        self._clear_tiles()
 
     @classmethod
     def of(cls, buffers: CudaBuffers, computation: Computation) -> "AdaptedGraphs | None":
@@ -64,8 +63,12 @@ class AdaptedGraphs:
         return cls(buffers, computation) if has_tiles else None
 
     def capture(self, capture: Callable[[Computation], list[GraphProgram]]) -> None:
-        """Capture the programs, once, before the first `replay`."""
-        self._clear_tiles()
+        """Capture the programs, once, before the first `replay`.
+
+        Before, all tiles are emptied: a capture runs the kernels, and may have fewer tokens than
+        the tiles of the step before it.
+        """
+        self.computation.adapters.tiles.fill(np.empty(0, dtype=np.int32))
         self.programs = capture(self.computation)
 
     def replay(self, batch: Batch, header: BatchHeader, forward: Any) -> StepOutput | None:
@@ -77,10 +80,6 @@ class AdaptedGraphs:
                 with self._buffers.sending(partial(self._send_tiles, forward.places)):
                     return program.replay(batch, header)
         return None
-
-    def _clear_tiles(self) -> None:
-        """Empty all tiles: a capture runs the kernels, and may have fewer tokens than they list."""
-        self.computation.adapters.tiles.fill(np.empty(0, dtype=np.int32))
 
     def _send_tiles(self, places: np.ndarray, batch: Batch) -> None:
         """Send the tiles of a batch whose rows a program may have padded, but not moved."""

@@ -4,7 +4,7 @@ Requests of a batch, in chunks, after preemptions, with draft tokens and in grap
 and the log-probabilities that they have alone, bit for bit.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,13 @@ import interpreter
 import pytest
 import torch
 from fake_cuda import FakeCuda
+from lora_models import ALL, request_for, write_adapter
 from tiny_checkpoints import GEMMA2, make_checkpoint, make_qwen3
 from transformers import Gemma2ForCausalLM, Qwen3MoeForCausalLM
 
 pytest.importorskip("triton")
 
-from nanoserve import LLM, SamplingParams
+from nanoserve import LLM, LoRARequest, SamplingParams
 from nanoserve.attention.triton import TritonAttention
 from nanoserve.checkpoint.checkpoint import bundled_checkpoint
 from nanoserve.checkpoint.model_config import ModelConfig
@@ -79,17 +80,27 @@ def results(outputs: list[Any]) -> list[Any]:
     return [(one.token_ids, one.logprobs) for output in outputs for one in output.outputs]
 
 
-def assert_invariant(path: Path, **options: Any) -> None:
-    base = BASE | {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True}
+def assert_invariant(
+    path: Path,
+    options: dict[str, Any],
+    adapters: Sequence[LoRARequest | None] = (None,),
+    **same: Any,
+) -> None:
+    """options: of the engine that gets all requests at once. same: of both engines."""
+    base = BASE | {"device": "cpu", "dtype": "float32", "skip_tokenizer_init": True} | same
     prompts, params = map(list, zip(*REQUESTS, strict=True))
+    own = [adapters[i % len(adapters)] for i in range(len(REQUESTS))]
+    alone = []
     with LLM(path, **base, enable_prefix_caching=False) as llm:
-        alone = [llm.generate([p], [own], use_tqdm=False)[0] for p, own in REQUESTS]
+        for prompt, one, adapter in zip(prompts, params, own, strict=True):
+            alone += llm.generate([prompt], one, use_tqdm=False, lora_request=adapter)
     with LLM(path, **base | options) as llm:
-        assert results(llm.generate(prompts, params, use_tqdm=False)) == results(alone)
+        together = llm.generate(prompts, params, use_tqdm=False, lora_request=own)
+        assert results(together) == results(alone)
         if "num_kv_blocks" in options:
             assert llm.stats.num_preemptions
             return
-        again = llm.generate(prompts, params, use_tqdm=False)
+        again = llm.generate(prompts, params, use_tqdm=False, lora_request=own)
         assert results(again) == results(alone)  # hits prefixes
 
 
@@ -99,7 +110,17 @@ def assert_invariant(path: Path, **options: Any) -> None:
 )
 def test_bits_do_not_depend_on_the_schedule(tmp_path: Path, schedule: str) -> None:
     make_qwen3(tmp_path, **SMALL)
-    assert_invariant(tmp_path, **SCHEDULES[schedule])
+    assert_invariant(tmp_path, SCHEDULES[schedule])
+
+
+@pytest.mark.size("full")
+def test_of_adapters(tmp_path: Path) -> None:
+    model, adapters = make_qwen3(tmp_path, **SMALL), []
+    for index, rank in enumerate((8, 3)):
+        write_adapter(model, tmp_path / f"adapter{index}", index, ALL, rank, size=0.2)
+        adapters.append(request_for(tmp_path / f"adapter{index}"))
+    same = {"enable_lora": True, "max_loras": 2, "kernel_config": {"adapter_kernels": True}}
+    assert_invariant(tmp_path, SCHEDULES["chunks"], [None, *adapters], **same)
 
 
 @pytest.mark.size("full")
@@ -107,7 +128,7 @@ def test_bits_do_not_depend_on_the_schedule(tmp_path: Path, schedule: str) -> No
 def test_of_other_models(tmp_path: Path, kind: str) -> None:
     architecture, settings = MODELS[kind]
     make_checkpoint(architecture, tmp_path, **settings)
-    assert_invariant(tmp_path, **SCHEDULES["chunks"])
+    assert_invariant(tmp_path, SCHEDULES["chunks"])
 
 
 @pytest.mark.size("full")

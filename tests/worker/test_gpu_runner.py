@@ -21,9 +21,14 @@ from fake_cuda import GIB, FakeCuda
 from packed_batches import make_plan, make_sequence
 from proposers import Mixed, Oracle, Wrong
 from stale_memory import poison_what_is_stale
-from tiny_checkpoints import GEMMA2, make_checkpoint, make_qwen3
+from tiny_checkpoints import DELTA, DELTA_MOE, GEMMA2, make_checkpoint, make_qwen3
 from toy_computation import toy_computation
-from transformers import Gemma2ForCausalLM, MistralForCausalLM
+from transformers import (
+    Gemma2ForCausalLM,
+    MistralForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3NextForCausalLM,
+)
 
 from nanoserve import LLM, SamplingParams
 from nanoserve.attention.interface import AttentionBackend, AttentionLayer, AttentionMetadata
@@ -214,6 +219,24 @@ def test_with_its_own_kernels_it_gives_what_the_cpu_gives(
     with LLM(checkpoint, skip_tokenizer_init=True, device="cpu", **options) as llm:
         assert tokens(outputs) == tokens(run(llm.engine, asked))
     assert engine.stats.num_preemptions > 0 and engine.stats.prefix_cache_hits > 0
+
+
+@pytest.mark.usefixtures("no_worst_case")
+@pytest.mark.small(architecture=[Qwen3_5ForCausalLM])
+@pytest.mark.parametrize("architecture", [Qwen3_5ForCausalLM, Qwen3NextForCausalLM])
+def test_queries_beside_gates_are_in_rows_for_tritons_norms(
+    architecture: Any, tmp_path: Path
+) -> None:
+    """Of one token, too: those of several are copied in any case."""
+    sizes = DELTA | (DELTA_MOE if architecture is Qwen3NextForCausalLM else {})
+    make_checkpoint(architecture, tmp_path, **sizes)
+    options = {"num_kv_blocks": 20, "max_num_seqs": 3, "max_model_len": 60}
+    options |= {"max_num_batched_tokens": 20, "enable_prefix_caching": False}
+    asked = [(prompt, replace(GREEDY, max_tokens=3)) for prompt in ([1], [2, 3, 4])]
+    engine = make_engine(tmp_path, FakeCuda(), attention_backend="triton", **options)
+    outputs = run(engine, asked)
+    with LLM(tmp_path, skip_tokenizer_init=True, device="cpu", **options) as llm:
+        assert tokens(outputs) == tokens(run(llm.engine, asked))
 
 
 @pytest.mark.usefixtures("no_worst_case")

@@ -34,6 +34,7 @@ from nanoserve.features.parallel.pipeline_schedule import prepare_pipeline
 from nanoserve.features.speculative.extension import Speculation
 from nanoserve.features.speculative.proposer import TextProposer
 from nanoserve.models.layers.context import LayerContext, ParallelContext
+from nanoserve.models.layers.low_rank import StepRows
 from nanoserve.worker import model_runner
 from nanoserve.worker.adapted_graphs import AdaptedComputation, AdaptedGraphs
 from nanoserve.worker.adapters import make_adapters
@@ -159,9 +160,9 @@ class Steps:
         forward = runner.forward
 
         def watched(batch: Any, inputs: ForwardInputs) -> Any:
-            cuda.events.clear()
+            before = len(cuda.events)
             handle = forward(batch, inputs)
-            replays = any(event.startswith("replay ") for event in cuda.events)
+            replays = any(event.startswith("replay ") for event in cuda.events[before:])
             longest = batch.header.max_query_len
             self.seen.append((inputs.adapters is not None, replays, longest))
             return handle
@@ -235,11 +236,13 @@ def test_graphs_are_captured_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """After sleep, when adapters are in their places, and the last step's tiles are written."""
-    cuda = FakeCuda()
+    cuda = FakeCuda(total=GIB, free=GIB, pool_bytes=2**20, graph_bytes=2**20)
     engine = make_engine(asked.base, cuda, kernel)
+    assert cuda.free < GIB
     assert answers(engine, asked) == expected
     runner = engine.executor
     runner.release_kv_caches()
+    assert cuda.free == GIB  # both sets are gone
     runner.restore_kv_caches()
     engine.reset_prefix_cache()
     cuda.events.clear()
@@ -264,6 +267,7 @@ def test_steps_with_adapters_have_graphs_of_their_own(
     steps, calls = Steps(engine.executor, cuda, monkeypatch), []
     engine.observers.append(lambda plan, batch, result, times: calls.append(kernel.num_calls))
     num_captured = kernel.num_calls
+    cuda.events.clear()
     assert answers(engine, asked) == expected
     assert num_captured > 0 and not any(event.startswith("capture ") for event in cuda.events)
     for has_adapters in (False, True):
@@ -427,23 +431,41 @@ def few(tmp_path_factory: pytest.TempPathFactory) -> Asked:
     return Asked(base, requests)
 
 
+@pytest.mark.parametrize("has_graphs", [True, False], ids=["in graphs", "enforce_eager"])
 def test_with_its_own_kernels_it_gives_what_a_cpu_gives(
-    few: Asked, monkeypatch: pytest.MonkeyPatch
+    has_graphs: bool, few: Asked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They are interpreted; while it serves, there is no variant that was not compiled before."""
     with LLM(str(few.base), skip_tokenizer_init=True, device="cpu", **LIMITS) as llm:
         expected = answers(llm.engine, few)
     launched = LaunchedKernels(monkeypatch)
+    options = {} if has_graphs else {"enforce_eager": True, "capture_mixed_steps": False}
     with launched.noted() as compiled:
-        engine = make_engine(few.base, cuda := FakeCuda(), **INTERPRETED)
+        engine = make_engine(few.base, cuda := FakeCuda(), **INTERPRETED | options)
     steps = Steps(engine.executor, cuda, monkeypatch)
     with launched.noted() as life:
         assert answers(engine, few) == expected
-    assert all(adapters and replayed for adapters, replayed, _ in steps.seen)
+    assert all(adapters and replayed is has_graphs for adapters, replayed, _ in steps.seen)
     for name in ("_shrink", "_expand"):
         variants = of_kernel(life, name)
         assert variants == of_kernel(compiled, name) and len(variants) > 2  # of shapes of layers
     engine.close()
+
+
+def test_torch_copies_a_part_of_the_tokens_at_a_time() -> None:
+    """The memory of copies is not measured: with all tokens of a step, it could be gigabytes."""
+    places = np.repeat(np.array([1, -1, 0], dtype=np.int32), [3000, 7, 5])
+    parts = StepRows.of(places, has_kernel=False, device=CPU).by_adapter
+    assert [(place, len(tokens)) for place, tokens in parts] == [
+        (0, 5),
+        (1, 1024),
+        (1, 1024),
+        (1, 952),
+    ]
+    tokens = torch.cat([own for place, own in parts if place == 1])
+    assert tokens.tolist() == list(range(3000))
+    (one,) = StepRows.of(places[:3000], has_kernel=False, device=CPU).by_adapter
+    assert one == (1, slice(0, 3000))  # of which views are taken
 
 
 def test_codes_of_activations_are_refused(asked: Asked) -> None:

@@ -1,8 +1,8 @@
 """Low-rank adapters of linear layers (LoRA, Hu et al. 2021): y = W x + B A x, row by row.
 
 The rows of a batch may have different adapters, which lie in *places*. W is multiplied as ever, for
-all rows together, so a row without an adapter has the same bits as without this module. Then, for
-each adapter that the step has, two thin products are added to its rows:
+all rows together. Then, for each adapter that the step has, two thin products are added to its
+rows, and nothing to rows without one:
 
     y[rows] += (x[rows] A) B        A [inputs, rank], B [rank, outputs]
 
@@ -27,6 +27,7 @@ from nanoserve.sampling.host_copies import to_device
 
 _GROUP = 4  # rows of an adapter that the kernel computes at once
 _LANES = 16  # the kernel reads this many numbers at once
+_MOST_COPIED = 1024  # tokens, whose inputs and outputs torch's products copy
 
 Weights = Mapping[str, tuple[Tensor, Tensor]]
 # (x, y, a, b, ends, firsts, *groups): see `add_low_rank` of `nanoserve.kernels.cpu.low_rank` and of
@@ -78,7 +79,8 @@ def targets_of(path: str, layer: nn.Module) -> list[Target]:
 class StepRows(NamedTuple):
     """The tokens of a step that have an adapter.
 
-    by_adapter: (place, tokens) of each adapter, for torch; a slice if it has all tokens of a step.
+    by_adapter: (place, tokens) of each adapter, for torch, in parts whose inputs and outputs can be
+    copied; a slice, which needs no copy, if one adapter has all tokens of the step.
     groups: for a kernel, int32. On a CPU, the tokens, where groups of them begin, and the place of
     each group; on a GPU, the `views` of `PlaceTiles`. One of the two is empty.
     """
@@ -92,9 +94,11 @@ class StepRows(NamedTuple):
         present = np.unique(places[places >= 0]).tolist()
         tokens = [np.flatnonzero(places == place) for place in present]
         if not has_kernel:
+            if len(present) == 1 and len(tokens[0]) == len(places):
+                return cls([(present[0], slice(0, len(places)))], ())
             rows = to_device(device, *tokens)  # without waiting for the steps before it
-            every = [slice(0, len(places)) if len(one) == len(places) else one for one in rows]
-            return cls([*zip(present, every, strict=True)], ())
+            owners = zip(present, rows, strict=True)
+            return cls([(p, part) for p, own in owners for part in own.split(_MOST_COPIED)], ())
         starts, of_groups = [0], []
         for place, own in zip(present, tokens, strict=True):
             for first in range(0, len(own), _GROUP):
