@@ -12,7 +12,7 @@ A step that no program covers is launched kernel by kernel, and so is one with g
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from torch import Tensor
@@ -25,6 +25,8 @@ from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cpu_device import Computation, StepOutput
 from nanoserve.worker.cuda_buffers import CudaBuffers
 from nanoserve.worker.graph_programs import GraphProgram
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,7 @@ class AdaptedComputation(Computation):
 
 
 class AdaptedGraphs:
-    """The programs of steps with adapters; none before `capture`.
+    """The programs of steps with adapters; `programs` are none until the device has captured them.
 
     computation: what they record.
     """
@@ -62,14 +64,14 @@ class AdaptedGraphs:
         has_tiles = adapters is not None and adapters.tiles is not None
         return cls(buffers, computation) if has_tiles else None
 
-    def capture(self, capture: Callable[[Computation], list[GraphProgram]]) -> None:
-        """Capture the programs, once, before the first `replay`.
+    def record(self, capture: Callable[[Computation], T]) -> T:
+        """Return what `capture` returns for the computation that graphs of such steps record.
 
         Before, all tiles are emptied: a capture runs the kernels, and may have fewer tokens than
         the tiles of the step before it.
         """
         self.computation.adapters.tiles.fill(np.empty(0, dtype=np.int32))
-        self.programs = capture(self.computation)
+        return capture(self.computation)
 
     def replay(self, batch: Batch, header: BatchHeader, forward: Any) -> StepOutput | None:
         """Replay a step; None if no graph has recorded it."""

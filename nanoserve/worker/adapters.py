@@ -72,6 +72,16 @@ def forward_with_adapters(
     return AdaptedForward(forward, adapters, rows.places, cu_seqlens)
 
 
+def dummy_adapters(config: EngineConfig, num_rows: int) -> AdapterRows | None:
+    """Return what lets a dummy step launch the kernels of `adapter_kernels`; None without them.
+
+    Its rows have the adapter of place 0, where none may be yet.
+    """
+    if not (config.enable_lora and KernelConfig.of(config.kernel_config).adapter_kernels):
+        return None
+    return AdapterRows([], np.zeros(num_rows, dtype=np.int32))
+
+
 def named_tensors(weights: Weights) -> dict[str, Tensor]:
     """Return the tensors of a file that other processes load, by name."""
     pairs = [(name, zip("AB", pair, strict=True)) for name, pair in weights.items()]

@@ -23,10 +23,10 @@ import numpy as np
 import torch
 
 from nanoserve.config import EngineConfig, KernelConfig
-from nanoserve.engine.adapter_rows import AdapterRows
 from nanoserve.engine.executor import Executor, ForwardInputs, SlotUpdate, TokenMask
 from nanoserve.sampling.fused_sampler import FusedSampler
 from nanoserve.sampling_params import SamplingParams
+from nanoserve.worker.adapters import dummy_adapters
 from nanoserve.worker.batch_tensors import BatchTensors
 from nanoserve.worker.cuda_buffers import CudaBuffers
 from nanoserve.worker.dummy_rows import pack_dummy_step
@@ -62,10 +62,10 @@ def compile_kernels(executor: Executor, buffers: CudaBuffers, config: EngineConf
             max_context_len=executor.max_model_len,
         )
         handle = executor.forward(batch, ForwardInputs())
-    if config.enable_lora and KernelConfig.of(config.kernel_config).adapter_kernels:
-        places = np.zeros(len(lengths), dtype=np.int32)  # where no adapter is yet
+    adapters = dummy_adapters(config, len(lengths))
+    if adapters is not None:
         buffers.wait_until_read(batch)
-        handle = executor.forward(batch, ForwardInputs(adapters=AdapterRows([], places)))
+        handle = executor.forward(batch, ForwardInputs(adapters=adapters))
     if handle.logits is not None:  # None if another rank samples
         _run_sampler(handle.logits, handle.tensors, config)
     logger.info(

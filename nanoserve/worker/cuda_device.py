@@ -207,7 +207,7 @@ class CudaDevice:
         with torch.inference_mode():
             graphs, other_graphs = self._measure_graphs(self._computation)
             if self._adapted is not None:
-                other_graphs += sum(self._measure_graphs(self._adapted.computation))
+                other_graphs += sum(self._adapted.record(self._measure_graphs))
         # Only the weights of the executor are kept.
         self.drop_programs()
         del executor, run_step
@@ -237,7 +237,7 @@ class CudaDevice:
         with torch.inference_mode():
             self.programs = self._capture_all(self._computation)
             if self._adapted is not None:
-                self._adapted.capture(self._capture_all)
+                self._adapted.programs = self._adapted.record(self._capture_all)
 
     @property
     def _has_explicit_pool(self) -> bool:

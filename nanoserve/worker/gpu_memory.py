@@ -14,6 +14,7 @@ from nanoserve.engine.batch import Batch
 from nanoserve.engine.executor import Executor, ForwardInputs, SecondModelMemory, SlotUpdate
 from nanoserve.sampling.fused_sampler import FusedSampler
 from nanoserve.sampling_params import SamplingParams
+from nanoserve.worker.adapters import dummy_adapters
 from nanoserve.worker.cuda import Cuda
 from nanoserve.worker.dummy_rows import pack_dummy_step
 from nanoserve.worker.kv_cache import blocks_wanted
@@ -119,7 +120,8 @@ def run_worst_case(executor: Executor, batch: Batch, config: EngineConfig) -> No
     """Run a step of `max_num_batched_tokens`, with as many rows of logits as a step may have.
 
     That is one row for each sequence, and one for each of its draft tokens. The sampler has none of
-    the user's logits processors, since these may keep state.
+    the user's logits processors, since these may keep state. With `adapter_kernels`, all rows have
+    an adapter.
     """
     rows, longest = config.max_num_seqs, executor.max_model_len
     tokens = min(config.max_num_batched_tokens, rows * longest)
@@ -129,7 +131,7 @@ def run_worst_case(executor: Executor, batch: Batch, config: EngineConfig) -> No
     num_new_tokens = np.full(used, tokens // used, dtype=np.int32)
     num_new_tokens[: tokens % used] += 1
     pack_dummy_step(batch, num_new_tokens[::-1], config.block_size, num_sampled=outputs)
-    handle = executor.forward(batch, ForwardInputs())
+    handle = executor.forward(batch, ForwardInputs(adapters=dummy_adapters(config, used)))
     logits = handle.logits
     if logits is None:  # another rank samples
         return

@@ -2,7 +2,8 @@
 
     pytest -m gpu tests/gpu/test_lora_gpu.py
 
-In float32 tokens must be those of a CPU, whatever computes them.
+In float32 tokens must be those of a CPU, whatever computes them. In 16 bits, which tensor cores
+multiply, and Triton's interpreter does not, the kernels are compared with float64.
 """
 
 from collections.abc import Callable
@@ -15,6 +16,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from adapter_products import CASES, TOLERANCE, Case, check_bits, check_products
 from lora_models import ALL, ATTENTION, MLP, request_for, write_adapter
 from tiny_checkpoints import make_qwen3
 
@@ -94,3 +96,15 @@ def test_tokens_are_those_of_a_cpu(
     monkeypatch.setattr(adapted_graphs.AdaptedGraphs, "replay", watched)
     assert answers(asked, "cuda", **options) == expected
     assert any(replayed) is has_graphs
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("num_rows", [1, 2, 23, 70, 1000])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_rows_get_their_adapters_products(case: Case, num_rows: int, dtype: torch.dtype) -> None:
+    check_products(case, num_rows, dtype, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_the_bits_of_a_row_depend_on_no_other(dtype: torch.dtype) -> None:
+    check_bits(CASES[1], 300, dtype, torch.device("cuda"))

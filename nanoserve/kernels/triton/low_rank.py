@@ -11,6 +11,10 @@ empty. So a captured graph with enough tiles computes any step.
 The inputs of shrink are split over programs, because a step of decode rows has few tiles. Expand
 adds the parts, in the order of the inputs. The number of parts depends on the matrix alone, so a
 token's result depends on no other token.
+
+Where ranks and outputs end is data, too. A mask of it would split the loads of A, B and y into
+single numbers, because the compiler cannot know that it is the same for eight neighbours. So whole
+vectors are loaded, and what is beyond an end is left out afterwards.
 """
 
 from typing import Any, NamedTuple
@@ -64,8 +68,8 @@ def add_low_rank(
     tokens  int32 [num_tiles, 16]: the rows of each tile, -1 for none, all with the same adapter
     places  int32 [num_tiles]: their adapter; -1 for an empty tile
 
-    Sums are float32; B A x is rounded when it has been added to y. A x is multiplied in tf32,
-    unless x is float32.
+    Sums are float32; B A x is rounded when it has been added to y. A x is rounded to tf32 before it
+    is multiplied by B, unless x is float32.
     is_dependent: use programmatic dependent launch.
     """
     _check(x, y, a, b, tokens, places)
@@ -197,7 +201,7 @@ def _shrink(
         start = (part * STEPS + step) * BLOCK_K
         has_k = k < INPUTS - start
         x = tl.load(x_ptrs + start, mask=(token >= 0)[:, None] & has_k[None, :], other=0.0)
-        a_mask = has_k[:, None] & (r < total)[None, :]
+        a_mask = has_k[:, None] & (r < RANKS)[None, :]  # columns from `total` on are not stored
         a = tl.load(a_ptrs + start * RANKS, mask=a_mask, other=0.0)
         acc = tl.dot(x.to(DOT_DTYPE), a.to(DOT_DTYPE), acc, input_precision=DOT_PRECISION)
     row = (part * tl.num_programs(0) + tile).to(tl.int64) * BLOCK_M + m
@@ -237,14 +241,14 @@ def _expand(
     narrow_ptrs = narrow_ptr + (tile.to(tl.int64) * BLOCK_M + m)[:, None] * RANKS
     b_ptrs = b_ptr + place.to(tl.int64) * MOST_RANK * OUTPUTS + n[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
-    is_changed = n < 0
+    is_changed, num_changes = n < 0, 0
     # A program's columns may be those of several targets, and an adapter may have no ranks of one.
     for target in range(NUM_TARGETS):
         first, last = tl.load(firsts_ptr + target), tl.load(firsts_ptr + target + 1)
         start, end = tl.load(own_ends + target), tl.load(own_ends + target + 1)
         if (first < first_column + BLOCK_N) & (last > first_column) & (end > start):
             in_target = (n >= first) & (n < last)
-            is_changed = is_changed | in_target
+            is_changed, num_changes = is_changed | in_target, num_changes + 1
             for first_rank in range(0, end - start, BLOCK_R):
                 r = first_rank + tl.arange(0, BLOCK_R)
                 has_r = r < end - start
@@ -253,10 +257,23 @@ def _expand(
                 for part in range(PARTS):
                     skip = part * tl.num_programs(0).to(tl.int64) * BLOCK_M * RANKS
                     narrow += tl.load(narrow_ptrs + skip + at, mask=mask, other=0.0)
-                b_mask = has_r[:, None] & in_target[None, :]
+                b_mask = has_r[:, None] & (n < OUTPUTS)[None, :]
                 b = tl.load(b_ptrs + r[:, None] * OUTPUTS, mask=b_mask, other=0.0)
-                acc = tl.dot(narrow, b.to(tl.float32), acc, input_precision=DOT_PRECISION)
+                b = tl.where(in_target[None, :], b, 0.0).to(tl.float32)
+                if DOT_PRECISION == "tf32":
+                    narrow = _rounded_to_tf32(narrow)
+                acc = tl.dot(narrow, b, acc, input_precision=DOT_PRECISION)
+    if num_changes == 0:
+        return
     y_ptrs = y_ptr + token.to(tl.int64)[:, None] * y_stride + n[None, :]
-    mask = (token >= 0)[:, None] & is_changed[None, :]
+    mask = (token >= 0)[:, None] & (n < OUTPUTS)[None, :]
     y = tl.load(y_ptrs, mask=mask, other=0.0).to(tl.float32)
-    tl.store(y_ptrs, (y + acc).to(y_ptr.dtype.element_ty), mask=mask)
+    y = tl.where(is_changed[None, :], y + acc, y)
+    tl.store(y_ptrs, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rounded_to_tf32(x):
+    """Round float32 to the 10 bits of tf32; tensor cores would leave out the last 13 bits."""
+    bits = x.to(tl.int32, bitcast=True)
+    return ((bits + 0x1000) & -0x2000).to(tl.float32, bitcast=True)

@@ -25,13 +25,22 @@ def tiles_of(places: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     places: by token, -1 for none; such a token is in no tile. Entries of a tile that has fewer
     tokens are -1.
     """
-    present = np.unique(places[places >= 0])
-    tokens = [np.flatnonzero(places == place) for place in present]
-    counts = np.array([-(-len(one) // TILE) for one in tokens], dtype=np.int64)
+    by_place = tokens_by_place(places)
+    counts = np.array([-(-len(one) // TILE) for one in by_place.values()], dtype=np.int64)
     tiles = np.full((int(counts.sum()), TILE), -1, dtype=np.int32)
-    for first, one in zip(np.cumsum(counts) - counts, tokens, strict=True):
+    for first, one in zip(np.cumsum(counts) - counts, by_place.values(), strict=True):
         tiles[first:].reshape(-1)[: len(one)] = one
-    return tiles, np.repeat(present, counts).astype(np.int32)
+    return tiles, np.repeat(np.array([*by_place], dtype=np.int32), counts)
+
+
+def tokens_by_place(places: np.ndarray) -> dict[int, np.ndarray]:
+    """Return the tokens of each place, ascending. places: by token, -1 for none."""
+    order = np.argsort(places, kind="stable")
+    present, firsts = np.unique(places[order], return_index=True)
+    parts = np.split(order, firsts[1:]) if len(order) else []
+    by_place = dict(zip(present.tolist(), parts, strict=True))
+    by_place.pop(-1, None)
+    return by_place
 
 
 class PlaceTiles:

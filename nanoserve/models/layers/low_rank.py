@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from nanoserve.models.layers.adapter_tiles import PlaceTiles
+from nanoserve.models.layers.adapter_tiles import PlaceTiles, tokens_by_place
 from nanoserve.models.layers.context import LayerContext, LinearMethod
 from nanoserve.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoserve.sampling.host_copies import to_device
@@ -91,20 +91,20 @@ class StepRows(NamedTuple):
     @classmethod
     def of(cls, places: np.ndarray, has_kernel: bool, device: torch.device) -> "StepRows":
         """Group tokens by adapter. places: by token, -1 for none."""
-        present = np.unique(places[places >= 0]).tolist()
-        tokens = [np.flatnonzero(places == place) for place in present]
+        by_place = tokens_by_place(places)
         if not has_kernel:
-            if len(present) == 1 and len(tokens[0]) == len(places):
-                return cls([(present[0], slice(0, len(places)))], ())
-            rows = to_device(device, *tokens)  # without waiting for the steps before it
-            owners = zip(present, rows, strict=True)
+            whole = slice(0, len(places))
+            if [len(one) for one in by_place.values()] == [len(places)]:
+                return cls([(place, whole) for place in by_place], ())
+            rows = to_device(device, *by_place.values())  # without waiting for the steps before it
+            owners = zip(by_place, rows, strict=True)
             return cls([(p, part) for p, own in owners for part in own.split(_MOST_COPIED)], ())
         starts, of_groups = [0], []
-        for place, own in zip(present, tokens, strict=True):
+        for place, own in by_place.items():
             for first in range(0, len(own), _GROUP):
                 starts.append(starts[-1] + min(_GROUP, len(own) - first))
                 of_groups.append(place)
-        arrays = np.concatenate(tokens), np.array(starts), np.array(of_groups)
+        arrays = np.concatenate([*by_place.values()]), np.array(starts), np.array(of_groups)
         return cls([], tuple(torch.from_numpy(one.astype(np.int32)) for one in arrays))
 
 
