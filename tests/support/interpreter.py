@@ -50,6 +50,55 @@ def equal_rows() -> Iterator[None]:
         InterpreterBuilder.create_dot = original
 
 
+@contextmanager
+def only_inside(*tensors: Any) -> Iterator[None]:
+    """Let loads and stores raise `IndexError` outside of these tensors.
+
+    Those that a launcher makes with `new_empty` are allowed, too.
+    """
+    import numpy as np
+    import torch
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    def bounds_of(one: Any) -> tuple[int, int]:
+        last = sum((n - 1) * step for n, step in zip(one.shape, one.stride(), strict=True))
+        return one.data_ptr(), one.data_ptr() + last * one.element_size()
+
+    bounds, make = [bounds_of(one) for one in tensors], torch.Tensor.new_empty
+    names = ("create_masked_load", "create_masked_store")
+    originals = {name: getattr(InterpreterBuilder, name) for name in names}
+
+    def new_empty(self: Any, *args: Any, **options: Any) -> Any:
+        made = make(self, *args, **options)
+        bounds.extend([bounds_of(made)] * (made.numel() > 0))  # of none is a pointer, made later
+        return made
+
+    def checked(name: str) -> Callable[..., Any]:
+        place_of_mask = names.index(name)
+
+        def access(builder: Any, places: Any, *rest: Any) -> Any:
+            mask = np.broadcast_to(rest[place_of_mask].data, places.data.shape).astype(bool)
+            found = places.data[mask].astype(np.int64)
+            is_inside = np.zeros(found.shape, bool)
+            for first, last in bounds:
+                is_inside |= (found >= first) & (found <= last)
+            if not is_inside.all():
+                raise IndexError(f"{name}: {np.count_nonzero(~is_inside)} addresses are outside")
+            return originals[name](builder, places, *rest)
+
+        return access
+
+    torch.Tensor.new_empty = new_empty
+    for name in names:
+        setattr(InterpreterBuilder, name, checked(name))
+    try:
+        yield
+    finally:
+        torch.Tensor.new_empty = make
+        for name, original in originals.items():
+            setattr(InterpreterBuilder, name, original)
+
+
 def _take_ints(interpreter: Any) -> None:
     """Triton 3.6 takes `int` of an array with one element, which numpy 2.4 no longer does."""
     patch = interpreter._patch_lang_tensor

@@ -3,6 +3,7 @@
 Kernels are interpreted here; on a GPU: tests/gpu/test_lora_gpu.py.
 """
 
+import interpreter
 import numpy as np
 import pytest
 import torch
@@ -20,6 +21,7 @@ from adapter_products import (
     expected,
     layer_of,
 )
+from triton.runtime.errors import InterpreterError
 
 from nanoserve.kernels.triton.low_rank import add_low_rank
 from nanoserve.models.layers.adapter_tiles import TILE, PlaceTiles, most_tiles, tiles_of
@@ -35,6 +37,22 @@ CPU = torch.device("cpu")
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_rows_get_their_adapters_products(case: Case, num_rows: int, dtype: torch.dtype) -> None:
     check_products(case, num_rows, dtype, CPU)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_nothing_else_is_read_or_written(case: Case) -> None:
+    """By a full tile, and by a graph's launch, whose last tiles are empty."""
+    layer = layer_of(case, torch.float32)
+    places, x, y = draw(case, 23, torch.float32)
+    memory = PlaceTiles(40, len(case[2]), CPU)
+    memory.fill(places)
+    tiles, full = memory.views_of_graph(40), PlaceTiles(16, 1, CPU).fill(np.zeros(16, dtype=int))
+    own = (x, y, layer.a, layer.b, layer.ends, layer.firsts, *tiles, *full)
+    with interpreter.only_inside(*own):
+        layer.add(x[:16], y[:16], StepRows([], full), add_low_rank)
+        layer.add(x, y, StepRows([], tiles), add_low_rank)
+        with pytest.raises(InterpreterError, match="addresses are outside"):
+            layer.add(x.clone(), y, StepRows([], tiles), add_low_rank)
 
 
 def test_inputs_whose_columns_are_apart() -> None:
