@@ -475,7 +475,7 @@ def _before_wait(ptx: str) -> list[str]:
     """What touches global memory, or goes past it, before a wait for the kernel before."""
     before, wait, behind = ptx.partition("griddepcontrol.wait")
     if not wait:
-        return []
+        return ["no wait"]
     found = re.findall(r"(?:ld|st|atom|red)\.[\w.]*global[\w.]*|cp\.async[\w.]*|\bret\b", before)
     labels = set(re.findall(r"^(\$\w+):", behind, re.M))
     found += ["bra" for label in re.findall(r"\bbra[\w.]*\s+(\$\w+)", before) if label in labels]

@@ -51,6 +51,7 @@ LIMITS: dict[str, Any] = {
     **{"max_cpu_loras": 4, "block_size": 4, "num_kv_blocks": 60, "max_num_seqs": 5},
     **{"max_num_batched_tokens": 20, "max_model_len": 80},
 }
+RUN_WORST_CASE = CudaDevice._run_worst_case
 COMMON: dict[str, Any] = {"max_tokens": 9, "ignore_eos": True}
 KINDS = [
     SamplingParams(temperature=0, **COMMON),
@@ -383,6 +384,28 @@ def test_the_pool_leaves_room_for_both_sets(asked: Asked) -> None:
     assert taken[1] == 2 * taken[0] > 80 * 2**20
     block_bytes = kv_block_bytes(engine.config, engine.model_config)
     assert abs((blocks[0] - blocks[1]) * block_bytes - taken[0]) <= block_bytes
+
+
+class Sized(TileKernel):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+
+    def __call__(self, x: torch.Tensor, *args: torch.Tensor) -> None:
+        self.sizes.append(len(x))
+        super().__call__(x, *args)
+
+
+@pytest.mark.parametrize("num_kv_blocks", [60, None])
+def test_the_worst_case_has_adapters(
+    num_kv_blocks: int | None, asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its kernels take is measured, or missing before it serves. Then no tile is left."""
+    monkeypatch.setattr(CudaDevice, "_run_worst_case", RUN_WORST_CASE)
+    cuda, kernel = FakeCuda(total=GIB, free=GIB), Sized()
+    engine = make_engine(asked.base, cuda, kernel, num_kv_blocks=num_kv_blocks)
+    layers = 4 * engine.model_config.num_hidden_layers
+    assert kernel.sizes[:layers] == [LIMITS["max_num_batched_tokens"]] * layers
 
 
 @pytest.mark.small(ahead=[True])

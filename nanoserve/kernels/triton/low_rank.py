@@ -201,11 +201,11 @@ def _shrink(
         start = (part * STEPS + step) * BLOCK_K
         has_k = k < INPUTS - start
         x = tl.load(x_ptrs + start, mask=(token >= 0)[:, None] & has_k[None, :], other=0.0)
-        a_mask = has_k[:, None] & (r < RANKS)[None, :]  # columns from `total` on are not stored
+        a_mask = has_k[:, None] & (r < RANKS)[None, :]  # columns from `total` on are not used
         a = tl.load(a_ptrs + start * RANKS, mask=a_mask, other=0.0)
         acc = tl.dot(x.to(DOT_DTYPE), a.to(DOT_DTYPE), acc, input_precision=DOT_PRECISION)
     row = (part * tl.num_programs(0) + tile).to(tl.int64) * BLOCK_M + m
-    mask = (token >= 0)[:, None] & (r < total)[None, :]
+    mask = (token >= 0)[:, None] & (r < RANKS)[None, :]
     tl.store(narrow_ptr + row[:, None] * RANKS + r[None, :], acc, mask=mask)
 
 

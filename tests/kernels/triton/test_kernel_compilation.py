@@ -59,7 +59,7 @@ EACH = "|".join(
         r"bfloat16 vocab=151936 filtered",
         r"dependent",
         r"^fused \w+ \w+ bfloat16",
-        r"^low_rank bfloat16 inputs=1024",
+        r"^low_rank \w+ inputs=1024",
         r"split_linear bfloat16 rows=(1|64|256) inputs=(1024|2048)|tiled_linear bfloat16",
         r"scaled_product (int8|e4m3) rows=1024 inputs=4096",
         r"scaled_product int8 group=32 rows=(1|1024) inputs=4096",
@@ -354,6 +354,30 @@ def test_quantized_products_go_to_the_tensor_cores(
     assert any(re.match(rf"{instruction}\.", name) for name in loop), loop
     loaded = bytes_loaded(loop)
     assert loaded[16] + loaded[8] >= 0.75 * sum(loaded.values()) > 0, loop  # the rest are scales
+
+
+@pytest.mark.size("full")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_adapters_are_loaded_many_numbers_at_a_time(
+    records: dict[int, Records], dtype: str
+) -> None:
+    """Also where their ranks and outputs end, which is data. float32 is multiplied as float32."""
+    if disassembler() is None:
+        pytest.skip("this Triton's wheel has no nvdisasm")
+    codes = {
+        record["kernel"]: record["instructions"]
+        for record in records[90]
+        if record["case"].startswith(f"low_rank {dtype} inputs=1024")
+    }
+    assert codes.keys() == {"_shrink", "_expand"}
+    for code in codes.values():
+        names, loaded = code["all"], bytes_loaded(code["all"])
+        assert any(name.startswith("HMMA.") for name in names) is (dtype == "bfloat16"), names
+        assert loaded[16] > 0 and not {1, 2} & loaded.keys(), names  # 4: of tiles and of narrow
+        stores = {name for name in names if name.startswith("STG.")}
+        assert stores and all(name.endswith(".128") for name in stores), stores
+    loaded = bytes_loaded(codes["_shrink"]["all"])
+    assert loaded[16] > 0.9 * sum(loaded.values())
 
 
 def test_the_sampler_has_few_instructions_for_each_token(disassembled: Records) -> None:
