@@ -475,6 +475,7 @@ NO_BOUNDS = """
     nanoserve.engine.text_limit
     nanoserve.kernels.triton.grouped_linear
     nanoserve.kernels.triton.low_rank
+    nanoserve.models.layers.low_rank
     nanoserve.kernels.triton.paged_attention
     nanoserve.kernels.triton.quantized_kv
     nanoserve.kernels.triton.quantized_rows

@@ -46,7 +46,7 @@ class AdaptedComputation(Computation):
 
 
 class AdaptedGraphs:
-    """The programs of steps with adapters; `programs` are none until the device has captured them.
+    """The programs of steps with adapters; none before `capture`.
 
     computation: what they record.
     """
@@ -72,6 +72,10 @@ class AdaptedGraphs:
         """
         self.computation.adapters.tiles.fill(np.empty(0, dtype=np.int32))
         return capture(self.computation)
+
+    def capture(self, capture: Callable[[Computation], list[GraphProgram]]) -> None:
+        """Keep the programs that `capture` captures, for `replay`."""
+        self.programs = self.record(capture)
 
     def replay(self, batch: Batch, header: BatchHeader, forward: Any) -> StepOutput | None:
         """Replay a step; None if no graph has recorded it."""

@@ -237,7 +237,7 @@ class CudaDevice:
         with torch.inference_mode():
             self.programs = self._capture_all(self._computation)
             if self._adapted is not None:
-                self._adapted.programs = self._adapted.record(self._capture_all)
+                self._adapted.capture(self._capture_all)
 
     @property
     def _has_explicit_pool(self) -> bool:
