@@ -38,10 +38,10 @@ from nanoserve.kernels.cpu.vectors import (
 
 GROUP = 8  # rows of an adapter that are computed at once
 # Rows of tiles, and numbers of vectors, the largest first: sums and weights must fit into the
-# registers, 32 of 16 numbers or 16 of 8.
-_TILES: dict[int, tuple[int, ...]] = {GROUP: (3, 1), 4: (4, 1), 1: (4, 1)}
+# registers, 32 of 16 numbers or 16 of 8. One row is limited by memory: it reads whole lines.
+_TILES: dict[int, tuple[int, ...]] = {GROUP: (3, 1), 4: (4, 2, 1), 1: (4, 2, 1)}
 if not has("avx512f"):
-    _TILES = {4: (1,), 1: (4, 1)}
+    _TILES = {4: (1,), 1: (4, 2, 1)}
 _BFLOATS = ir.VectorType(HALF_WORD, LANES)  # as bits
 _INTERLEAVED = [lane + which * LANES for lane in range(LANES) for which in (0, 1)]
 
