@@ -1,11 +1,10 @@
 """The products of low-rank adapters, compiled by numba (extra: `nanoserve[cpu]`).
 
 With many adapters in a batch, each has a row or two, and every call of torch costs more than its
-products. Here all rows of a layer are one call, whatever their adapters. Up to four rows of an
+products. Here all rows of a layer are one call, whatever their adapters. Up to eight rows of an
 adapter are computed at once, so that its matrices are read once for them.
 
-Both products are the same loop: out[row] += x[row, k] w[k], a vector of outputs at a time, in the
-order of k. So the bits of a row do not depend on other rows.
+Both products are the same loop, see `low_rank_tiles`. The bits of a row do not depend on others.
 """
 
 import functools
@@ -13,34 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from numba import njit, prange, types
-from numba.core import cgutils
-from numba.extending import intrinsic
+from numba import njit, prange
 from torch import Tensor
 
 from nanoserve.kernels.cpu.elements import ELEMENTS, address, array_at, store, to_float
-from nanoserve.kernels.cpu.tile_walk import written_by
-from nanoserve.kernels.cpu.vectors import (
-    FLOAT,
-    FLOATS,
-    HALF_WORD,
-    LANES,
-    WORD,
-    WORDS,
-    Accumulators,
-    constant,
-    ir,
-    load,
-    multiply_add,
-    offset,
-    prefetch,
-    rounded,
-    splat,
-)
-from nanoserve.kernels.cpu.vectors import store as store_vector
+from nanoserve.kernels.cpu.low_rank_tiles import GROUP, KINDS, add_product, best_kind
+from nanoserve.kernels.cpu.tile_walk import SOURCES, written_by
+from nanoserve.kernels.cpu.vectors import LANES
 
-GROUP = 4  # rows of an adapter that are computed at once
-_BFLOATS = ir.VectorType(HALF_WORD, LANES)
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16"}
 
 
@@ -54,6 +33,7 @@ def add_low_rank(
     tokens: Tensor,
     starts: Tensor,
     places: Tensor,
+    kind: str | None = None,
 ) -> None:
     """Add B A x to some rows of y, in place.
 
@@ -66,7 +46,9 @@ def add_low_rank(
     tokens  int32 [n]: the rows, group by group; starts int32 [num_groups + 1]: where groups begin,
             of up to `GROUP` rows with the same adapter; places int32 [num_groups]: their adapters
 
-    Sums are float32; B A x is rounded when it has been added to y.
+    kind: one of `low_rank_tiles.KINDS`; None is the best for this processor.
+
+    Sums are float32; B A x is rounded when it has been added to y. Some kinds also round A x.
     """
     if y.stride(1) != 1 or a.shape[2] % LANES:
         raise ValueError(f"unsuitable strides {y.stride()} of y, or shape {tuple(a.shape)} of a")
@@ -74,7 +56,9 @@ def add_low_rank(
     pointers = address(x), y.data_ptr(), *map(address, (a, b, ends, firsts, tokens, starts, places))
     layout = *x.shape, y.shape[1], y.stride(0), *a.shape[::2], b.shape[1]
     sizes = (*layout, len(firsts) - 1, len(tokens), len(places))
-    _make_add(_NAMES[x.dtype], len(places) > 1)(pointers, sizes, ELEMENTS[x.dtype])
+    _make_add(kind or best_kind(_NAMES[x.dtype]), len(places) > 1)(
+        pointers, sizes, ELEMENTS[x.dtype]
+    )
 
 
 def compile_low_rank(dtype: torch.dtype) -> None:
@@ -88,53 +72,14 @@ def compile_low_rank(dtype: torch.dtype) -> None:
         add_low_rank(x, x.clone(), a, b, ends, firsts, tokens, starts, torch.zeros_like(tokens))
 
 
-def _load(b: Any, place: Any, dtype: str) -> Any:
-    """Load a vector of "float32" or "bfloat16" numbers as FLOATS, from any address."""
-    if dtype == "float32":
-        return load(b, place, FLOATS, 4)
-    bits = b.zext(load(b, place, _BFLOATS, 2), WORDS)
-    return b.bitcast(b.shl(bits, constant(WORD, 16)), FLOATS)
-
-
-@intrinsic(prefer_literal=True)
-def _add_tile(
-    typing_context, rows, vectors, w_dtype, out_dtype, x, x_stride, w, w_stride, ahead, steps, outs
-):
-    """Add x [rows, steps] . w [steps, vectors x 16] to the rows at the addresses `outs`.
-
-    ahead: bytes from what is read to what is prefetched.
-    """
-    num_rows, num_vectors = rows.literal_value, vectors.literal_value
-    w_name, out_name = w_dtype.literal_value, out_dtype.literal_value
-    w_bytes, out_bytes = (LANES * (4 if name == "float32" else 2) for name in (w_name, out_name))
-
-    def generate(context, b, signature, args):
-        x, x_stride, w, w_stride, ahead, steps, outs = args[4:]
-        number = x.type
-        sums = Accumulators(b, num_rows, num_vectors, constant(FLOAT, 0.0))
-        with cgutils.for_range(b, steps, intp=number) as loop:
-            here = offset(b, w, (loop.index, w_stride))
-            for line in range(0, num_vectors * w_bytes, 64):
-                prefetch(b, offset(b, here, (ahead, 1), (line, 1)))
-            weights = [_load(b, offset(b, here, (i, w_bytes)), w_name) for i in range(num_vectors)]
-            for r in range(num_rows):
-                place = offset(b, x, (r, x_stride), (loop.index, 4))
-                value = splat(b, load(b, place, FLOAT, 4))
-                for i in range(num_vectors):
-                    sums[r, i] = multiply_add(b, weights[i], value, sums[r, i])
-        for r, i in sums.places:
-            place = offset(b, b.extract_value(outs, r), (i, out_bytes))
-            total = b.fadd(_load(b, place, out_name), sums[r, i])
-            store_vector(b, rounded(b, total, out_name), place)
-        return context.get_dummy_value()
-
-    return types.void(rows, vectors, w_dtype, out_dtype, *[types.intp] * 6, outs), generate
-
-
 @functools.cache
-def _make_add(dtype: str, is_parallel: bool) -> Any:
-    """Return the compiled kernel for a data type, for one thread or for several."""
-    sources, size = written_by(), 4 if dtype == "float32" else 2
+def _make_add(kind: str, is_parallel: bool) -> Any:
+    """Return the compiled kernel for a kind of tiles, for one thread or for several."""
+    sources, group_size = written_by(*SOURCES, "low_rank_tiles"), GROUP
+    own = KINDS[kind]
+    dtype, x_dtype, x_size = own.dtype, own.x_dtype, own.x_bytes
+    size = 4 if dtype == "float32" else 2
+    is_widened, number = x_dtype != dtype, np.float32 if x_dtype == "float32" else np.uint16
 
     @njit(parallel=is_parallel, cache=True, error_model="numpy")
     def add(pointers, sizes, element):
@@ -157,89 +102,45 @@ def _make_add(dtype: str, is_parallel: bool) -> Any:
             total = ends[place, num_targets]
             if total == 0:
                 continue
-            # 1) The group's rows of x in float32: [count, inputs].
-            wide = np.empty((4, inputs), np.float32)
+            narrow = np.zeros((group_size, ranks), number)
+            wide = np.empty((group_size if is_widened else 1, inputs), np.float32)
+            froms, tos = np.empty(group_size, np.int64), np.empty(group_size, np.int64)
+            # 1) The addresses of the group's rows of x, widened if the kind needs it, and of A x.
             for row in range(count):
                 token = tokens[first_row + row]
-                for i in range(inputs):
-                    wide[row, i] = to_float(x[token, i])
+                froms[row] = x_at + token * inputs * size
+                tos[row] = narrow.ctypes.data + row * ranks * x_size
+                if is_widened:
+                    for i in range(inputs):
+                        wide[row, i] = to_float(x[token, i])
+                    froms[row] = wide.ctypes.data + row * inputs * x_size
             # 2) A x: [count, ranks].
-            narrow = np.zeros((4, ranks), np.float32)
-            wide_at, narrow_at = wide.ctypes.data, narrow.ctypes.data
-            w, w_stride, by_row = a_at + place * inputs * ranks * size, ranks * size, ranks * 4
-            row = 0
-            while row < count:
-                at_once = 4 if count - row == 4 else 1
-                vector, num_vectors = 0, (total + 15) // 16
-                while vector < num_vectors:
-                    out = narrow_at + row * by_row + vector * 64
-                    outs = (out, out + by_row, out + 2 * by_row, out + 3 * by_row)
-                    here, source = w + vector * 16 * size, wide_at + row * inputs * 4
-                    is_pair = num_vectors - vector >= 2
-                    if at_once == 4 and is_pair:
-                        _add_tile(4, 2, dtype, "float32", source, inputs * 4, here, w_stride,
-                                  w_stride * 16, inputs, outs)  # fmt: skip
-                    elif at_once == 4:
-                        _add_tile(4, 1, dtype, "float32", source, inputs * 4, here, w_stride,
-                                  w_stride * 16, inputs, outs)  # fmt: skip
-                    elif is_pair:
-                        _add_tile(1, 2, dtype, "float32", source, inputs * 4, here, w_stride,
-                                  w_stride * 16, inputs, outs)  # fmt: skip
-                    else:
-                        _add_tile(1, 1, dtype, "float32", source, inputs * 4, here, w_stride,
-                                  w_stride * 16, inputs, outs)  # fmt: skip
-                    vector += 2 if is_pair else 1
-                row += at_once
+            w, w_stride = a_at + place * inputs * ranks * size, ranks * size
+            add_product(kind, x_dtype, froms.ctypes.data, count, w, w_stride, w_stride * 16,
+                        inputs, tos.ctypes.data, (total + 15) // 16)  # fmt: skip
             # 3) B (A x), added to the rows of y.
-            b_stride = outputs * size
             for target in range(num_targets):
                 start, end = ends[place, target], ends[place, target + 1]
                 if start == end:
                     continue
                 first, last = firsts[target], firsts[target + 1]
                 num_vectors = (last - first) // 16
-                row = 0
-                while row < count:
-                    at_once = 4 if count - row == 4 else 1
-                    source = narrow_at + row * by_row + start * 4
-                    t0 = y_at + tokens[first_row + row] * stride * size + first * size
-                    t1 = t2 = t3 = t0
-                    if at_once == 4:
-                        t1 = y_at + tokens[first_row + 1] * stride * size + first * size
-                        t2 = y_at + tokens[first_row + 2] * stride * size + first * size
-                        t3 = y_at + tokens[first_row + 3] * stride * size + first * size
-                    w = b_at + (place * most * outputs + first) * size
-                    vector = 0
-                    while vector < num_vectors:
-                        skip = vector * 16 * size
-                        outs = (t0 + skip, t1 + skip, t2 + skip, t3 + skip)
-                        here = w + skip
-                        if num_vectors - vector >= 4:
-                            if at_once == 4:
-                                _add_tile(4, 4, dtype, dtype, source, by_row, here, b_stride,
-                                          128 * size, end - start, outs)  # fmt: skip
-                            else:
-                                _add_tile(1, 4, dtype, dtype, source, by_row, here, b_stride,
-                                          128 * size, end - start, outs)  # fmt: skip
-                            vector += 4
-                        else:
-                            if at_once == 4:
-                                _add_tile(4, 1, dtype, dtype, source, by_row, here, b_stride,
-                                          32 * size, end - start, outs)  # fmt: skip
-                            else:
-                                _add_tile(1, 1, dtype, dtype, source, by_row, here, b_stride,
-                                          32 * size, end - start, outs)  # fmt: skip
-                            vector += 1
-                    row += at_once
+                for row in range(count):
+                    froms[row] = narrow.ctypes.data + (row * ranks + start) * x_size
+                    tos[row] = y_at + (tokens[first_row + row] * stride + first) * size
+                w, w_stride = b_at + (place * most * outputs + first) * size, outputs * size
+                add_product(kind, dtype, froms.ctypes.data, count, w, w_stride, size * 128,
+                            end - start, tos.ctypes.data, num_vectors)  # fmt: skip
                 # Columns after the last vector.
                 for column in range(first + num_vectors * 16, last):
                     for row in range(count):
                         added = np.float32(0)
                         for r in range(start, end):
                             weight = to_float(b[place, r - start, column])
-                            added += narrow[row, r] * weight
+                            added += to_float(narrow[row, r]) * weight
                         at = tokens[first_row + row] * stride + column
                         store(y, at, to_float(y[at]) + added)
-            wide[0, 0] = 0  # keeps the array until here: numba does not see that addresses use it
+            # Keeps the arrays until here: numba does not see that addresses use them.
+            wide[0, 0] = narrow[0, 0] = froms[0] = tos[0] = 0
 
     return add

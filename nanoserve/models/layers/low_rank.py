@@ -25,7 +25,7 @@ from nanoserve.models.layers.context import LayerContext, LinearMethod
 from nanoserve.models.layers.linear import ColumnParallelLinear, RowParallelLinear
 from nanoserve.sampling.host_copies import to_device
 
-_GROUP = 4  # rows of an adapter that the kernel computes at once
+_GROUP = 8  # rows of an adapter that the kernel computes at once
 _LANES = 16  # the kernel reads this many numbers at once
 _MOST_COPIED = 1024  # tokens, whose inputs and outputs torch's products copy
 

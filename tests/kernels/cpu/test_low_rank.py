@@ -11,13 +11,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoserve.models.layers.low_rank import AdaptedLayer, StepRows, Target
+from nanoserve.models.layers.low_rank import _GROUP, AdaptedLayer, StepRows, Target
 
 pytest.importorskip("numba")
 
+from nanoserve.kernels.cpu.cpu_features import has
 from nanoserve.kernels.cpu.low_rank import add_low_rank, compile_low_rank
+from nanoserve.kernels.cpu.low_rank_tiles import GROUP, KINDS, best_kind
 
 CPU = torch.device("cpu")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+PAIRS = "pairs of bfloat16"
+needs_pairs = pytest.mark.skipif(not has("avx512bf16"), reason="needs AVX-512 BF16")
+by_kind = pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=needs_pairs if kind == PAIRS else ()) for kind in KINDS]
+)
 Layer = tuple[AdaptedLayer, dict[int, dict[str, tuple[Tensor, Tensor]]]]
 
 
@@ -48,16 +56,25 @@ def layer_of(
     return layer, adapters
 
 
-def expected(layer: Layer, x: Tensor, y: Tensor, places: np.ndarray) -> Tensor:
-    """Compute the result in float64."""
+def expected(
+    layer: Layer, x: Tensor, y: Tensor, places: np.ndarray, is_rounded: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Compute the result in float64, and how far float32 sums may be from it.
+
+    is_rounded: A x, too, is rounded to the data type.
+    """
     own, adapters = layer
-    out = y.double()
+    out, bound, unit = y.double(), torch.zeros(y.shape).double(), torch.finfo(y.dtype).eps / 2
     for row, place in enumerate(places.tolist()):
         for target in own.targets:
             if place >= 0 and target.name in adapters[place]:
                 a, b = (one.double() for one in adapters[place][target.name])
-                out[row, target.columns] += (a @ x[row].double()) @ b
-    return out
+                narrow, summed = a @ x[row].double(), a.abs() @ x[row].double().abs()
+                out[row, target.columns] += narrow @ b
+                bound[row, target.columns] += (1e-5 * summed) @ b.abs()
+                if is_rounded:
+                    bound[row, target.columns] += unit * narrow.abs() @ b.abs()
+    return out, bound + unit * (1 + 1e-5) * out.abs()
 
 
 CASES = [
@@ -65,7 +82,33 @@ CASES = [
     (80, [48], [[5], [64], [3]]),
     (7, [5, 13], [[2, 3], [0, 1]]),
     (33, [17], [[1]]),
+    (1, [130], [[1], [2]]),
 ]
+
+
+@by_kind
+@pytest.mark.parametrize("scale", [0.01, 1, 100])
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_the_kernel_rounds_only_what_it_says(
+    case: tuple[int, list[int], list[list[int]]], kind: str, scale: float
+) -> None:
+    inputs, outputs, ranks = case
+    dtype = DTYPES[KINDS[kind].dtype]
+    layer = layer_of(inputs, outputs, ranks, dtype)
+    rng = np.random.default_rng(0)
+    for num_rows in (1, 2, 5, 23, 60):
+        places = rng.integers(-1, len(ranks), num_rows)
+        places[0] = 0
+        x = (scale * torch.randn(num_rows, inputs)).to(dtype)
+        whole = torch.randn(num_rows, sum(outputs) + 3).to(dtype)
+        y = whole[:, : sum(outputs)]  # its rows are apart
+        before = whole.clone()
+        right, bound = expected(layer, x, y, places, kind == PAIRS)
+        rows = StepRows.of(places, True, CPU)
+        layer[0].add(x, y, rows, partial(add_low_rank, kind=kind))
+        assert ((y.double() - right).abs() <= bound).all()
+        assert torch.equal(whole[places < 0], before[places < 0])
+        assert torch.equal(whole[:, sum(outputs) :], before[:, sum(outputs) :])
 
 
 @pytest.mark.parametrize("kernel", [add_low_rank, None], ids=["kernel", "torch"])
@@ -85,7 +128,7 @@ def test_rows_get_their_adapters_products(
         x = torch.randn(num_rows, inputs).to(dtype)
         whole = torch.randn(num_rows, sum(outputs) + 3).to(dtype)
         y = whole[:, : sum(outputs)]  # its rows are apart
-        before, right = y.clone(), expected(layer, x, y, places)
+        before, right = y.clone(), expected(layer, x, y, places)[0]
         rows = StepRows.of(places, kernel is not None, CPU)
         layer[0].add(x, y, rows, kernel)
         error = (y.double() - right).abs().max() / right.abs().max()
@@ -94,19 +137,41 @@ def test_rows_get_their_adapters_products(
         assert torch.equal(y[without], before[without])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_bits_of_a_row_depend_on_no_other(dtype: torch.dtype) -> None:
-    layer, _ = layer_of(48, [64, 20], [[9, 3], [16, 5]], dtype)
-    x, y = torch.randn(9, 48).to(dtype), torch.randn(9, 84).to(dtype)
+@by_kind
+def test_the_bits_of_a_row_depend_on_no_other(kind: str) -> None:
+    dtype = DTYPES[KINDS[kind].dtype]
+    layer, _ = layer_of(49, [64, 20], [[9, 3], [16, 5]], dtype)
+    x, y = torch.randn(31, 49).to(dtype), torch.randn(31, 84).to(dtype)
+    kernel, places = partial(add_low_rank, kind=kind), np.array([0, 1, 0, 0, -1, 0, 0, 0, 0, 0] * 3)
+    places = np.append(places, 1)
     together = y.clone()
-    places = np.array([0, 1, 0, 0, 0, 1, 0, -1, 0])
-    layer.add(x, together, StepRows.of(places, True, CPU), add_low_rank)
-    for row in range(9):
-        alone = y[row : row + 1].clone()
-        if places[row] >= 0:
-            layer.add(x[row : row + 1], alone, StepRows.of(places[row : row + 1], True, CPU),
-                      add_low_rank)  # fmt: skip
-        assert torch.equal(alone[0], together[row]), row
+    layer.add(x, together, StepRows.of(places, True, CPU), kernel)
+    for size in range(1, GROUP + 1):  # groups of all sizes, from rows at different places
+        for own in (torch.arange(31).split(size), torch.randperm(31).split(size)):
+            for rows in own:
+                some, of_rows = y[rows], places[rows.numpy()]
+                if (of_rows >= 0).any():
+                    layer.add(x[rows], some, StepRows.of(of_rows, True, CPU), kernel)
+                assert torch.equal(some, together[rows]), size
+
+
+@by_kind
+def test_pairs_take_subnormal_numbers_for_zero(kind: str) -> None:
+    """A x is 2^-132, which only the other kinds multiply by 2^100; the second target has 2^-125."""
+    dtype = DTYPES[KINDS[kind].dtype]
+    layer, _ = layer_of(2, [16, 16], [[1, 1]], dtype)
+    layer.a[0, :, :2], layer.b[0] = torch.tensor([[2.0**-66, 2.0**-59], [0, 0]]), 2.0**100
+    y = torch.zeros(1, 32, dtype=dtype)
+    x = torch.tensor([[2.0**-66, 1.0]], dtype=dtype)
+    layer.add(x, y, StepRows.of(np.array([0]), True, CPU), partial(add_low_rank, kind=kind))
+    assert (y[0, :16] == (0 if kind == PAIRS else 2.0**-32)).all()
+    assert (y[0, 16:] == 2.0**-25).all()
+
+
+def test_the_layer_makes_groups_of_the_kernels_size() -> None:
+    assert _GROUP == GROUP  # the layer does not import the kernel; larger groups would not fit
+    assert best_kind("float32") == "singles of float32"
+    assert best_kind("bfloat16") == (PAIRS if has("avx512bf16") else "singles of bfloat16")
 
 
 def test_an_adapter_replaces_the_one_before_it() -> None:

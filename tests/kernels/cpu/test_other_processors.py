@@ -29,6 +29,7 @@ from nanoserve.kernels.cpu.float_linear import FloatPanels, best_kind
 from nanoserve.kernels.cpu.isa import KINDS, kinds_here
 from nanoserve.kernels.cpu.integer_linear import IntegerPanels
 from nanoserve.kernels.cpu.cpu_features import converts_float16, has
+from nanoserve.kernels.cpu.low_rank import add_low_rank
 
 print(",".join(kinds_here()), has("avx2"), has("avx512f"))
 for kind in kinds_here():
@@ -58,6 +59,12 @@ for dtype in (torch.bfloat16, torch.float32, torch.float16):
 for head_dim in (40, 96, 128):
     assert_scores(2, 37, head_dim)
     assert_values(2, 37, head_dim)
+x, a, b = (torch.randn(shape).bfloat16() for shape in ((7, 33), (1, 33, 16), (1, 3, 70)))
+y, exact = torch.zeros(7, 70).bfloat16(), x.double() @ a[0, :, :3].double() @ b[0].double()
+ends, firsts, tokens, starts = [[0, 3]], [0, 70], [*range(7)], [0, 7]  # a group of 7 rows
+indices = (torch.tensor(one, dtype=torch.int32) for one in (ends, firsts, tokens, starts, [0]))
+add_low_rank(x, y, a, b, *indices)
+assert ((y.double() - exact).abs() <= 1e-2 * exact.abs() + 1e-3).all()
 """
 
 
