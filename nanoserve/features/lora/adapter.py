@@ -5,12 +5,13 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load
 from torch import Tensor
 
 from nanoserve.features.lora.adapter_config import MOST_BYTES, AdapterConfig
 from nanoserve.features.lora.adapter_files import CONFIG, TENSORS, AdapterFiles
+from nanoserve.features.lora.stored_header import tensors_of
 from nanoserve.features.lora.tensor_names import Shapes, TensorNames
 from nanoserve.utils.checks import require
 
@@ -58,12 +59,9 @@ def outline_of(files: AdapterFiles, limits: Limits) -> Outline:
     config = AdapterConfig.of(_read(files), f"{files.folder}: {CONFIG}")
     where = f"{files.folder}: {TENSORS}"
     names = TensorNames(where, config, limits.shapes, limits.max_rank)
-    with _opened(files) as stored:
-        for name in stored.keys():  # noqa: SIM118 - not a dictionary
-            part = stored.get_slice(name)
-            kind = part.get_dtype()
-            require(kind in _FLOATS, f"{where}: {name} has type {kind}; it must be in {_FLOATS}")
-            names.add(name, tuple(part.get_shape()))
+    for name, kind, shape in tensors_of(files.tensors):
+        require(kind in _FLOATS, f"{where}: {name} has type {kind}; it must be in {_FLOATS}")
+        names.add(name, shape)
     names.check_complete()
     return Outline(files, config, names)
 
@@ -81,7 +79,10 @@ def read_adapter(outline: Outline, limits: Limits) -> Adapter:
             pair.append(tensor)
         a, b = pair
         b = b[rows] * outline.config.scaling_of(outline.names.module_of(a_name))
-        weights[target] = a.to(limits.dtype).contiguous(), b.T.to(limits.dtype).contiguous()
+        weights[target] = (
+            a.to(limits.dtype, copy=True).contiguous(),  # targets of a fused module have the same A
+            b.T.to(limits.dtype).contiguous(),
+        )
         for x in weights[target]:
             is_finite = bool(x.isfinite().all())
             require(is_finite, f"{files.folder}: {a_name} has no finite scaled product")
@@ -91,20 +92,15 @@ def read_adapter(outline: Outline, limits: Limits) -> Adapter:
 
 
 def _read_tensors(files: AdapterFiles) -> dict[str, Tensor]:
-    """Return the tensors of files that are as they were when they were checked.
+    """Return the tensors of a file that is as it was when it was checked.
 
     The file is copied, not mapped: reading a mapped file that another program shortens meanwhile,
     as `cp` does with a file that it overwrites, ends the process with SIGBUS.
     """
-    size = files.stamps[1][2]
     try:
-        with files.tensors.open("rb") as file:
-            content = file.read(size + 1)
-    except OSError as error:
+        return load(files.read_tensors())
+    except (OSError, SafetensorError) as error:
         raise ValueError(f"{files.tensors} cannot be read: {error}") from None
-    if AdapterFiles.find(files.folder).stamps != files.stamps:
-        raise ValueError(f"{files.folder} has changed while it was read: load it again")
-    return load(content)
 
 
 def _read(files: AdapterFiles) -> bytes:
@@ -112,22 +108,3 @@ def _read(files: AdapterFiles) -> bytes:
         return files.config.read_bytes()
     except OSError as error:
         raise ValueError(f"{files.config} cannot be read: {error}") from None
-
-
-class _opened:
-    """Opens the tensors of an adapter; errors of the file are `ValueError`."""
-
-    def __init__(self, files: AdapterFiles) -> None:
-        self._path = files.tensors
-
-    def __enter__(self) -> safe_open:
-        try:
-            self._stored = safe_open(str(self._path), "pt")
-            return self._stored.__enter__()
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{self._path} is not a safetensors file: {error}") from None
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._stored.__exit__(None, None, None)
-        if isinstance(error, SafetensorError):
-            raise ValueError(f"{self._path} cannot be read: {error}") from None

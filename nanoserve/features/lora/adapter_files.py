@@ -32,6 +32,15 @@ class AdapterFiles(NamedTuple):
     def tensors(self) -> Path:
         return Path(self.folder, TENSORS)
 
+    def read_tensors(self) -> bytes:
+        """Return what is in the file of tensors. Raises `ValueError` if a file has changed."""
+        with self.tensors.open("rb") as file:
+            content = file.read(self.stamps[1][2] + 1)  # no more, however large another one is
+            found = _stamp_of(os.fstat(file.fileno()))  # of what was read
+        if found != self.stamps[1] or AdapterFiles.find(self.folder).stamps != self.stamps:
+            raise ValueError(f"{self.folder} has changed while it was read: load it again")
+        return content
+
     @classmethod
     def find(cls, path: str, root: str | None = None) -> "AdapterFiles":
         """Look at the files in a folder.
@@ -71,6 +80,10 @@ def _stamp(file: str, folder: str) -> tuple[int, ...]:
         kind = NoAdapterError if isinstance(error, FileNotFoundError) else ValueError
         raise kind(f"{file} cannot be read: {reason}") from None
     require(stat.S_ISREG(found.st_mode), f"{file} is not a file")
+    return _stamp_of(found)
+
+
+def _stamp_of(found: os.stat_result) -> tuple[int, ...]:
     # The last one cannot be set: files that are copied may keep the other one.
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 

@@ -2,6 +2,8 @@
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,10 +18,11 @@ from torch import Tensor
 
 from nanoserve import LLM, LoRARequest, SamplingParams
 from nanoserve.features.lora import store
-from nanoserve.features.lora.adapter import outline_of, read_adapter
+from nanoserve.features.lora.adapter import Limits, outline_of, read_adapter
 from nanoserve.features.lora.adapter_config import AdapterConfig
 from nanoserve.features.lora.adapter_files import AdapterFiles
 from nanoserve.features.lora.prepare import check_adapter, limits_of
+from nanoserve.worker.adapters import named_tensors
 
 PARAMS = SamplingParams(temperature=0, max_tokens=3, ignore_eos=True)
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -84,6 +87,15 @@ def cut(adapter: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
 
 
+def longer(adapter: Path) -> None:
+    file = adapter / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes() + b"more")
+
+
+def with_length(header: bytes) -> bytes:
+    return len(header).to_bytes(8, "little") + header
+
+
 def too_large(adapter: Path) -> None:
     """The scaling of B overflows."""
     edit_json(adapter / "adapter_config.json", lora_alpha=3e38)
@@ -98,6 +110,7 @@ def pipe(adapter: Path) -> None:
 
 NAN, INF = torch.full((4, 48), torch.nan), torch.full((4, 48), torch.inf)
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+NEGATIVE = b'{"x": {"dtype": "F32", "shape": [-1, 4], "data_offsets": [0, 0]}}'
 HEADER = (2**40).to_bytes(8, "little") + b"{}"
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "no config": (remove(CONFIG), "adapter_config.json cannot be read"),
@@ -112,6 +125,13 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "not safetensors": (content(TENSORS, b"PK\x03\x04"), "is not a safetensors file"),
     "a huge header": (content(TENSORS, HEADER), "is not a safetensors file"),
     "cut off": (cut, "is not a safetensors file"),
+    "too long": (longer, "is not a safetensors file"),
+    "a header of a list": (content(TENSORS, with_length(b"[]")), "its header is not a JSON object"),
+    "a header of no JSON": (content(TENSORS, with_length(b"{'")), "its header is not JSON"),
+    "a deep header": (content(TENSORS, with_length(b'{"x":' + b"[" * 100_000)), "its header is not JSON"),
+    "no shape": (content(TENSORS, with_length(b'{"x": {"dtype": "F32"}}')), "x has no type or shape"),
+    "a negative shape": (content(TENSORS, with_length(NEGATIVE)), "x has no type or shape"),
+    "no tensor but a number": (content(TENSORS, with_length(b'{"x": 1}')), "x has no type or shape"),
     "another kind": (config(peft_type="PROMPT_TUNING"), "peft_type='PROMPT_TUNING'"),
     "rank 0": (config(r=0), "r=0 must be an integer"),
     "rank as text": (config(r="8"), "r='8' must be an integer"),
@@ -291,6 +311,45 @@ def test_a_file_that_another_program_overwrites_is_an_error(
         monkeypatch.setattr(AdapterFiles, "find", find_later)
     with pytest.raises(ValueError, match="has changed while it was read: load it again"):
         read_adapter(outline, limits)
+
+
+IS_OVERWRITTEN = """
+import sys, threading, time
+from pathlib import Path
+from nanoserve.features.lora.stored_header import tensors_of
+file, end = Path(sys.argv[1]), time.monotonic() + float(sys.argv[2])
+content, found = file.read_bytes(), {True: 0, False: 0}
+def overwrite():
+    while time.monotonic() < end:
+        file.write_bytes(content)
+threading.Thread(target=overwrite).start()
+while time.monotonic() < end:
+    try:
+        found[len([*tensors_of(file)]) > 0] += 1
+    except ValueError:
+        found[False] += 1
+assert min(found.values()) > 0, found
+"""
+
+
+@pytest.mark.size("full")
+def test_a_header_is_read_while_another_program_overwrites_the_file(adapter: Path) -> None:
+    """The library, which maps the file, ends the process within seconds."""
+    command = [sys.executable, "-c", IS_OVERWRITTEN, str(adapter / TENSORS), "5"]
+    subprocess.run(command, check=True)
+
+
+def test_targets_of_a_fused_module_share_no_memory(tmp_path: Path) -> None:
+    """Else safetensors does not save them, for other ranks: the file has one A for q, k and v."""
+    part = "model.layers.0.self_attn."
+    shapes = {f"{part}q_proj": (64, 32), f"{part}k_proj": (32, 32), f"{part}v_proj": (32, 32)}
+    tensors = {"lora_A": torch.randn(4, 32), "lora_B": torch.randn(128, 4)}
+    named = {f"{part}qkv_proj.{name}": tensor for name, tensor in tensors.items()}
+    write_files(tmp_path, named, {"peft_type": "LORA", "r": 4, "lora_alpha": 4})
+    limits = Limits(shapes, 16, torch.float32)
+    found = read_adapter(outline_of(AdapterFiles.find(str(tmp_path)), limits), limits)
+    assert found.weights.keys() == shapes.keys()
+    save_file(named_tensors(found.weights), tmp_path / "saved.safetensors")
 
 
 def test_many_patterns_take_no_time() -> None:
