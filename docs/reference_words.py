@@ -398,6 +398,8 @@ BOUNDS = {
         "nanoserve.checkpoint.pooling_config._MOST_BYTES": (
             "bytes", "`modules.json` of sentence-transformers"),
         "nanoserve.features.lora.adapter_config.MOST_BYTES": ("bytes", "`adapter_config.json`"),
+        "nanoserve.features.lora.stored_header._MOST_BYTES": (
+            "bytes", "the header of `adapter_model.safetensors`"),
         "nanoserve.features.lora.adapter_config._MOST_PATTERNS": (
             "patterns", "`rank_pattern` and `alpha_pattern` of an adapter"),
         "nanoserve.features.lora.tensor_names._MOST_MODULES": ("modules", "an adapter"),

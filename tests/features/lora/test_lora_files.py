@@ -92,8 +92,8 @@ def longer(adapter: Path) -> None:
     file.write_bytes(file.read_bytes() + b"more")
 
 
-def with_length(header: bytes) -> bytes:
-    return len(header).to_bytes(8, "little") + header
+def header(content: bytes) -> bytes:
+    return len(content).to_bytes(8, "little") + content
 
 
 def too_large(adapter: Path) -> None:
@@ -126,12 +126,12 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "a huge header": (content(TENSORS, HEADER), "is not a safetensors file"),
     "cut off": (cut, "is not a safetensors file"),
     "too long": (longer, "is not a safetensors file"),
-    "a header of a list": (content(TENSORS, with_length(b"[]")), "its header is not a JSON object"),
-    "a header of no JSON": (content(TENSORS, with_length(b"{'")), "its header is not JSON"),
-    "a deep header": (content(TENSORS, with_length(b'{"x":' + b"[" * 100_000)), "its header is not JSON"),
-    "no shape": (content(TENSORS, with_length(b'{"x": {"dtype": "F32"}}')), "x has no type or shape"),
-    "a negative shape": (content(TENSORS, with_length(NEGATIVE)), "x has no type or shape"),
-    "no tensor but a number": (content(TENSORS, with_length(b'{"x": 1}')), "x has no type or shape"),
+    "a header of a list": (content(TENSORS, header(b"[]")), "its header is not a JSON object"),
+    "a header of no JSON": (content(TENSORS, header(b"{'")), "its header is not JSON"),
+    "a deep header": (content(TENSORS, header(b"[" * 100_000)), "its header is not JSON"),
+    "no shape": (content(TENSORS, header(b'{"x": {"dtype": "F32"}}')), "x has no type or shape"),
+    "a negative shape": (content(TENSORS, header(NEGATIVE)), "x has no type or shape"),
+    "no tensor but a number": (content(TENSORS, header(b'{"x": 1}')), "x has no type or shape"),
     "another kind": (config(peft_type="PROMPT_TUNING"), "peft_type='PROMPT_TUNING'"),
     "rank 0": (config(r=0), "r=0 must be an integer"),
     "rank as text": (config(r="8"), "r='8' must be an integer"),
