@@ -544,7 +544,9 @@ def test_a_program_that_forgets_it_ends_in_peace(kept, by_size) -> None:
         "    if os.waitpid(child, 0)[1]: sys.exit('a run has failed')\n"
     )
     ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert (ended.returncode, ended.stderr) == (0, "")
+    # On a busy machine loading takes long enough for a progress bar.
+    told = [line for line in ended.stderr.splitlines() if not line.startswith("Loading weights")]
+    assert (ended.returncode, "".join(told)) == (0, "")
 
 
 def test_it_answers_to_what_servers_ask(llm, offline) -> None:
