@@ -400,6 +400,10 @@ BOUNDS = {
         "nanoserve.features.lora.adapter_config.MOST_BYTES": ("bytes", "`adapter_config.json`"),
         "nanoserve.features.lora.stored_header._MOST_BYTES": (
             "bytes", "the header of `adapter_model.safetensors`"),
+        "nanoserve.features.lora.stored_header._LONGEST_NAME": (
+            "characters", "the name of a tensor of an adapter"),
+        "nanoserve.features.lora.stored_header._LONGEST_TYPE": (
+            "characters", "the type of a tensor of an adapter"),
         "nanoserve.features.lora.adapter_config._MOST_PATTERNS": (
             "patterns", "`rank_pattern` and `alpha_pattern` of an adapter"),
         "nanoserve.features.lora.tensor_names._MOST_MODULES": ("modules", "an adapter"),

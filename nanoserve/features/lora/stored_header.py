@@ -13,6 +13,8 @@ from typing import Any
 from nanoserve.utils.checks import is_int, json_object, require
 
 _MOST_BYTES = 10 * 2**20  # of a header; thousands of tensors take less than one
+_LONGEST_NAME = 1_000  # characters of a tensor's name, which errors quote
+_LONGEST_TYPE = 16
 
 
 def tensors_of(path: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
@@ -34,6 +36,10 @@ def tensors_of(path: Path) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     header.pop("__metadata__", None)
     end = 0
     for name, entry in header.items():
+        require(
+            len(name) <= _LONGEST_NAME,
+            f"{path} has a tensor whose name has {len(name)} characters, more than {_LONGEST_NAME}",
+        )
         kind, shape, places = _parts_of(entry)
         require(shape is not None, f"{path} is not a safetensors file: {name} has no type or shape")
         end = max(end, places[1])
@@ -53,6 +59,7 @@ def _parts_of(entry: Any) -> tuple[str, tuple[int, ...] | None, list[int]]:
         isinstance(numbers, list) and all(is_int(one) and one >= 0 for one in numbers)
         for numbers in (shape, places)
     )
-    if not (isinstance(kind, str) and are_numbers and len(places) == 2):
+    is_type = isinstance(kind, str) and len(kind) <= _LONGEST_TYPE
+    if not (is_type and are_numbers and len(places) == 2):
         return "", None, []
     return kind, tuple(shape), places

@@ -110,6 +110,7 @@ def pipe(adapter: Path) -> None:
 
 NAN, INF = torch.full((4, 48), torch.nan), torch.full((4, 48), torch.inf)
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
+LONG_TYPE = b'{"x": {"dtype": "%s", "shape": [], "data_offsets": [0, 0]}}' % (b"F" * 10**6)
 NEGATIVE = b'{"x": {"dtype": "F32", "shape": [-1, 4], "data_offsets": [0, 0]}}'
 HEADER = (2**40).to_bytes(8, "little") + b"{}"
 BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -131,6 +132,8 @@ BROKEN: dict[str, tuple[Callable[[Path], None], str]] = {
     "a deep header": (content(TENSORS, header(b"[" * 100_000)), "its header is not JSON"),
     "no shape": (content(TENSORS, header(b'{"x": {"dtype": "F32"}}')), "x has no type or shape"),
     "a negative shape": (content(TENSORS, header(NEGATIVE)), "x has no type or shape"),
+    "a long name": (content(TENSORS, header(b'{"%s": {}}' % (b"x" * 10**6))), "1000000 characters"),
+    "a long type": (content(TENSORS, header(LONG_TYPE)), "x has no type or shape"),
     "no tensor but a number": (content(TENSORS, header(b'{"x": 1}')), "x has no type or shape"),
     "another kind": (config(peft_type="PROMPT_TUNING"), "peft_type='PROMPT_TUNING'"),
     "rank 0": (config(r=0), "r=0 must be an integer"),
