@@ -254,48 +254,35 @@ class CudaDevice:
         """Return the bytes that graphs of a computation take: of few tokens a row, and of mixed."""
         graphs = mixed_graphs = 0
         if self.graph_sizes:
-            capture = partial(self._capture, computation=computation)
+            capture = partial(self._capture, computation)
             graphs = measure_graphs(self.cuda, self.graph_sizes, capture)
         if self.mixed_sizes:
-            capture = partial(self._capture_mixed, computation=computation)
+            capture = partial(self._capture_mixed, computation)
             mixed_graphs = measure_mixed_graphs(self.cuda, self.mixed_sizes, capture)
         return graphs, mixed_graphs
 
     def _capture_all(self, computation: Computation) -> list[GraphProgram]:
         """Capture and return the programs that record a computation, in order of preference."""
-        rows, mixed = self.graph_sizes, self.mixed_sizes
-        programs = self._capture(rows, shows_progress=True, computation=computation)
-        programs += self._capture_mixed(mixed, shows_progress=True, computation=computation)
-        return programs
+        programs = self._capture(computation, self.graph_sizes, shows_progress=True)
+        return programs + self._capture_mixed(computation, self.mixed_sizes, shows_progress=True)
 
     def _capture(
-        self,
-        sizes: list[int],
-        shows_progress: bool = False,
-        computation: Computation | None = None,
+        self, computation: Computation, sizes: list[int], shows_progress: bool = False
     ) -> list[GraphProgram]:
-        """Capture and return the programs of steps with up to `sizes` rows; [] without sizes.
-
-        computation: what they record; by default, that of steps without adapters.
-        """
+        """Capture and return the programs of steps with up to `sizes` rows; [] without sizes."""
         if not sizes:
             return []
-        computation = computation or self._computation
         programs = make_programs(self.config, self.cuda, self.buffers, computation, sizes)
         for program in reversed(programs):  # some use outputs of the graphs after them
             program.capture(shows_progress=shows_progress)
         return programs
 
     def _capture_mixed(
-        self,
-        sizes: list[int],
-        shows_progress: bool = False,
-        computation: Computation | None = None,
+        self, computation: Computation, sizes: list[int], shows_progress: bool = False
     ) -> list[GraphProgram]:
         """Capture and return the program of mixed steps of `sizes` tokens; [] without sizes."""
         if not sizes:
             return []
-        computation = computation or self._computation
         program = MixedProgram(self.cuda, self.buffers, computation, sizes)
         program.capture(shows_progress=shows_progress)
         return [program]

@@ -357,7 +357,7 @@ def test_block_tables_travel_narrow_and_arrive_at_the_stride_that_graphs_know(
     last_token = torch.zeros(4, dtype=torch.int32)
     computation = toy_computation(forward, last_token)
     device.prepare(layout, computation)
-    device.programs = device._capture(device.graph_sizes)
+    device.programs = device._capture(device._computation, device.graph_sizes)
     memory = device.buffers._memory
     full = np.arange(1, 32 * num_groups + 1, dtype=np.int32).reshape(num_groups, 4, 8)
     batch = Batch(layout, np.full(layout.num_bytes, 0xAA, dtype=np.uint8))
@@ -891,7 +891,7 @@ def test_ranks_that_share_a_model_record_the_same_graphs(checkpoint: Path) -> No
             layout = BatchLayout(64, 2, 8)
             forward, last_token = lambda *step: torch.zeros(1), torch.zeros(3, dtype=torch.int32)
             device.prepare(layout, toy_computation(forward, last_token))
-            programs = device._capture(device.graph_sizes)
+            programs = device._capture(device._computation, device.graph_sizes)
             assert [type(program) for program in programs] == kinds
 
 
@@ -910,7 +910,7 @@ def test_what_other_ranks_read_of_a_batch_stays_as_it_was_packed(num_groups: int
 
     computation = toy_computation(forward, last_token)
     device.prepare(layout, computation)
-    device.programs = device._capture(device.graph_sizes)
+    device.programs = device._capture(device._computation, device.graph_sizes)
     tables = np.arange(1, 32 * num_groups + 1, dtype=np.int32).reshape(num_groups, 4, 8)
     batch = Batch(layout, np.zeros(layout.num_bytes, dtype=np.uint8))
     for num_new in ({9: 1, 6: 1, 21: 1}, {9: 2, 6: 1, 21: 4}):

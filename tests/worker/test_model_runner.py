@@ -39,7 +39,7 @@ def on_gpu(enforce_eager: bool) -> CudaDevice:
     config = EngineConfig("m", max_num_seqs=4, block_size=4, enforce_eager=enforce_eager)
     device = CudaDevice(config, FakeCuda(), is_capturable=True)
     device.prepare(LAYOUT, toy_computation(forward, LAST_TOKEN))
-    device.programs = device._capture(device.graph_sizes)
+    device.programs = device._capture(device._computation, device.graph_sizes)
     return device
 
 
